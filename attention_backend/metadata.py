@@ -1,0 +1,25 @@
+"""What one engine step knows about its rows and pages. Built once per step, read by every layer. Knows no model."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMetadata:
+    """A flattened batch of sequences over a paged KV cache.
+
+    Sequences with exactly one query row come first (`num_decodes` of them), then the others (prefills and chunks).
+    """
+
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
+    seq_lens: Tensor  # int32 [num_seqs]: keys of each sequence, this step's new tokens included
+    block_table: Tensor  # int32 [num_seqs, max_blocks_per_seq]
+    slot_mapping: Tensor  # int64 [num_tokens]: block_id * block_size + offset of each new token; negative = do not store
+    num_decodes: int
+    max_seqlen_q: int  # the largest number of new tokens of a sequence
+    max_seqlen_k: int  # the largest of seq_lens (an upper bound is allowed)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]

@@ -1,0 +1,115 @@
+"""One attention call, as data: what the public functions make and what every implementation takes.
+
+Every mask that is not a tensor is one interval of keys per query row, so an implementation needs one mask rule only.
+Knows no device and no kernel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Columns of a mask descriptor (`AttentionArgs.mask_desc`), int32 `[batch, 8]`.
+#: All positions count keys from key 0 of the tensors handed in.
+DESC_START, DESC_STOP, DESC_Q_OFFSET, DESC_LEFT, DESC_RIGHT, DESC_CHUNK = range(6)
+DESC_COLUMNS = 8
+#: "no bound" in the LEFT and RIGHT columns of a descriptor and in `window_left` / `window_right`.
+UNBOUNDED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionArgs:
+    """Arguments of one forward call.
+
+    Shapes (strides are free except that the last dimension is contiguous):
+
+    * dense: q `[batch, seqlen_q, num_heads, head_dim]`, k `[batch, seqlen_k, num_kv_heads, head_dim]`,
+      v `[batch, seqlen_k, num_kv_heads, head_dim_v]`
+    * varlen: q `[total_q, num_heads, head_dim]` with `cu_seqlens_q`; k, v `[total_k, num_kv_heads, *]` with `cu_seqlens_k`
+    * paged: k, v `[num_blocks, block_size, num_kv_heads, *]` with `block_table` and `seqused_k`; q dense or varlen.
+      (The engine's pool is `[num_blocks, num_kv_heads, block_size, head_dim]`; it is handed in as a transposed view.)
+
+    The rule of visibility. Row i of sequence b stands at position `p = i + q_offset[b]`, where q_offset defaults to
+    `stop[b] - seqlen_q[b]` (bottom-right alignment; stop = seqused_k, or the sequence's number of keys). It sees key j iff
+
+    * `start[b] <= j < stop[b]`                     (start = leftpad_k, default 0)
+    * `j >= p - window_left`  when window_left  >= 0
+    * `j <= p + window_right` when window_right >= 0 (causal is window_right = 0)
+    * `(j - start[b]) // chunk_size == (p - start[b]) // chunk_size` when chunk_size > 0 (Llama 4's chunked attention)
+    * `key_mask[b, j]` when a key mask is given
+
+    A row that sees nothing gives output 0, lse -inf and gradient 0. Slots that no row may see can hold NaN or Inf.
+
+    A score is `softcap * tanh(q.k * softmax_scale / softcap)` (or `q.k * softmax_scale` when softcap is 0),
+    plus `-alibi_slope * |p - j|`, plus `bias`. A sink is a logit per head that joins the denominator (and lse) only.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax_scale: float
+    cu_seqlens_q: Tensor | None = None  # int32 [batch + 1]
+    cu_seqlens_k: Tensor | None = None  # int32 [batch + 1]
+    max_seqlen_q: int = 0  # required with cu_seqlens_q; an upper bound is allowed
+    max_seqlen_k: int = 0  # required with cu_seqlens_k or block_table; an upper bound is allowed
+    seqused_k: Tensor | None = None  # int32 [batch]: keys in use (for paged: the whole context, new tokens included)
+    leftpad_k: Tensor | None = None  # int32 [batch]: first key in use
+    block_table: Tensor | None = None  # int32 [batch, max_blocks_per_seq]
+    mask_desc: Tensor | None = None  # int32 [batch, 8]: replaces start, stop, q_offset, window, causal and chunk
+    key_mask: Tensor | None = None  # bool [batch, seqlen_k]
+    bias: Tensor | None = None  # float [1 or batch, 1 or num_heads, 1 or seqlen_q, seqlen_k], dense only
+    alibi_slopes: Tensor | None = None  # float32 [num_heads] or [batch, num_heads]
+    sinks: Tensor | None = None  # [num_heads], any float dtype
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    chunk_size: int = 0
+    softcap: float = 0.0
+    num_splits: int = 0  # 0: the heuristic decides
+
+    @property
+    def varlen_q(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def paged(self) -> bool:
+        return self.block_table is not None
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def seqlen_q(self) -> int:
+        """The largest number of query rows of a sequence."""
+        return self.q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[-2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.v.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """`[batch, num_heads, seqlen_q]` for dense queries, `[num_heads, total_q]` for varlen ones (FlashAttention's)."""
+        if self.cu_seqlens_q is None:
+            return (self.q.shape[0], self.num_heads, self.q.shape[1])
+        return (self.num_heads, self.q.shape[0])

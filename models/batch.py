@@ -1,0 +1,58 @@
+"""What the engine hands to the runner in one step, and what comes back. Token ids only: no strings, no users."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples. Field names, ranges and meanings are OpenAI's and vLLM's."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones', 0 <= k <= 20
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSeq:
+    """One sequence's share of a step."""
+
+    slot: int  # row of the runner's persistent tables; fixed while the request is known to the runner
+    token_ids: Sequence[int]  # tokens to run now
+    num_computed: int  # tokens already in the KV cache
+    block_ids: Sequence[int]  # the whole block table, new tokens' blocks included
+    sample: bool  # whether the last of token_ids gives a next token (false for all but a prompt's last chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Sequences with one token first (decodes), then the others."""
+
+    seqs: tuple[ScheduledSeq, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    logprob: float  # of the sampled token
+    rank: int  # of the sampled token, 1 = most likely
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Aligned with the sequences of the batch that had `sample`, in their order."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    finite: list[bool]  # false: this row's logits held NaN or Inf; its token must not be used

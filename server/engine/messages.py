@@ -1,0 +1,96 @@
+"""What crosses the border between the API process and the engine process. msgspec only: no pickle, no strings of text."""
+
+from typing import Literal
+
+import msgspec
+
+from models.batch import SamplingParams, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: bytes = b""
+    arrival_time: float = 0.0  # time.monotonic() of the API process (same host, same clock)
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag=True):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+ToEngine = AddRequest | AbortRequests | Shutdown
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """Sent once, after weights are loaded, the self-test passed and the KV pool is allocated."""
+
+    model: str
+    device: str  # "cpu" or the GPU's name
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_size: int
+    num_blocks: int
+    kernels: dict[str, str]  # layer type -> kernel that serves it (attention_backend.dispatch's names)
+
+
+class TokenDelta(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that stopped it (it is the last of token_ids, and no text)
+    num_cached_tokens: int = 0
+
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """The request ended without a usable result. `code` is one of server.errors' codes."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, tag=True):
+    """Pushed after each step (at most 10 a second) and once a second when idle: also the engine's heartbeat."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    prompt_tokens: int  # counters since start
+    generation_tokens: int
+    num_preemptions: int
+    prefix_cache_queries: int  # tokens
+    prefix_cache_hits: int  # tokens
+    kernel_calls: dict[str, int]  # which kernel served, and how often
+    step_tokens: int = 0  # tokens of the last step
+
+
+class RequestTimes(msgspec.Struct, frozen=True, tag=True):
+    """Sent when a request ends: seconds, engine's clock (monotonic)."""
+
+    request_id: str
+    queued: float
+    scheduled: float
+    first_token: float
+    last_token: float
+    num_prompt_tokens: int
+    num_generation_tokens: int
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine is about to exit; every open request is lost."""
+
+    message: str
+
+
+FromEngine = EngineReady | TokenDelta | RequestFailed | EngineStats | RequestTimes | EngineFailed
