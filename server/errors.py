@@ -1,0 +1,151 @@
+"""Every failure a caller can see, and the one table from it to status, type and code. Must not know FastAPI or tokens.
+
+LongwaveError
+├── InvalidRequest            400  invalid_request_error
+│   ├── ContextLengthExceeded 400  context_length_exceeded
+│   ├── UnsupportedParameter  400  unsupported_parameter
+│   ├── InvalidApiKey         401  invalid_api_key
+│   ├── ModelNotFound         404  model_not_found
+│   ├── RouteNotFound         404  unknown_url
+│   ├── MethodNotAllowed      405  method_not_allowed
+│   ├── RequestTimeout        408  request_timeout
+│   ├── PayloadTooLarge       413  payload_too_large
+│   └── UnsupportedMediaType  415  unsupported_media_type
+├── ServerOverloaded          503  server_is_overloaded   (+ Retry-After)
+│   └── ServerDraining        503  server_is_draining     (+ Retry-After)
+├── EngineUnavailable         503  engine_unavailable     (+ Retry-After)
+└── RequestFailedError        500  server_error
+"""
+
+import random
+from typing import ClassVar
+
+MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1, 10  # seconds
+
+
+def jittered_retry_after() -> int:
+    """Whole seconds, spread so that refused clients do not come back all at once."""
+    return random.randint(MIN_RETRY_AFTER, MAX_RETRY_AFTER)
+
+
+class LongwaveError(Exception):
+    """A failure with the shape OpenAI's clients expect. Class attributes are the defaults of the table above."""
+
+    status: int = 500
+    type: str = "server_error"
+    code: str | None = "server_error"
+    retries: ClassVar[bool] = False  # whether waiting helps: such an error carries Retry-After
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        type: str | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = self.status if status is None else status
+        self.type = self.type if type is None else type
+        self.code = self.code if code is None else code
+        self.param = param
+        self.retry_after = jittered_retry_after() if retry_after is None and self.retries else retry_after
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON reply: all four keys, always."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+class InvalidRequest(LongwaveError):  # noqa: N818 - reads as the reply does
+    status = 400
+    type = "invalid_request_error"
+    code: str | None = None
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class UnsupportedParameter(InvalidRequest):
+    code = "unsupported_parameter"
+
+
+class InvalidApiKey(InvalidRequest):
+    status = 401
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class ModelNotFound(InvalidRequest):
+    status = 404
+    code = "model_not_found"
+
+
+class RouteNotFound(InvalidRequest):
+    status = 404
+    code = "unknown_url"
+
+
+class MethodNotAllowed(InvalidRequest):
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTimeout(InvalidRequest):
+    status = 408
+    code = "request_timeout"
+
+
+class PayloadTooLarge(InvalidRequest):
+    status = 413
+    code = "payload_too_large"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class ServerOverloaded(LongwaveError):  # noqa: N818
+    status = 503
+    type = "service_unavailable_error"
+    code = "server_is_overloaded"
+    retries = True
+
+
+class ServerDraining(ServerOverloaded):
+    code = "server_is_draining"
+
+
+class EngineUnavailable(LongwaveError):  # noqa: N818
+    status = 503
+    type = "service_unavailable_error"
+    code = "engine_unavailable"
+    retries = True
+
+
+class RequestFailedError(LongwaveError):
+    """The request was good and we failed it. The message is for the caller: no details of ours in it."""
+
+
+def _by_code(root: type[LongwaveError]) -> dict[str, type[LongwaveError]]:
+    table = {} if root.code is None else {root.code: root}
+    for child in root.__subclasses__():
+        table = {**_by_code(child), **table}
+    return table
+
+
+def from_code(code: str, message: str) -> LongwaveError:
+    """The error named by a code that crossed a process border (engine messages carry codes only)."""
+    known = _by_code(LongwaveError).get(code)
+    if known is None or known is LongwaveError:
+        return RequestFailedError(message)
+    return known(message)
