@@ -1,0 +1,41 @@
+"""Kernels compiled at run time: source -> cubin (NVRTC) -> cache on disk -> launch on torch's current stream.
+
+`load(KernelVariant(name, arch, defines))` gives a callable Kernel. Importing this room needs neither CuPy nor a GPU.
+"""
+
+from attention_backend.jit.cache import KernelCache, default_cache
+from attention_backend.jit.errors import (
+    CacheDirectoryError,
+    CompileError,
+    CudaHeadersError,
+    CupyMissingError,
+    JitError,
+    LaunchError,
+    SourceError,
+    UnsupportedArchError,
+)
+from attention_backend.jit.launch import Kernel, load
+from attention_backend.jit.report import CompileReport
+from attention_backend.jit.spec import ARCHS, KERNELS_DIR, KernelSource, KernelVariant, arch_for, runs_on
+
+__all__ = [
+    "ARCHS",
+    "KERNELS_DIR",
+    "CacheDirectoryError",
+    "CompileError",
+    "CompileReport",
+    "CudaHeadersError",
+    "CupyMissingError",
+    "JitError",
+    "Kernel",
+    "KernelCache",
+    "KernelSource",
+    "KernelVariant",
+    "LaunchError",
+    "SourceError",
+    "UnsupportedArchError",
+    "arch_for",
+    "default_cache",
+    "load",
+    "runs_on",
+]

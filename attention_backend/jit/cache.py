@@ -1,0 +1,103 @@
+"""Compiled kernels by key: from an image, from the user's cache directory, or compiled now. Knows no device."""
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from attention_backend.jit import artefact as artefacts
+from attention_backend.jit import compiler, directory
+from attention_backend.jit.artefact import Artefact, DamagedArtefactError
+from attention_backend.jit.environment import JitEnvironment
+from attention_backend.jit.sources import snapshot
+from attention_backend.jit.spec import KERNELS_DIR, KernelSource, KernelVariant
+
+_SCRATCH, _LOCKS = ".scratch", ".locks"
+_ABANDONED_SECONDS = 86_400.0
+_LOG = logging.getLogger("attention_backend.jit")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """An artefact and whether it was on disk already."""
+
+    artefact: Artefact
+    cached: bool
+
+
+class KernelCache:
+    """Artefacts in `writable`, after those in `image`, which is never written.
+
+    Any number of processes may share the directory: an artefact appears whole, by a rename, and a lock per key lets one
+    process compile while the others wait for it. `sources` is the folder of the kernels.
+    """
+
+    def __init__(self, writable: Path, image: Path | None = None, sources: Path = KERNELS_DIR) -> None:
+        self._writable = writable
+        self._image = directory.trusted_image(image) if image is not None else None
+        self._sources = sources
+
+    def get(self, variant: KernelVariant) -> Lookup:
+        """The variant's artefact, compiled if need be. Raises CompileError, SourceError or CacheDirectoryError."""
+        source = snapshot(KernelSource.named(variant.kernel, self._sources))
+        key = compiler.key(variant, source)
+        if self._image is not None and (found := _read(self._image, key)):
+            return Lookup(found, cached=True)
+        writable = directory.secure(self._writable)
+        if found := _read(writable, key):
+            return Lookup(found, cached=True)
+        with _locked(writable, key):
+            if found := _read(writable, key):
+                return Lookup(found, cached=True)
+            compiled = compiler.compile_variant(variant, source)
+            fresh = Artefact(key, str(variant), compiled.cubin, compiled.report, compiled.seconds)
+            artefacts.write(writable, fresh, lambda: _scratch(writable))
+        return Lookup(fresh, cached=False)
+
+
+@lru_cache(maxsize=1)
+def default_cache() -> KernelCache:
+    """The cache of this user, as the environment has it at the first call."""
+    environment = JitEnvironment.read()
+    return KernelCache(environment.cache_directory, environment.image_directory)
+
+
+def _read(place: Path, key: str) -> Artefact | None:
+    try:
+        return artefacts.read(place, key)
+    except DamagedArtefactError as error:
+        _LOG.warning("compiling again: %s", error)
+        return None
+
+
+@contextmanager
+def _locked(place: Path, key: str) -> Iterator[None]:
+    """Hold the lock of a key; the kernel drops it when the process dies."""
+    locks = place / _LOCKS
+    locks.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(locks / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _scratch(place: Path) -> Path:
+    """A path for staging, on the cache's own file system; what killed processes left there a day ago is removed."""
+    scratch = place / _SCRATCH
+    scratch.mkdir(mode=0o700, exist_ok=True)
+    for abandoned in scratch.iterdir():
+        try:
+            if time.time() - abandoned.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(abandoned, ignore_errors=True)
+        except FileNotFoundError:
+            continue  # its owner finished, or another process removed it
+    return scratch / uuid.uuid4().hex

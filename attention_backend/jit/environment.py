@@ -1,0 +1,39 @@
+"""The environment variables of the kernel cache: the one place of this room that reads them.
+
+Only server.settings reads the environment elsewhere; attention_backend is usable without a server, hence this module.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class JitEnvironment:
+    """Where compiled kernels and the CUDA toolkit are.
+
+    * cache_directory: `LONGWAVE_CACHE_DIR`/kernels, else longwave/kernels in `XDG_CACHE_HOME` or ~/.cache
+    * image_directory: `LONGWAVE_KERNEL_IMAGE_DIR`, kernels built into an image; looked up first and never written
+    * toolkits: CUDA toolkits that may hold the headers, `CUDA_PATH` first
+    """
+
+    cache_directory: Path
+    image_directory: Path | None
+    toolkits: tuple[Path, ...]
+
+    @classmethod
+    def read(cls) -> "JitEnvironment":
+        own = os.environ.get("LONGWAVE_CACHE_DIR")
+        image = os.environ.get("LONGWAVE_KERNEL_IMAGE_DIR")
+        toolkit = os.environ.get("CUDA_PATH")
+        return cls(
+            cache_directory=(Path(own) if own else _user_cache() / "longwave") / "kernels",
+            image_directory=Path(image) if image else None,
+            toolkits=(*([Path(toolkit)] if toolkit else []), Path("/usr/local/cuda")),
+        )
+
+
+def _user_cache() -> Path:
+    # The XDG specification says to ignore a relative path here.
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(configured) if configured.startswith("/") else Path.home() / ".cache"

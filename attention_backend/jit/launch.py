@@ -1,0 +1,159 @@
+"""A variant -> a kernel on a device, launched on torch's current stream. Knows no kernel and allocates nothing."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention_backend.jit import bindings
+from attention_backend.jit.cache import default_cache
+from attention_backend.jit.errors import LaunchError, UnsupportedArchError
+from attention_backend.jit.report import CompileReport
+from attention_backend.jit.spec import KernelVariant, runs_on
+
+Dim3 = tuple[int, int, int]
+Argument = torch.Tensor | np.generic | ctypes.Structure | bytes | None
+Parameters = ctypes.Structure | np.void | tuple[Argument, ...]
+
+_DEFAULT_SMEM = 48 * 1024  # dynamic plus static, unless a kernel opts in to more
+_ONE_POINTER = ctypes.c_void_p * 1
+_ONE_BYTES = ctypes.c_char_p * 1
+
+_loaded: dict[tuple[KernelVariant, int], "Kernel"] = {}
+_loading = threading.Lock()
+
+
+class Kernel:
+    """A compiled kernel in one device's context. Call it to launch.
+
+    `kernel(grid, block, params, smem_bytes)` launches on the stream that is torch's current one for the kernel's device
+    at that moment (a kept stream would record an empty CUDA graph). `params` is
+
+    * a ctypes.Structure or numpy structured scalar: the kernel's one parameter, a structure by value;
+    * or a tuple with one entry per parameter: a CUDA tensor (its data pointer), a numpy scalar, a structure, bytes by
+      value, or None for a null pointer. Python numbers are refused, their width being unknown.
+
+    Raises LaunchError when sizes do not fit the kernel's parameters or the device's shared memory.
+    """
+
+    __slots__ = (
+        "_context",
+        "_current_stream",
+        "_driver",
+        "_function",
+        "_loaded",
+        "_max_smem",
+        "_parameter_sizes",
+        "_smem_limit",
+        "_struct_size",
+        "device",
+        "report",
+        "variant",
+    )
+
+    def __init__(self, variant: KernelVariant, device: int, cubin: bytes, report: CompileReport) -> None:
+        self.variant = variant
+        self.device = device
+        self.report = report
+        self._driver = bindings.driver()
+        with torch.cuda.device(device):
+            self._loaded = bindings.load_module(cubin, device)
+        self._function: int = self._loaded.module.get_function(variant.kernel).ptr
+        self._context = self._loaded.context
+        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._max_smem = self._loaded.max_smem - report.static_smem
+        self._smem_limit = _DEFAULT_SMEM - report.static_smem
+        self._parameter_sizes = report.parameter_sizes
+        self._struct_size = report.parameter_sizes[0] if len(report.parameter_sizes) == 1 else -1
+
+    def __call__(self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int = 0) -> None:
+        driver = self._driver
+        previous = driver.ctxGetCurrent()
+        if previous == self._context:
+            self._launch(grid, block, params, smem_bytes)
+            return
+        # Another device is current, or this is a new thread, without a context yet.
+        driver.ctxSetCurrent(self._context)
+        try:
+            self._launch(grid, block, params, smem_bytes)
+        finally:
+            driver.ctxSetCurrent(previous)
+
+    def _launch(self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int) -> None:
+        pointers: Any  # the array of pointers to parameters that cuLaunchKernel takes; it copies what they point to
+        if isinstance(params, ctypes.Structure):
+            if ctypes.sizeof(params) != self._struct_size:
+                raise self._mismatch((ctypes.sizeof(params),))
+            pointers = _ONE_POINTER(ctypes.addressof(params))
+        elif isinstance(params, np.void):
+            raw = params.tobytes()
+            if len(raw) != self._struct_size:
+                raise self._mismatch((len(raw),))
+            pointers = _ONE_BYTES(raw)
+        else:
+            values = [self._by_value(argument) for argument in params]
+            sizes = tuple(map(ctypes.sizeof, values))
+            if sizes != self._parameter_sizes:
+                raise self._mismatch(sizes)
+            pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        if smem_bytes > self._smem_limit:
+            self._raise_smem_limit(smem_bytes)
+        stream = self._current_stream(self.device)
+        self._driver.launchKernel(self._function, *grid, *block, smem_bytes, stream, ctypes.addressof(pointers), 0)
+
+    def _raise_smem_limit(self, smem_bytes: int) -> None:
+        if smem_bytes > self._max_smem:
+            raise LaunchError(
+                f"{self.variant} asks for {smem_bytes} bytes of dynamic shared memory; "
+                f"device {self.device} has {self._max_smem} for it"
+            )
+        attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._driver.funcSetAttribute(self._function, attribute, smem_bytes)
+        self._smem_limit = smem_bytes
+
+    def _mismatch(self, sizes: tuple[int, ...]) -> LaunchError:
+        return LaunchError(f"{self.variant} has parameters of {list(self._parameter_sizes)} bytes, got {list(sizes)}")
+
+    def _by_value(self, argument: Argument) -> Any:
+        """A ctypes object that holds the bytes of one parameter."""
+        if isinstance(argument, torch.Tensor):
+            if argument.device.type != "cuda" or argument.device.index != self.device:
+                raise LaunchError(f"{self.variant} is on cuda:{self.device}, its argument on {argument.device}")
+            return ctypes.c_void_p(argument.data_ptr())
+        if argument is None:
+            return ctypes.c_void_p(None)
+        if isinstance(argument, ctypes.Structure):
+            return argument
+        if isinstance(argument, np.generic):
+            argument = argument.tobytes()
+        if isinstance(argument, bytes):
+            return ctypes.create_string_buffer(argument, len(argument))
+        raise LaunchError(
+            f"{self.variant}: give {argument!r} ({type(argument).__name__}) an exact type, as np.int32(...)"
+        )
+
+
+def load(variant: KernelVariant, device: int | None = None) -> Kernel:
+    """The kernel on a device (torch's current one by default), compiled and loaded once per process.
+
+    Load before a CUDA graph is captured: loading is not allowed inside. Raises CompileError, CacheDirectoryError,
+    CupyMissingError, or UnsupportedArchError when the device is of another architecture.
+    """
+    index = torch.cuda.current_device() if device is None else device
+    kernel = _loaded.get((variant, index))
+    if kernel is not None:
+        return kernel
+    capability = torch.cuda.get_device_capability(index)
+    if not runs_on(variant.arch, capability):
+        raise UnsupportedArchError(
+            f"{variant} cannot run on cuda:{index}, a GPU of compute capability {capability[0]}.{capability[1]}"
+        )
+    artefact = default_cache().get(variant).artefact
+    with _loading:
+        kernel = _loaded.get((variant, index))
+        if kernel is None:
+            kernel = _loaded[variant, index] = Kernel(variant, index, artefact.cubin, artefact.report)
+    return kernel
