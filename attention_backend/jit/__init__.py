@@ -3,6 +3,7 @@
 `load(KernelVariant(name, arch, defines))` gives a callable Kernel. Importing this room needs neither CuPy nor a GPU.
 """
 
+from attention_backend.jit.build import BuildResult, archs_named, build_variants, check, list_variants
 from attention_backend.jit.cache import KernelCache, default_cache
 from attention_backend.jit.errors import (
     CacheDirectoryError,
@@ -21,6 +22,7 @@ from attention_backend.jit.spec import ARCHS, KERNELS_DIR, KernelSource, KernelV
 __all__ = [
     "ARCHS",
     "KERNELS_DIR",
+    "BuildResult",
     "CacheDirectoryError",
     "CompileError",
     "CompileReport",
@@ -35,7 +37,11 @@ __all__ = [
     "SourceError",
     "UnsupportedArchError",
     "arch_for",
+    "archs_named",
+    "build_variants",
+    "check",
     "default_cache",
+    "list_variants",
     "load",
     "runs_on",
 ]

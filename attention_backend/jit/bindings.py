@@ -1,4 +1,4 @@
-"""The only imports of CuPy: NVRTC, the driver API and modules. Importing this file needs no CuPy and no GPU."""
+"""The only imports of CuPy: NVRTC, modules and the driver API. Importing this file needs no CuPy and no GPU."""
 
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,25 +18,21 @@ def nvrtc() -> ModuleType:
     return module
 
 
-def driver() -> ModuleType:
-    """`cupy.cuda.driver`: the CUDA driver API as plain functions of integers."""
-    try:
-        from cupy.cuda import driver as module
-    except ImportError as error:
-        raise CupyMissingError(str(error)) from error
-    return module
-
-
 @dataclass(frozen=True, slots=True)
-class LoadedModule:
-    """A CuPy module (unloaded with this object), its CUcontext, and the device's shared memory per block at most."""
+class LoadedKernel:
+    """A kernel in a context: its CUfunction and CUcontext, and the most shared memory a block of the device can have.
 
-    module: Any
+    `driver` is `cupy.cuda.driver`, the driver API as plain functions of integers. `module` keeps the code loaded.
+    """
+
+    function: int
     context: int
     max_smem: int
+    driver: Any
+    module: Any
 
 
-def load_module(cubin: bytes, device: int) -> LoadedModule:
+def load_kernel(cubin: bytes, name: str, device: int) -> LoadedKernel:
     """Load a cubin into the primary context of `device`, which is torch's too."""
     try:
         import cupy
@@ -46,5 +42,10 @@ def load_module(cubin: bytes, device: int) -> LoadedModule:
     with cupy.cuda.Device(device):
         module = function.Module()
         module.load(cubin)
-        max_smem = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
-        return LoadedModule(module, driver.ctxGetCurrent(), max_smem)
+        return LoadedKernel(
+            function=module.get_function(name).ptr,
+            context=driver.ctxGetCurrent(),
+            max_smem=runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+            driver=driver,
+            module=module,
+        )

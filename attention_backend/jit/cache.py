@@ -16,7 +16,7 @@ from attention_backend.jit import artefact as artefacts
 from attention_backend.jit import compiler, directory
 from attention_backend.jit.artefact import Artefact, DamagedArtefactError
 from attention_backend.jit.environment import JitEnvironment
-from attention_backend.jit.sources import snapshot
+from attention_backend.jit.sources import SourceSnapshot, snapshot
 from attention_backend.jit.spec import KERNELS_DIR, KernelSource, KernelVariant
 
 _SCRATCH, _LOCKS = ".scratch", ".locks"
@@ -44,15 +44,17 @@ class KernelCache:
         self._image = directory.trusted_image(image) if image is not None else None
         self._sources = sources
 
+    def find(self, variant: KernelVariant) -> Artefact | None:
+        """The variant's artefact if it is on disk; compiles nothing and writes nothing."""
+        return self._find(compiler.key(variant, self._snapshot(variant)))
+
     def get(self, variant: KernelVariant) -> Lookup:
         """The variant's artefact, compiled if need be. Raises CompileError, SourceError or CacheDirectoryError."""
-        source = snapshot(KernelSource.named(variant.kernel, self._sources))
+        source = self._snapshot(variant)
         key = compiler.key(variant, source)
-        if self._image is not None and (found := _read(self._image, key)):
+        if found := self._find(key):
             return Lookup(found, cached=True)
         writable = directory.secure(self._writable)
-        if found := _read(writable, key):
-            return Lookup(found, cached=True)
         with _locked(writable, key):
             if found := _read(writable, key):
                 return Lookup(found, cached=True)
@@ -60,6 +62,17 @@ class KernelCache:
             fresh = Artefact(key, str(variant), compiled.cubin, compiled.report, compiled.seconds)
             artefacts.write(writable, fresh, lambda: _scratch(writable))
         return Lookup(fresh, cached=False)
+
+    def _snapshot(self, variant: KernelVariant) -> SourceSnapshot:
+        return snapshot(KernelSource.named(variant.kernel, self._sources))
+
+    def _find(self, key: str) -> Artefact | None:
+        if self._image is not None and (found := _read(self._image, key)):
+            return found
+        if not os.path.lexists(self._writable):
+            return None
+        directory.trusted_cache(self._writable)
+        return _read(self._writable, key)
 
 
 @lru_cache(maxsize=1)

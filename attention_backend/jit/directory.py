@@ -12,30 +12,35 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def secure(path: Path) -> Path:
     """Create `path` (mode 0700, missing parents too) and check it. CacheDirectoryError when it is not ours alone."""
     path = Path(os.path.abspath(path))  # noqa: PTH100  resolve() would follow the symlink that must be refused
-    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     try:
+        missing = [parent for parent in (path, *path.parents) if not parent.exists()]
         for parent in reversed(missing):
             parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise CacheDirectoryError(
             f"cannot create the kernel cache {path}: {error}; set LONGWAVE_CACHE_DIR to a directory of your own"
         ) from error
-    check(path, owners={os.geteuid()}, setting="LONGWAVE_CACHE_DIR")
+    trusted_cache(path)
     if not os.access(path, os.W_OK | os.X_OK):
         raise CacheDirectoryError(f"the kernel cache {path} is not writable; set LONGWAVE_CACHE_DIR to one that is")
     return path
 
 
+def trusted_cache(path: Path) -> None:
+    """Check a user's cache, which is there. Raises CacheDirectoryError when it is not ours alone."""
+    _check(Path(os.path.abspath(path)), owners={os.geteuid()}, setting="LONGWAVE_CACHE_DIR")  # noqa: PTH100
+
+
 def trusted_image(path: Path) -> Path:
     """Check a read-only directory of kernels, which root may own (an image built it). Raises CacheDirectoryError."""
     path = Path(os.path.abspath(path))  # noqa: PTH100
-    check(path, owners={0, os.geteuid()}, setting="LONGWAVE_KERNEL_IMAGE_DIR")
+    _check(path, owners={0, os.geteuid()}, setting="LONGWAVE_KERNEL_IMAGE_DIR")
     if not os.access(path, os.R_OK | os.X_OK):
         raise CacheDirectoryError(f"the kernel directory {path} (LONGWAVE_KERNEL_IMAGE_DIR) is not readable")
     return path
 
 
-def check(path: Path, *, owners: set[int], setting: str) -> None:
+def _check(path: Path, *, owners: set[int], setting: str) -> None:
     """Refuse a directory that is a symlink, belongs to somebody else, or that others could write or swap."""
     try:
         status = path.lstat()

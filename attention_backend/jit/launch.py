@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from attention_backend.jit import bindings
+from attention_backend.jit.artefact import Artefact
+from attention_backend.jit.bindings import LoadedKernel
 from attention_backend.jit.cache import default_cache
 from attention_backend.jit.errors import LaunchError, UnsupportedArchError
 from attention_backend.jit.report import CompileReport
@@ -54,17 +56,22 @@ class Kernel:
         "variant",
     )
 
-    def __init__(self, variant: KernelVariant, device: int, cubin: bytes, report: CompileReport) -> None:
+    def __init__(
+        self,
+        variant: KernelVariant,
+        device: int,
+        report: CompileReport,
+        loaded: LoadedKernel,
+        current_stream: Callable[[int], int],
+    ) -> None:
+        """`current_stream` gives the raw handle of torch's current stream of a device."""
         self.variant = variant
         self.device = device
         self.report = report
-        self._driver = bindings.driver()
-        with torch.cuda.device(device):
-            self._loaded = bindings.load_module(cubin, device)
-        self._function: int = self._loaded.module.get_function(variant.kernel).ptr
-        self._context = self._loaded.context
-        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._max_smem = self._loaded.max_smem - report.static_smem
+        self._loaded = loaded
+        self._driver, self._function, self._context = loaded.driver, loaded.function, loaded.context
+        self._current_stream = current_stream
+        self._max_smem = loaded.max_smem - report.static_smem
         self._smem_limit = _DEFAULT_SMEM - report.static_smem
         self._parameter_sizes = report.parameter_sizes
         self._struct_size = report.parameter_sizes[0] if len(report.parameter_sizes) == 1 else -1
@@ -155,5 +162,12 @@ def load(variant: KernelVariant, device: int | None = None) -> Kernel:
     with _loading:
         kernel = _loaded.get((variant, index))
         if kernel is None:
-            kernel = _loaded[variant, index] = Kernel(variant, index, artefact.cubin, artefact.report)
+            kernel = _loaded[variant, index] = place(variant, artefact, index)
     return kernel
+
+
+def place(variant: KernelVariant, artefact: Artefact, device: int) -> Kernel:
+    """An artefact of the variant, loaded on a device."""
+    with torch.cuda.device(device):
+        loaded = bindings.load_kernel(artefact.cubin, variant.kernel, device)
+    return Kernel(variant, device, artefact.report, loaded, torch._C._cuda_getCurrentRawStream)
