@@ -25,7 +25,7 @@ _ONE_POINTER = ctypes.c_void_p * 1
 _ONE_BYTES = ctypes.c_char_p * 1
 
 _loaded: dict[tuple[KernelVariant, int], "Kernel"] = {}
-_loading = threading.Lock()
+_setting_up = threading.Lock()
 
 
 class Kernel:
@@ -38,6 +38,7 @@ class Kernel:
     * or a tuple with one entry per parameter: a CUDA tensor (its data pointer), a numpy scalar, a structure, bytes by
       value, or None for a null pointer. Python numbers are refused, their width being unknown.
 
+    `max_smem` is the most dynamic shared memory a block can have, in bytes; `report` is what the compiler said.
     Raises LaunchError when sizes do not fit the kernel's parameters or the device's shared memory.
     """
 
@@ -47,11 +48,11 @@ class Kernel:
         "_driver",
         "_function",
         "_loaded",
-        "_max_smem",
         "_parameter_sizes",
         "_smem_limit",
         "_struct_size",
         "device",
+        "max_smem",
         "report",
         "variant",
     )
@@ -71,7 +72,7 @@ class Kernel:
         self._loaded = loaded
         self._driver, self._function, self._context = loaded.driver, loaded.function, loaded.context
         self._current_stream = current_stream
-        self._max_smem = loaded.max_smem - report.static_smem
+        self.max_smem = loaded.max_smem - report.static_smem
         self._smem_limit = _DEFAULT_SMEM - report.static_smem
         self._parameter_sizes = report.parameter_sizes
         self._struct_size = report.parameter_sizes[0] if len(report.parameter_sizes) == 1 else -1
@@ -112,14 +113,16 @@ class Kernel:
         self._driver.launchKernel(self._function, *grid, *block, smem_bytes, stream, ctypes.addressof(pointers), 0)
 
     def _raise_smem_limit(self, smem_bytes: int) -> None:
-        if smem_bytes > self._max_smem:
+        if smem_bytes > self.max_smem:
             raise LaunchError(
                 f"{self.variant} asks for {smem_bytes} bytes of dynamic shared memory; "
-                f"device {self.device} has {self._max_smem} for it"
+                f"device {self.device} has {self.max_smem} for it"
             )
         attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        self._driver.funcSetAttribute(self._function, attribute, smem_bytes)
-        self._smem_limit = smem_bytes
+        with _setting_up:
+            if smem_bytes > self._smem_limit:
+                self._driver.funcSetAttribute(self._function, attribute, smem_bytes)
+                self._smem_limit = smem_bytes
 
     def _mismatch(self, sizes: tuple[int, ...]) -> LaunchError:
         return LaunchError(f"{self.variant} has parameters of {list(self._parameter_sizes)} bytes, got {list(sizes)}")
@@ -159,7 +162,7 @@ def load(variant: KernelVariant, device: int | None = None) -> Kernel:
             f"{variant} cannot run on cuda:{index}, a GPU of compute capability {capability[0]}.{capability[1]}"
         )
     artefact = default_cache().get(variant).artefact
-    with _loading:
+    with _setting_up:
         kernel = _loaded.get((variant, index))
         if kernel is None:
             kernel = _loaded[variant, index] = place(variant, artefact, index)

@@ -1,0 +1,143 @@
+"""A launch, as the driver sees it. The driver is a fake that reads the parameters as cuLaunchKernel would."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError
+from attention_backend.jit.bindings import LoadedKernel
+
+VARIANT = KernelVariant("k", "sm_90a")
+FUNCTION, CONTEXT = 11, 22
+
+
+class Params(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_void_p), ("n", ctypes.c_int), ("factor", ctypes.c_float))
+
+
+class FakeDriver:
+    """Of cupy.cuda.driver, what a launch uses."""
+
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.context = CONTEXT
+        self.launches: list[tuple[Any, ...]] = []
+        self.smem_limits: list[int] = []
+        self.fail = False
+
+    def ctxGetCurrent(self) -> int:  # noqa: N802
+        return self.context
+
+    def ctxSetCurrent(self, context: int) -> None:  # noqa: N802
+        self.context = context
+
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:  # noqa: N802
+        assert (function, attribute, self.context) == (FUNCTION, 8, CONTEXT)
+        self.smem_limits.append(value)
+
+    def launchKernel(self, function: int, *arguments: int) -> None:  # noqa: N802
+        if self.fail:
+            raise RuntimeError("launch failed")
+        *dims, smem, stream, params, extra = arguments
+        assert (function, self.context, extra) == (FUNCTION, CONTEXT, 0)
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(params)
+        values = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, self.sizes, strict=True)]
+        self.launches.append((tuple(dims), smem, stream, values))
+
+
+class Launcher:
+    """A kernel with parameters of these sizes, on a fake driver and with a settable stream."""
+
+    def __init__(self, *sizes: int, static_smem: int = 0) -> None:
+        self.driver = FakeDriver(sizes)
+        self.stream = 7
+        self.kernel = Kernel(
+            VARIANT,
+            0,
+            CompileReport(32, 0, 0, static_smem, sizes),
+            LoadedKernel(FUNCTION, CONTEXT, 232_448, self.driver, None),
+            lambda device: self.stream + device,
+        )
+
+
+def test_a_structure_is_passed_by_value() -> None:
+    launcher = Launcher(16)
+    params = Params(0xABCDEF, 3, 0.5)
+    launcher.kernel((4, 2, 1), (128, 1, 1), params, 1024)
+    assert launcher.driver.launches == [((4, 2, 1, 128, 1, 1), 1024, 7, [bytes(params)])]
+
+
+def test_a_numpy_record_is_passed_by_value() -> None:
+    launcher = Launcher(16)
+    record = np.array([(0xABCDEF, 3, 0.5)], dtype=[("x", "u8"), ("n", "i4"), ("factor", "f4")])[0]
+    launcher.kernel((1, 1, 1), (32, 1, 1), record)
+    assert launcher.driver.launches[0][3] == [bytes(Params(0xABCDEF, 3, 0.5))]
+
+
+def test_arguments_one_by_one_have_their_exact_types() -> None:
+    launcher = Launcher(8, 4, 4, 16, 3)
+    params = Params(1, 2, 3.0)
+    launcher.kernel((1, 1, 1), (32, 1, 1), (None, np.int32(-5), np.float32(0.25), params, b"a\0b"))
+    expected = [bytes(8), np.int32(-5).tobytes(), np.float32(0.25).tobytes(), bytes(params), b"a\0b"]
+    assert launcher.driver.launches[0][3] == expected
+
+
+@pytest.mark.parametrize("number", [1, 1.0, True])
+def test_python_numbers_are_refused_as_their_width_is_unknown(number: float) -> None:
+    with pytest.raises(LaunchError, match=r"exact type, as np\.int32"):
+        Launcher(4).kernel((1, 1, 1), (32, 1, 1), (number,))  # type: ignore[arg-type]
+
+
+def test_a_tensor_on_another_device_is_refused() -> None:
+    with pytest.raises(LaunchError, match="on cuda:0, its argument on cpu"):
+        Launcher(8).kernel((1, 1, 1), (32, 1, 1), (torch.zeros(1),))
+
+
+@pytest.mark.parametrize("sizes", [(24,), (8,), (8, 8), ()])
+def test_a_structure_of_another_size_than_the_kernels_is_refused(sizes: tuple[int, ...]) -> None:
+    launcher = Launcher(*sizes)
+    record = np.zeros(1, dtype=[("x", "u8"), ("y", "u8")])[0]
+    for params in (Params(), record, (Params(),)):
+        with pytest.raises(LaunchError, match=r"got \[16\]"):
+            launcher.kernel((1, 1, 1), (32, 1, 1), params)
+    assert launcher.driver.launches == []
+
+
+def test_the_stream_is_asked_for_at_every_launch() -> None:
+    launcher = Launcher(16)
+    for stream in (7, 8, 0):
+        launcher.stream = stream
+        launcher.kernel((1, 1, 1), (32, 1, 1), Params())
+    assert [launch[2] for launch in launcher.driver.launches] == [7, 8, 0]
+
+
+@pytest.mark.parametrize("current", [0, 33])
+def test_a_launch_from_another_context_or_none_uses_the_kernels_and_puts_it_back(current: int) -> None:
+    launcher = Launcher(16)
+    launcher.driver.context = current
+    launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 100_000)
+    assert len(launcher.driver.launches) == 1
+    assert launcher.driver.context == current
+    launcher.driver.fail = True
+    with pytest.raises(RuntimeError, match="launch failed"):
+        launcher.kernel((1, 1, 1), (32, 1, 1), Params())
+    assert launcher.driver.context == current
+
+
+def test_shared_memory_above_48_kib_is_opted_into_once_per_size() -> None:
+    launcher = Launcher(16, static_smem=1024)
+    for smem in (47 * 1024, 47 * 1024 + 1, 100_000, 50_000, 100_000):
+        launcher.kernel((1, 1, 1), (32, 1, 1), Params(), smem)
+    assert launcher.driver.smem_limits == [47 * 1024 + 1, 100_000]
+
+
+def test_more_shared_memory_than_the_device_has_is_refused_with_both_numbers() -> None:
+    launcher = Launcher(16, static_smem=448)
+    launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 232_000)
+    with pytest.raises(LaunchError, match=r"asks for 232001 bytes.*has 232000"):
+        launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 232_001)
