@@ -1,0 +1,88 @@
+"""FlashAttention's own definition of correct, and running a problem with every allocation poisoned first.
+
+With `ref` the attention in float64 and `pt` plain torch in the input dtype: max|out - ref| <= 2 max|pt - ref| + atol,
+3 with softcap, where atol is twice the rounding of adding and removing 0.3 in the input dtype.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from attention_backend import dispatch
+from attention_backend.problem import AttentionArgs
+
+from . import oracle
+
+_MEAN_FROM = 4096  # elements from which a mean says something
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, torch fills whatever it allocates uninitialised with NaN (the largest value for integers).
+
+    That is what deterministic mode does while `torch.utils.deterministic.fill_uninitialized_memory` is True, its default.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def run(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """The problem through dispatch. Elements that the kernel does not write come back as NaN."""
+    with poisoned_memory():
+        out, lse = dispatch.run(args)
+    assert out.shape == args.out_shape
+    assert out.dtype == args.dtype
+    assert lse.shape == args.lse_shape
+    assert lse.dtype == torch.float32
+    return out, lse
+
+
+def bound(truth: Tensor, same_dtype: Tensor, rtol: float) -> float:
+    """The largest error allowed. `truth` in float64 or float32, `same_dtype` in the kernel's dtype."""
+    if truth.numel() == 0:
+        return 0.0
+    rounded = truth.to(same_dtype.dtype)
+    atol = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
+    return rtol * (same_dtype - truth).abs().max().item() + atol
+
+
+def assert_out_close(out: Tensor, truth: Tensor, same_dtype: Tensor, rtol: float = 2.0) -> None:
+    allowed = bound(truth, same_dtype, rtol)
+    if out.numel() == 0:
+        return
+    difference = (out - truth).abs()
+    error = difference.max().item()
+    assert error <= allowed, f"max error {error:.3e}, allowed {allowed:.3e} at {_worst(difference)}"  # NaN fails too
+    if out.numel() >= _MEAN_FROM:
+        mean, mean_pt = difference.mean().item(), (same_dtype - truth).abs().mean().item()
+        slack = torch.finfo(out.dtype).eps * truth.abs().mean().item()
+        assert mean <= rtol * mean_pt + slack, f"mean error {mean:.3e}, plain torch {mean_pt:.3e}"
+
+
+def assert_lse_close(lse: Tensor, truth: Tensor) -> None:
+    """Absolute 2e-4 plus 2e-5 of the size: float32 sums of exact products. -inf exactly where a row sees nothing."""
+    empty = truth == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty), "lse is -inf in the wrong rows"
+    difference = (lse - truth).abs().masked_fill(empty, 0.0)
+    allowed = 2e-4 + 2e-5 * truth.abs().masked_fill(empty, 0.0)
+    assert bool((difference <= allowed).all()), f"lse error {difference.max().item():.3e} at {_worst(difference)}"
+
+
+def check(args: AttentionArgs, result: tuple[Tensor, Tensor] | None = None) -> None:
+    """Runs `args` (unless a result is given) and holds out and lse to the rule."""
+    out, lse = run(args) if result is None else result
+    truth, truth_lse = oracle.attention(args)
+    same_dtype, _ = oracle.attention(args, args.dtype, reorder=True)
+    assert_out_close(out, truth, same_dtype, rtol=3.0 if args.softcap else 2.0)
+    assert_lse_close(lse, truth_lse)
+
+
+def _worst(difference: Tensor) -> tuple[int, ...]:
+    flat = int(difference.nan_to_num(nan=torch.inf).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
