@@ -1,0 +1,52 @@
+"""What the engine process is told when it starts: plain frozen data that crosses the process border as JSON. Reads
+nothing from the environment (server.settings does) and imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK_SIZES = (16, 32, 64, 128)  # pages the kernels read: one page is one tile of a head
+SMALLEST_MAX_MODEL_LEN = 2  # one prompt token, one answer token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Names, meanings and defaults are vLLM's, where vLLM has them."""
+
+    model: str
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the model's shape
+    dtype: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 64
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = 512
+    queue_timeout: float | None = 300.0  # seconds a request may wait for its first step; None: for ever
+    runner: str = "server.engine.loading:load"  # "module:function", EngineConfig -> LoadedRunner
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def _problems(self) -> list[str]:
+        checks = {
+            f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}": self.block_size in BLOCK_SIZES,
+            "max_num_seqs must be at least 1": self.max_num_seqs >= 1,
+            # Every running sequence has one token in every step, and a prompt needs at least one beside them.
+            "max_num_batched_tokens must be at least max_num_seqs": self.max_num_batched_tokens >= self.max_num_seqs,
+            "gpu_memory_utilization must be above 0 and at most 1": 0 < self.gpu_memory_utilization <= 1,
+            "max_queued_requests must not be negative": self.max_queued_requests >= 0,
+            f"max_model_len must be at least {SMALLEST_MAX_MODEL_LEN}": self.max_model_len is None
+            or self.max_model_len >= SMALLEST_MAX_MODEL_LEN,
+            "num_gpu_blocks_override must be at least 2 (block 0 is reserved)": self.num_gpu_blocks_override is None
+            or self.num_gpu_blocks_override >= 2,
+            "queue_timeout must be above 0": self.queue_timeout is None or self.queue_timeout > 0,
+            "runner must be 'module:function'": self.runner.count(":") == 1,
+        }
+        return [message for message, holds in checks.items() if not holds]

@@ -1,0 +1,196 @@
+"""Block tables and the prefix cache: which blocks hold which tokens, and which of them a new prompt may reuse. Knows
+no scheduling and no tensors.
+
+A full block is found by a chained hash (parent's hash, token ids; the tenant's salt at the root), so equal hashes mean
+equal prefixes. Nothing rests on the hash alone: a hit also compares the token ids, and that the entry was chained onto
+the very entry that matched before it."""
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.engine.block_pool import BlockPool, IntegrityError
+from server.engine.request import Request
+
+
+def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
+    """SHA-256: salts of other tenants and long prompts of theirs are not to be guessed or collided with."""
+    return hashlib.sha256(parent + token_bytes).digest()
+
+
+def root_hash(cache_salt: bytes) -> bytes:
+    return hashlib.sha256(b"longwave prefix cache\0" + cache_salt).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One full block in the cache."""
+
+    block: int
+    hash: bytes
+    token_bytes: bytes  # token ids as 32-bit integers
+    parent: int  # serial number of the entry before it; 0 at the root
+    cache_salt: bytes
+    serial: int  # never reused, so that a child of an evicted parent can not match again by accident
+
+
+class KVCache:
+    """Owns the pool; requests carry their own block tables."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._by_hash: dict[bytes, Entry] = {}
+        self._by_block: list[Entry | None] = [None] * num_blocks
+        self._serials = itertools.count(1)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, request: Request) -> list[Entry]:
+        """The longest cached prefix, in full blocks, leaving at least one token to compute. Takes nothing."""
+        if not self.enable_prefix_caching:
+            return []
+        usable = (len(request.token_ids) - 1) // self.block_size
+        self._hash_blocks(request, usable)
+        hits: list[Entry] = []
+        parent = 0
+        for block_hash, token_bytes in itertools.islice(request.block_hashes, usable):
+            entry = self._find(block_hash, token_bytes, parent, request.cache_salt)
+            if entry is None:
+                break
+            hits.append(entry)
+            parent = entry.serial
+        return hits
+
+    def blocks_to_admit(self, num_blocks: int, hits: Sequence[Entry]) -> int:
+        """Free blocks that a table of `num_blocks` with these hits takes away (idle hits are free blocks too)."""
+        return num_blocks - len(hits) + sum(self.pool.is_idle(entry.block) for entry in hits)
+
+    def allocate(self, request: Request, num_blocks: int, hits: Sequence[Entry] = ()) -> None:
+        """Gives an empty request its table: the hits, then new blocks. The caller has checked that they are there."""
+        for entry in hits:  # before any new block: taking one could evict a hit
+            self.pool.share(entry.block, entry.cache_salt)
+        request.block_ids = [entry.block for entry in hits]
+        request.num_computed = len(hits) * self.block_size
+        request.num_registered = len(hits)
+        request.chain = (hits[-1].hash, hits[-1].serial) if hits else (b"", 0)
+        while len(request.block_ids) < num_blocks:
+            if not self.grow(request):
+                raise IntegrityError("allocate() without enough free blocks")
+
+    def grow(self, request: Request) -> bool:
+        """Appends one block; false when none is free."""
+        taken = self.pool.take()
+        if taken is None:
+            return False
+        block, was_idle = taken
+        if was_idle:
+            self._forget(block)
+        request.block_ids.append(block)
+        return True
+
+    def register(self, request: Request) -> None:
+        """Offers the blocks that are full by now. Only to be called after the step that filled them has run."""
+        full = request.num_computed // self.block_size
+        first = request.num_registered
+        if full == first:
+            return
+        request.num_registered = full
+        if not self.enable_prefix_caching:
+            return
+        self._hash_blocks(request, full)
+        for index in range(first, full):
+            parent = self._chain_serial(request)
+            if parent is None:  # what it would be chained onto is gone
+                return
+            block_hash, token_bytes = request.block_hashes[index]
+            entry = self._find(block_hash, token_bytes, parent, request.cache_salt)
+            if entry is None:
+                entry = self._enter(request.block_ids[index], block_hash, token_bytes, parent, request.cache_salt)
+            request.chain = (entry.hash, entry.serial)
+
+    def release(self, request: Request) -> None:
+        """Drops the whole table, last block first: in the order of use, a prefix outlives what was built on it."""
+        for block in reversed(request.block_ids):
+            entry = self._by_block[block]
+            self.pool.drop(block, None if entry is None else entry.cache_salt)
+        request.block_ids = []
+        request.num_computed = 0
+        request.num_registered = 0
+
+    def withdraw(self, request: Request) -> None:
+        """Before release(), for a request whose numbers went bad: nothing it read or wrote is found again."""
+        for block in request.block_ids:
+            if self._by_block[block] is not None:
+                self._forget(block)
+
+    def check_integrity(self, requests: Sequence[Request]) -> None:
+        """Raises IntegrityError unless pool, tables and prefix cache agree. O(blocks): for idle times and tests."""
+        self.pool.check([request.block_ids for request in requests])
+        idle = dict(self.pool.idle_blocks())
+        for block, entry in enumerate(self._by_block):
+            if entry is None:
+                if block in idle:
+                    raise IntegrityError(f"block {block} is idle without content")
+                continue
+            if entry.block != block or self._by_hash.get(entry.hash) is not entry:
+                raise IntegrityError(f"block {block}: its entry is not in the prefix cache")
+            if self.pool.is_idle(block) and idle.get(block) != entry.cache_salt:
+                raise IntegrityError(f"block {block}: cached and free, but not under its owner")
+        if len(self._by_hash) != sum(entry is not None for entry in self._by_block):
+            raise IntegrityError("the prefix cache names blocks that do not know it")
+
+    def _find(self, block_hash: bytes, token_bytes: bytes, parent: int, cache_salt: bytes) -> Entry | None:
+        entry = self._by_hash.get(block_hash)
+        if entry is None or entry.token_bytes != token_bytes:
+            return None
+        return entry if entry.parent == parent and entry.cache_salt == cache_salt else None
+
+    def _chain_serial(self, request: Request) -> int | None:
+        """Serial number of the entry under the request's last registered block (its own or a twin's); 0 at the root."""
+        block_hash, serial = request.chain
+        if serial == 0:
+            return 0
+        entry = self._by_hash.get(block_hash)
+        return serial if entry is not None and entry.serial == serial else None
+
+    def _enter(self, block: int, block_hash: bytes, token_bytes: bytes, parent: int, cache_salt: bytes) -> Entry:
+        stale = self._by_hash.get(block_hash)  # another content with this hash, or an orphan of an evicted parent
+        if stale is not None:
+            self._forget(stale.block)
+            if self.pool.is_idle(stale.block):
+                self.pool.blank(stale.block, stale.cache_salt)
+        entry = Entry(block, block_hash, token_bytes, parent, cache_salt, next(self._serials))
+        self._by_hash[block_hash] = entry
+        self._by_block[block] = entry
+        return entry
+
+    def _forget(self, block: int) -> None:
+        entry = self._by_block[block]
+        if entry is None:
+            raise IntegrityError(f"block {block} was idle without content")
+        self._by_block[block] = None
+        del self._by_hash[entry.hash]
+
+    def _hash_blocks(self, request: Request, num_blocks: int) -> None:
+        """Each block is hashed once in a request's life."""
+        hashes = request.block_hashes
+        done = len(hashes)
+        if done >= num_blocks:
+            return
+        size = self.block_size
+        parent = hashes[-1][0] if hashes else root_hash(request.cache_salt)
+        ids = array("I", request.token_ids[done * size : num_blocks * size]).tobytes()
+        stride = len(ids) // (num_blocks - done)
+        for start in range(0, len(ids), stride):
+            token_bytes = ids[start : start + stride]
+            parent = hash_block(parent, token_bytes)
+            hashes.append((parent, token_bytes))

@@ -1,0 +1,105 @@
+"""One request inside the engine: its tokens, where they are in the KV cache, and when things happened. Knows no text,
+no user and no other request."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from models.batch import SamplingParams
+from server.engine.messages import AddRequest, FinishReason, RequestTimes
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """Mutable; only the scheduler and the KV cache write to it."""
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "blocks_missed",
+        "cache_salt",
+        "chain",
+        "first_token_time",
+        "last_token_time",
+        "max_length",
+        "num_bypassed",
+        "num_cached_tokens",
+        "num_computed",
+        "num_prompt_tokens",
+        "num_registered",
+        "request_id",
+        "sampling",
+        "scheduled_time",
+        "sequence_number",
+        "slot",
+        "state",
+        "stop_token_ids",
+        "token_ids",
+        "twin_progress",
+    )
+
+    def __init__(
+        self, message: AddRequest, *, sequence_number: int, eos_token_ids: Sequence[int], max_model_len: int, now: float
+    ) -> None:
+        self.request_id = message.request_id
+        self.sampling: SamplingParams = message.sampling
+        self.cache_salt = message.cache_salt
+        self.sequence_number = sequence_number  # order of arrival: smaller is older
+        self.token_ids: list[int] = list(message.prompt_token_ids)  # prompt, then generated
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_length = min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len)
+        eos = () if self.sampling.ignore_eos else eos_token_ids
+        self.stop_token_ids = frozenset((*eos, *self.sampling.stop_token_ids))
+
+        self.state = RequestState.WAITING
+        self.slot = -1  # row in the runner's tables; kept while preempted, so the sampler's state is kept too
+        self.block_ids: list[int] = []
+        self.num_computed = 0  # tokens whose K and V are in the blocks
+        self.num_registered = 0  # blocks already offered to the prefix cache
+        self.block_hashes: list[tuple[bytes, bytes]] = []  # (chained hash, the block's token ids) of full blocks
+        self.chain = (b"", 0)  # hash and serial number of the cache entry that the next block is chained onto
+        self.num_cached_tokens = -1  # prefix hit of the first admission; -1 before it
+
+        self.num_bypassed = 0  # younger requests admitted while this one did not fit
+        self.blocks_missed = 0  # free blocks that the last try to admit it would have needed
+        self.twin_progress = -1  # how far the older request with the same prefix was at the last look
+
+        self.arrival_time = message.arrival_time or now
+        self.scheduled_time = 0.0
+        self.first_token_time = 0.0
+        self.last_token_time = 0.0
+
+    @property
+    def was_admitted(self) -> bool:
+        return self.num_cached_tokens >= 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to run before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    def finish_reason(self) -> FinishReason | None:
+        """Looks at the last generated token. Stop tokens count from min_tokens on; `stop` wins over `length`."""
+        if self.token_ids[-1] in self.stop_token_ids and self.num_generated >= self.sampling.min_tokens:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_length else None
+
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            request_id=self.request_id,
+            queued=self.arrival_time,
+            scheduled=self.scheduled_time,
+            first_token=self.first_token_time,
+            last_token=self.last_token_time,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generation_tokens=self.num_generated,
+        )

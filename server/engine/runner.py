@@ -1,0 +1,59 @@
+"""What the engine asks of whoever runs a step: models.runner.ModelRunner in production, a fake in tests. Knows no
+requests: a slot is a row number."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from models.batch import SamplingParams, StepBatch, StepOutput
+from server.engine.config import EngineConfig
+
+
+class Runner(Protocol):
+    """Slots are added before the first step that names them and removed after the last one. A slot stays while its
+    request is preempted: its tokens are run again from num_computed = 0, and only sampled tokens are new."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def kernels(self) -> dict[str, str]: ...
+
+    def warm_up(self) -> None: ...
+
+    def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None: ...
+
+    def remove_request(self, slot: int) -> None: ...
+
+    def execute(self, batch: StepBatch) -> StepOutput: ...
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A runner, what the API process needs to know of its model, and how its failures are told apart."""
+
+    runner: Runner
+    model: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
+    probe: Callable[[], None] = _nothing  # raises when the device can not be used any more
+    free_memory: Callable[[], None] = _nothing  # gives cached memory back before a retry
+    kernel_calls: Callable[[], dict[str, int]] = dict
+
+
+def load(config: EngineConfig) -> LoadedRunner:
+    """Calls the factory that the configuration names."""
+    module, _, function = config.runner.partition(":")
+    return cast(Callable[[EngineConfig], LoadedRunner], getattr(import_module(module), function))(config)

@@ -1,0 +1,81 @@
+"""The engine process from first to last line: load, announce, loop, end. Started by process.EngineProcess with one JSON
+argument. Logs carry no prompts and no token ids."""
+
+import gc
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from server.engine.config import EngineConfig
+from server.engine.core import EngineCore
+from server.engine.kv_cache import KVCache
+from server.engine.link import EngineLink
+from server.engine.messages import EngineFailed
+from server.engine.parent import die_with_parent
+from server.engine.runner import LoadedRunner, load
+from server.engine.scheduler import Scheduler, SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArguments:
+    config: EngineConfig
+    directory: str  # where the sockets are
+    parent_pid: int
+    log_level: int
+
+
+def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
+    cache = KVCache(
+        loaded.runner.num_blocks, loaded.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        queue_timeout=config.queue_timeout,
+    )
+    return Scheduler(limits, cache)
+
+
+def serve(config: EngineConfig, link: EngineLink) -> None:
+    """Blocks until the engine was told to shut down. Raises whatever makes it unable to serve."""
+    loaded = load(config)
+    loaded.runner.warm_up()
+    core = EngineCore(loaded, make_scheduler(config, loaded), link)
+    gc.collect()
+    gc.freeze()  # weights and code live as long as the process: no collection needs to look at them again
+    logger.info("engine ready: %s on %s, %d blocks", loaded.model, loaded.device, loaded.runner.num_blocks)
+    core.run()
+
+
+def main() -> None:
+    arguments = msgspec.json.decode(sys.argv[1], type=WorkerArguments)
+    die_with_parent(arguments.parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the API process drains, then tells us
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+    )
+    link = EngineLink(arguments.directory)
+    status = 0
+    try:
+        serve(arguments.config, link)
+    except BaseException as error:
+        logger.exception("engine failed")
+        link.send([EngineFailed(f"{type(error).__name__}: {error}")])
+        status = 1
+    link.close()
+    logging.shutdown()
+    os._exit(status)  # a lost device may hang or crash in destructors, and there is nothing left to tidy
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A runner without a model: it keeps what was written to each slot of each block, and the next token is a hash of all
+tokens that the block table reaches. So a wrong table, prefix hit, chunk or resumption gives wrong tokens."""
+
+import os
+import signal
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
+from server.engine.config import EngineConfig
+from server.engine.runner import LoadedRunner
+
+VOCAB_SIZE = 32_000
+EOS = 0
+NOTHING = -1  # never written
+
+# Prompt tokens with an effect
+NAN = 31_001  # the row's logits are not finite
+RAISE = 31_002  # the step raises
+OUT_OF_MEMORY = 31_003  # the step runs out of memory
+DIE = 31_004  # the process is killed
+LOST = 31_005  # the step raises, and the device is gone
+
+
+class DeviceLostError(RuntimeError):
+    pass
+
+
+def next_token(token_ids: Sequence[int], *, vocab_size: int = 31_000) -> int:
+    """Never a token with an effect, rarely EOS."""
+    return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
+
+
+def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (EOS,)) -> list[int]:
+    """What a request alone, in one piece, without caches, would answer."""
+    token_ids = list(prompt)
+    stop = set(stop)
+    for _ in range(max_tokens):
+        token_ids.append(next_token(token_ids))
+        if token_ids[-1] in stop:
+            break
+    return token_ids[len(prompt) :]
+
+
+class FakeRunner:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.kernels = {"full_attention": "fake"}
+        self.memory = np.full((num_blocks, block_size), NOTHING, dtype=np.int64)
+        self.slots: dict[int, SamplingParams] = {}
+        self.batches: list[StepBatch] = []
+        self.keep_batches = False
+        self.num_steps = 0
+        self.lost = False
+        self.memory_for: Callable[[StepBatch], bool] = lambda batch: True
+
+    def warm_up(self) -> None:
+        pass
+
+    def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        assert slot not in self.slots, "slot added twice"
+        assert prompt_token_ids
+        self.slots[slot] = sampling
+
+    def remove_request(self, slot: int) -> None:
+        del self.slots[slot]
+
+    def probe(self) -> None:
+        if self.lost:
+            raise DeviceLostError("the device is gone")
+
+    def execute(self, batch: StepBatch) -> StepOutput:
+        self.num_steps += 1
+        if self.keep_batches:
+            self.batches.append(batch)
+        assert batch.seqs
+        lengths = [len(seq.token_ids) for seq in batch.seqs]
+        assert sorted(lengths, key=lambda n: n != 1) == lengths, "one-token rows come first"
+        assert len({seq.slot for seq in batch.seqs}) == len(lengths)
+        self._trigger(batch)
+        output = StepOutput([], [], [])
+        for seq in batch.seqs:
+            self._row(seq, output)
+        return output
+
+    def _row(self, seq: ScheduledSeq, output: StepOutput) -> None:
+        sampling = self.slots[seq.slot]
+        size = self.block_size
+        length = seq.num_computed + len(seq.token_ids)
+        assert 0 not in seq.block_ids
+        assert len(seq.block_ids) * size >= length
+        first, last = seq.num_computed // size, -(-length // size)
+        flat = self.memory[list(seq.block_ids[first:last])].reshape(-1)
+        flat[seq.num_computed - first * size : length - first * size] = seq.token_ids
+        self.memory[list(seq.block_ids[first:last])] = flat.reshape(-1, size)
+        if not seq.sample:
+            return
+        seen = self.memory[list(seq.block_ids[:last])].reshape(-1)[:length]
+        token = next_token(seen)
+        output.token_ids.append(token)
+        wanted = sampling.logprobs
+        output.logprobs.append(None if wanted is None else TokenLogprobs(-0.5, 1, ((token, -0.5),) * wanted))
+        output.finite.append(NAN not in seen)
+
+    def _trigger(self, batch: StepBatch) -> None:
+        found = {token for seq in batch.seqs for token in seq.token_ids if token > 31_000}
+        if DIE in found:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if OUT_OF_MEMORY in found or not self.memory_for(batch):
+            raise MemoryError
+        if LOST in found:
+            self.lost = True
+        if RAISE in found or self.lost:
+            raise RuntimeError("injected")
+
+
+def load(config: EngineConfig) -> LoadedRunner:
+    """The factory for EngineConfig.runner; `model` may name how loading fails."""
+    if config.model == "missing":
+        raise FileNotFoundError("no such model")
+    runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size)
+    return LoadedRunner(
+        runner=runner,
+        model=config.model,
+        device="cpu",
+        dtype="float32",
+        max_model_len=config.max_model_len or 4096,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        probe=runner.probe,
+    )

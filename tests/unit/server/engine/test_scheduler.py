@@ -1,0 +1,411 @@
+"""Answers must not depend on what else runs, nor on how it is cut up; nothing leaks; nobody starves."""
+
+import random
+from collections.abc import Callable, Iterable
+
+import fake_runner
+import pytest
+from fake_runner import FakeRunner, expected
+
+from models.batch import SamplingParams
+from server.engine import kv_cache
+from server.engine.core import EngineCore
+from server.engine.kv_cache import KVCache
+from server.engine.messages import AbortRequests, AddRequest, FromEngine, RequestFailed, TokenDelta, ToEngine
+from server.engine.runner import LoadedRunner
+from server.engine.scheduler import Scheduler, SchedulerConfig
+
+
+class ListLink:
+    """A link of two lists, in one process."""
+
+    def __init__(self) -> None:
+        self.inbox: list[ToEngine | RequestFailed] = []
+        self.sent: list[FromEngine] = []
+
+    def receive(self, timeout: float) -> list[ToEngine | RequestFailed]:
+        del timeout
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, messages: list[FromEngine]) -> None:
+        self.sent += messages
+
+
+class Engine:
+    """Core, scheduler and fake runner; the test turns the crank."""
+
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        *,
+        budget: int = 256,
+        max_num_seqs: int = 64,
+        max_model_len: int = 100_000,
+        caching: bool = True,
+        queue_timeout: float | None = None,
+    ) -> None:
+        self.runner = FakeRunner(num_blocks, block_size)
+        self.cache = KVCache(num_blocks, block_size, enable_prefix_caching=caching)
+        self.now = 0.0
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            vocab_size=fake_runner.VOCAB_SIZE,
+            eos_token_ids=(fake_runner.EOS,),
+            queue_timeout=queue_timeout,
+        )
+        self.scheduler = Scheduler(config, self.cache, clock=lambda: self.now)
+        self.link = ListLink()
+        loaded = LoadedRunner(
+            runner=self.runner,
+            model="fake",
+            device="cpu",
+            dtype="float32",
+            max_model_len=max_model_len,
+            vocab_size=fake_runner.VOCAB_SIZE,
+            eos_token_ids=(fake_runner.EOS,),
+            probe=self.runner.probe,
+        )
+        self.core = EngineCore(loaded, self.scheduler, self.link, clock=lambda: self.now)
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str | None] = {}
+        self.failures: dict[str, RequestFailed] = {}
+        self.cached: dict[str, int] = {}
+        self.num_turns = 0
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 8, salt: bytes = b"", **sampling: object) -> None:
+        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        self.link.inbox.append(AddRequest(name, prompt, params, cache_salt=salt))
+
+    def abort(self, *names: str) -> None:
+        self.link.inbox.append(AbortRequests(list(names)))
+
+    def turn(self) -> None:
+        self.num_turns += 1
+        self.now += 1.0
+        self.core.turn()
+        for message in self.link.sent:
+            match message:
+                case TokenDelta():
+                    self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
+                    if message.finish_reason:
+                        self.reasons[message.request_id] = message.finish_reason
+                    if message.token_ids:
+                        self.cached[message.request_id] = message.num_cached_tokens
+                case RequestFailed():
+                    self.failures[message.request_id] = message
+                case _:
+                    pass
+        self.link.sent.clear()
+
+    def run(self, until: Callable[[], bool] | None = None, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if until is not None and until():
+                return
+            self.turn()
+            if until is None and not self.scheduler.has_work:
+                return
+        pytest.fail("the engine does not come to an end")
+
+    def assert_nothing_is_held(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.cache.num_free_blocks == self.cache.pool.num_usable
+        assert not self.runner.slots
+        assert not self.scheduler.requests
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1, 30_000) for _ in range(count)]
+
+
+def test_one_request_gets_its_tokens() -> None:
+    engine = Engine()
+    prompt = tokens(random.Random(0), 40)
+    engine.add("a", prompt, max_tokens=30)
+    engine.run()
+    assert engine.tokens["a"] == expected(prompt, 30)
+    assert engine.reasons["a"] == "length"
+    engine.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("budget", [16, 40, 4096])
+def test_answers_do_not_depend_on_chunks_caches_or_preemption(seed: int, caching: bool, budget: int) -> None:
+    rng = random.Random(seed)
+    block_size = 16
+    engine = Engine(rng.randrange(24, 40), block_size, budget=budget, max_num_seqs=12, caching=caching)
+    shared = tokens(rng, 100)
+    wanted: dict[str, list[int]] = {}
+    for number in range(40):
+        prompt = shared[: rng.choice([0, 15, 16, 17, 48, 100])] + tokens(rng, rng.randrange(1, 90))
+        if rng.random() < 0.2:
+            prompt = shared[: rng.choice([16, 32, 96])]
+        count = rng.randrange(1, 120)
+        engine.add(f"r{number}", prompt, max_tokens=count)
+        wanted[f"r{number}"] = expected(prompt, count)
+        for _ in range(rng.randrange(4)):
+            engine.turn()
+            engine.scheduler.check_integrity()
+    engine.run()
+    assert engine.tokens == wanted
+    engine.assert_nothing_is_held()
+    assert engine.scheduler.num_preemptions > 0
+    assert (engine.scheduler.prefix_cache_hits > 0) == caching
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_aborts_at_any_time_leak_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = Engine(40, 16, budget=48, max_num_seqs=8)
+    shared = tokens(rng, 64)
+    wanted: dict[str, list[int]] = {}
+    for number in range(120):
+        prompt = shared[: rng.randrange(65)] + tokens(rng, rng.randrange(1, 100))
+        count = rng.randrange(1, 60)
+        engine.add(f"r{number}", prompt, max_tokens=count)
+        wanted[f"r{number}"] = expected(prompt, count)
+        for _ in range(rng.randrange(3)):
+            engine.turn()
+        if rng.random() < 0.7:
+            engine.abort(*rng.sample(sorted(wanted), k=min(3, len(wanted))), "unknown")
+            engine.turn()
+            engine.scheduler.check_integrity()
+    engine.run()
+    engine.assert_nothing_is_held()
+    aborted = {name for name, reason in engine.reasons.items() if reason == "abort"}
+    assert aborted
+    assert {name: engine.tokens[name] for name in wanted if name not in aborted} == {
+        name: answer for name, answer in wanted.items() if name not in aborted
+    }
+
+
+def test_a_prompt_alone_has_the_whole_budget() -> None:
+    engine = Engine(budget=256)
+    engine.runner.keep_batches = True
+    engine.add("a", tokens(random.Random(0), 1024), max_tokens=1)
+    engine.run()
+    assert [len(batch.seqs[0].token_ids) for batch in engine.runner.batches] == [256] * 4
+
+
+def test_every_decode_has_its_token_in_every_step_of_a_giant_prefill() -> None:
+    rng = random.Random(0)
+    engine = Engine(1024, 16, budget=64)
+    for name in "abcd":
+        engine.add(name, tokens(rng, 5), max_tokens=500)
+    engine.run(until=lambda: len(engine.tokens) == 4)
+    engine.runner.keep_batches = True
+    engine.add("giant", tokens(rng, 8000), max_tokens=1)
+    engine.run(until=lambda: "giant" in engine.tokens)
+    for batch in engine.runner.batches:
+        assert [len(seq.token_ids) for seq in batch.seqs[:4]] == [1] * 4
+    assert len(engine.runner.batches) <= 8000 // 60 + 2
+
+
+def test_short_prompts_behind_giants_answer_within_a_few_steps() -> None:
+    rng = random.Random(0)
+    engine = Engine(4096, 16, budget=256)
+    engine.add("giant1", tokens(rng, 20_000), max_tokens=1)
+    engine.add("giant2", tokens(rng, 20_000), max_tokens=1)
+    for _ in range(3):
+        engine.turn()
+    for number in range(10):
+        engine.add(f"short{number}", tokens(rng, 50), max_tokens=4)
+    start = engine.num_turns
+    engine.run(until=lambda: sum(name.startswith("short") for name in engine.tokens) == 10)
+    assert engine.num_turns - start <= 4  # 500 tokens through 3/4 of the budget
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
+def test_a_stream_of_short_prompts_does_not_stop_a_giant() -> None:
+    rng = random.Random(0)
+    engine = Engine(4096, 16, budget=256, max_num_seqs=16)
+    engine.add("giant", tokens(rng, 12_800), max_tokens=1)
+    number = 0
+    while "giant" not in engine.tokens:
+        for _ in range(4):
+            engine.add(f"short{number}", tokens(rng, 150), max_tokens=1)
+            number += 1
+        engine.turn()
+        assert engine.num_turns <= 12_800 // 60 + 10  # a quarter of the budget, less the decodes
+    engine.abort(*engine.scheduler.requests)
+    engine.turn()
+    engine.assert_nothing_is_held()
+
+
+def test_a_request_that_waits_for_blocks_is_not_bypassed_for_ever() -> None:
+    rng = random.Random(0)
+    engine = Engine(65, 16, budget=256, max_num_seqs=16)
+    engine.add("first", tokens(rng, 100), max_tokens=40)
+    engine.turn()
+    engine.add("giant", tokens(rng, 980), max_tokens=8)
+    number = 0
+    while "giant" not in engine.tokens:
+        engine.add(f"short{number}", tokens(rng, 30), max_tokens=20)
+        number += 1
+        engine.turn()
+        assert number < 400
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
+def test_sixty_four_long_requests_on_a_pool_for_eight_all_finish_unchanged() -> None:
+    rng = random.Random(0)
+    engine = Engine(8 * 20 + 1, 16, budget=512, max_num_seqs=64)
+    wanted = {}
+    for number in range(64):
+        prompt = tokens(rng, 200)
+        engine.add(f"r{number}", prompt, max_tokens=120)
+        wanted[f"r{number}"] = expected(prompt, 120)
+    engine.run(limit=5000)
+    assert engine.tokens == wanted
+    engine.assert_nothing_is_held()
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
+    rng = random.Random(0)
+    engine = Engine()
+    prompt = tokens(rng, 160)
+    for name in ("first", "second"):
+        engine.add(name, prompt)
+        engine.run()
+    assert engine.tokens["first"] == engine.tokens["second"] == expected(prompt, 8)
+    assert engine.cached == {"first": 0, "second": 144}  # one token at least is computed, so not the last block
+    engine.add("longer", prompt + engine.tokens["first"] + prompt)
+    engine.run()
+    assert engine.cached["longer"] == 160  # 167 tokens of the first answer are in the cache, ten full blocks
+
+
+def test_salts_isolate() -> None:
+    prompt = tokens(random.Random(0), 160)
+    engine = Engine()
+    for name, salt in (("a", b"one"), ("b", b"two"), ("c", b"one"), ("d", b"")):
+        engine.add(name, prompt, salt=salt)
+        engine.run()
+    assert engine.cached == {"a": 0, "b": 0, "c": 144, "d": 0}
+
+
+def test_twins_wait_for_the_prefix_that_is_being_computed() -> None:
+    prompt = tokens(random.Random(0), 1600)
+    engine = Engine(budget=256)
+    engine.runner.keep_batches = True
+    for name in "abcd":
+        engine.add(name, prompt)
+    engine.run()
+    assert all(engine.tokens[name] == expected(prompt, 8) for name in "abcd")
+    computed = sum(len(seq.token_ids) for batch in engine.runner.batches for seq in batch.seqs)
+    assert computed < 1600 + 4 * 30
+    engine.assert_nothing_is_held()
+
+
+def test_twins_of_an_aborted_prompt_go_on_where_it_stopped() -> None:
+    prompt = tokens(random.Random(0), 1600)
+    engine = Engine(budget=256)
+    engine.add("a", prompt)
+    engine.add("b", prompt)
+    for _ in range(3):
+        engine.turn()
+    engine.abort("a")
+    engine.run()
+    assert engine.tokens["b"] == expected(prompt, 8)
+    assert engine.cached["b"] == 768
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_hash_that_always_collides_changes_no_answer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "hash_block", lambda parent, token_bytes: b"same")
+    rng = random.Random(seed)
+    engine = Engine(60, 16, budget=64, max_num_seqs=8)
+    shared = tokens(rng, 64)
+    wanted = {}
+    for number in range(100):
+        prompt = shared[: rng.choice([0, 16, 32, 64])] + tokens(rng, rng.randrange(1, 40))
+        engine.add(f"r{number}", prompt, salt=rng.choice([b"x", b"y"]))
+        wanted[f"r{number}"] = expected(prompt, 8)
+        engine.turn()
+        engine.scheduler.check_integrity()
+    engine.run()
+    assert engine.tokens == wanted
+    engine.assert_nothing_is_held()
+
+
+def test_a_request_that_can_never_fit_fails_at_once() -> None:
+    engine = Engine(11, 16, max_model_len=1000)
+    rng = random.Random(0)
+    engine.add("pool", tokens(rng, 150), max_tokens=30)
+    engine.add("length", tokens(rng, 1000))
+    engine.add("empty", [])
+    engine.add("vocabulary", [1, 32_000])
+    engine.add("bias", [1], logit_bias={-1: 1.0})
+    engine.add("fits", tokens(rng, 150), max_tokens=11)
+    engine.run()
+    assert {name: failure.code for name, failure in engine.failures.items()} == {
+        "pool": "context_length_exceeded",
+        "length": "context_length_exceeded",
+        "empty": "server_error",
+        "vocabulary": "unsupported_parameter",
+        "bias": "unsupported_parameter",
+    }
+    assert len(engine.tokens["fits"]) == 11
+    engine.assert_nothing_is_held()
+
+
+def first_tokens(prompt: list[int], count: int) -> list[int]:
+    return expected(prompt, count, stop=())
+
+
+def reasons_and_tokens(engine: Engine) -> Iterable[tuple[str, str | None, int]]:
+    return ((name, engine.reasons[name], len(engine.tokens[name])) for name in sorted(engine.tokens))
+
+
+def test_generation_ends_at_stop_tokens_max_tokens_and_max_model_len() -> None:
+    engine = Engine(max_model_len=30)
+    prompt = tokens(random.Random(0), 20)
+    answer = first_tokens(prompt, 10)
+    engine.scheduler.config = SchedulerConfig(64, 256, 30, 32_000, (answer[3],))
+    engine.add("eos", prompt, max_tokens=8)
+    engine.add("ignore_eos", prompt, max_tokens=8, ignore_eos=True)
+    engine.add("min_tokens", prompt, max_tokens=8, min_tokens=5)
+    engine.add("stop_token", prompt, max_tokens=8, stop_token_ids=(answer[1],))
+    engine.add("stop_wins", prompt, max_tokens=4)
+    engine.add("model_len", prompt, max_tokens=80, ignore_eos=True)
+    engine.run()
+    assert list(reasons_and_tokens(engine)) == [
+        ("eos", "stop", 4),
+        ("ignore_eos", "length", 8),
+        ("min_tokens", "length", 8),
+        ("model_len", "length", 10),
+        ("stop_token", "stop", 2),
+        ("stop_wins", "stop", 4),
+    ]
+
+
+def test_waiting_past_the_deadline_is_refused_and_never_started() -> None:
+    engine = Engine(max_num_seqs=1, queue_timeout=10.0)
+    rng = random.Random(0)
+    engine.add("runs", tokens(rng, 10), max_tokens=50)
+    engine.add("waits", tokens(rng, 10), max_tokens=50)
+    engine.run()
+    assert engine.failures["waits"].code == "server_is_overloaded"
+    assert "waits" not in engine.tokens
+    assert len(engine.tokens["runs"]) == 50
+    engine.assert_nothing_is_held()
+
+
+def test_one_tenants_flood_pushes_out_its_own_blocks_first() -> None:
+    rng = random.Random(0)
+    engine = Engine(65, 16)
+    kept = tokens(rng, 161)
+    engine.add("kept", kept, salt=b"quiet")
+    engine.run()
+    for number in range(40):
+        engine.add(f"flood{number}", tokens(rng, 200), salt=b"loud")
+        engine.run()
+    engine.add("again", kept, salt=b"quiet")
+    engine.run()
+    assert engine.cached["again"] == 160
