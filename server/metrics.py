@@ -1,0 +1,144 @@
+"""Every metric name, once: vLLM's names under `longwave:`. Must not know how anything is measured, nor requests' texts.
+
+Times are seconds. TTFT counts from the request's arrival, before tokenisation; queue, prefill and decode are the
+engine's intervals.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.engine.messages import EngineReady, EngineStats, RequestTimes
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+ENGINE: Final = "0"
+LABELS: Final = ("model_name", "engine")
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
+                640, 2560)  # fmt: skip
+ITL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKEN_BUCKETS = (*(base * 10**power for power in range(6) for base in (1, 2, 5)), 1_000_000)
+COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 128)
+
+
+class Metrics:
+    """The registry of one server. API-side observations come in by name; the engine's state is read when scraped."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._engine = _EngineCollector(model_name, stats)
+        self.registry.register(self._engine)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", TTFT_BUCKETS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", ITL_BUCKETS)
+        self.time_per_output_token = self._histogram("request_time_per_output_token_seconds", ITL_BUCKETS)
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", LATENCY_BUCKETS)
+        self.queue_time = self._histogram("request_queue_time_seconds", LATENCY_BUCKETS)
+        self.inference_time = self._histogram("request_inference_time_seconds", LATENCY_BUCKETS)
+        self.prefill_time = self._histogram("request_prefill_time_seconds", LATENCY_BUCKETS)
+        self.decode_time = self._histogram("request_decode_time_seconds", LATENCY_BUCKETS)
+        self.prompt_tokens = self._histogram("request_prompt_tokens", TOKEN_BUCKETS)
+        self.generation_tokens = self._histogram("request_generation_tokens", TOKEN_BUCKETS)
+        self.max_generation_tokens = self._histogram("request_max_num_generation_tokens", TOKEN_BUCKETS)
+        self.prefill_computed_tokens = self._histogram("request_prefill_kv_computed_tokens", TOKEN_BUCKETS)
+        self.params_n = self._histogram("request_params_n", COUNT_BUCKETS)
+        self.params_max_tokens = self._histogram("request_params_max_tokens", TOKEN_BUCKETS)
+        self._success = Counter(
+            "longwave:request_success", "Requests answered.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        self._http_requests = Counter(
+            "http_requests", "HTTP replies.", ("handler", "method", "status"), registry=self.registry
+        )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds", "HTTP requests.", ("handler", "method"), registry=self.registry,
+            buckets=LATENCY_BUCKETS,
+        )  # fmt: skip
+
+    def learn(self, ready: EngineReady) -> None:
+        self._engine.ready = ready
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model_name, ENGINE, reason).inc()
+
+    def observe_times(self, times: RequestTimes) -> None:
+        """The engine's report of one ended request."""
+        self.prompt_tokens.observe(times.num_prompt_tokens)
+        self.generation_tokens.observe(times.num_generation_tokens)
+        if not times.num_generation_tokens:  # it was aborted in the queue or in its prefill: there are no intervals
+            return
+        self.queue_time.observe(times.scheduled - times.queued)
+        self.prefill_time.observe(times.first_token - times.scheduled)
+        self.decode_time.observe(times.last_token - times.first_token)
+        self.inference_time.observe(times.last_token - times.scheduled)
+        if times.num_generation_tokens > 1:
+            decoded = times.num_generation_tokens - 1
+            self.time_per_output_token.observe((times.last_token - times.first_token) / decoded)
+
+    def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        self._http_requests.labels(handler, method, str(status)).inc()
+        self._http_seconds.labels(handler, method).observe(seconds)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, buckets: Iterable[float]) -> Histogram:
+        text = name.replace("_", " ")
+        whole = Histogram(f"longwave:{name}", text, LABELS, registry=self.registry, buckets=tuple(buckets))
+        return whole.labels(self._model_name, ENGINE)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters and gauges, as it last reported them."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+        self.ready: EngineReady | None = None
+        self._stats = stats
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is not None:
+            yield from self._gauges(stats)
+            yield from self._counters(stats)
+        if self.ready is not None:
+            yield self._cache_config(self.ready)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        used = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        for name, text, value in (
+            ("num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Requests waiting for their first step.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+            ("last_step_tokens", "Tokens of the engine's last step.", stats.step_tokens),
+        ):
+            gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+
+    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("num_preemptions", "Requests preempted for lack of KV blocks.", stats.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        calls = CounterMetricFamily(
+            "longwave:attention_kernel_calls", "Attention calls by the kernel that served.", labels=(*LABELS, "kernel")
+        )
+        for kernel, count in sorted(stats.kernel_calls.items()):
+            calls.add_metric([*self._labels, kernel], count)
+        yield calls
+
+    def _cache_config(self, ready: EngineReady) -> Metric:
+        labels = ("block_size", "num_gpu_blocks", "dtype", "device")
+        info = GaugeMetricFamily("longwave:cache_config_info", "The KV cache.", labels=(*LABELS, *labels))
+        info.add_metric([*self._labels, str(ready.block_size), str(ready.num_blocks), ready.dtype, ready.device], 1)
+        return info

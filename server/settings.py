@@ -1,0 +1,147 @@
+"""The one Settings tree: what an operator may say, with vLLM's names, bounded. The only reader of the environment
+(LONGWAVE_*) in this room; knows no request."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from server.engine.config import EngineConfig
+
+BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an operator may name
+PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
+SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def _comma_separated(value: Any) -> Any:
+    """Several values in one environment variable or flag: "a,b"."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="LONGWAVE_",
+        env_ignore_empty=False,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # a key must not be printed because its neighbour is wrong
+    )
+
+    model: str = Field(BUNDLED_MODEL, min_length=1, max_length=4096, description="Bundled name, folder or hub id.")
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), max_length=16, description="Names clients may ask for; the first is the one replies carry."
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights of the model's shape.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    host: str = Field("127.0.0.1", min_length=1, max_length=255)
+    port: int = Field(8000, ge=0, le=65535, description="0: any free port.")
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), max_length=1024)
+
+    max_model_len: int | None = Field(None, ge=2, le=MAX_MODEL_LEN)
+    max_num_seqs: int = Field(256, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(2048, ge=1, le=1_048_576)
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    kv_cache_dtype: str = Field("auto", description="auto, bfloat16, float16 or float32.")
+    kv_cache_memory_bytes: int | None = Field(None, ge=1_048_576, le=2**50)
+    num_gpu_blocks_override: int | None = Field(None, ge=2, le=2**31 - 1)
+    block_size: int = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = Field(512, ge=0, le=1_000_000)
+    queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
+
+    max_n: int = Field(8, ge=1, le=128, description="Most choices of one request.")
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
+    body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a whole request body may take.")
+    header_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a connection may take to ask something.")
+    ping_interval: float = Field(10.0, gt=0, le=3600, description="Seconds of silence before a stream's `:` line.")
+    shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds running answers get after SIGTERM.")
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
+
+    @field_validator("api_key", "served_model_name", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return _comma_separated(value)
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _names_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not name or len(name) > 256 for name in names):
+            raise ValueError("a served model name has 1 to 256 characters")
+        return names
+
+    @field_validator("api_key")
+    @classmethod
+    def _keys_are_secrets(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in keys:
+            text = key.get_secret_value()
+            if not text or not text.isascii() or not text.isprintable() or " " in text:
+                raise ValueError("an API key is one or more printable ASCII characters without spaces")
+            if len(text) > 512:
+                raise ValueError("an API key has at most 512 characters")
+            if text.lower() in PLACEHOLDER_KEYS:
+                raise ValueError("an API key must not be a placeholder such as 'changeme'")
+        return keys
+
+    @field_validator("kv_cache_dtype")
+    @classmethod
+    def _kv_dtype_is_served(cls, value: str) -> str:
+        if value not in SERVED_KV_DTYPES:
+            raise ValueError(f"{value!r} is not served; the KV cache is one of {', '.join(SERVED_KV_DTYPES)}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Settings":
+        self.engine_config()  # the engine's own rules are checked here too, before anything starts
+        return self
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.model,)
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            model=self.model,
+            load_format=self.load_format,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            num_gpu_blocks_override=self.num_gpu_blocks_override,
+            kv_cache_dtype=self.kv_cache_dtype,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_queued_requests=self.max_queued_requests,
+            queue_timeout=self.queue_timeout,
+        )
+
+
+class ConfigurationError(Exception):
+    """Every problem of a configuration, one line each."""
+
+    exit_code = 3  # process supervisors: do not restart, it will not get better
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def load_settings(overrides: Mapping[str, Any]) -> Settings:
+    """Flags first, then LONGWAVE_* variables, then defaults. Raises ConfigurationError with all problems at once."""
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        raise ConfigurationError([_line(detail) for detail in error.errors(include_input=False)]) from None
+
+
+def _line(detail: Any) -> str:
+    name = str(detail["loc"][0]) if detail["loc"] else "settings"
+    return f"{name.replace('_', '-')}: {detail['msg'].removeprefix('Value error, ')}"

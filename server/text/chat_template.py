@@ -1,0 +1,83 @@
+"""Messages -> prompt token ids by the model's own chat template, in which user text can never forge a control token.
+Must not know the wire format."""
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jinja2
+
+from server.errors import InvalidRequest
+from server.text.tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str
+    name: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.content, **named}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[Message, ...]
+    add_generation_prompt: bool = True
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message.content) for message in self.messages)
+
+
+async def encode_chat(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
+    """Raises InvalidRequest when the model has no template or its template refuses the messages."""
+    return await tokenizer.in_thread(partial(_encode, tokenizer, prompt), prompt.num_characters)
+
+
+def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
+    """Exactly what transformers' apply_chat_template gives, unless a message spells a control token.
+
+    Such a message is replaced by a random word before rendering, and its text is encoded apart, as plain text, where
+    the word stands. Other messages stay in place: templates may look into them.
+    """
+    hidden: dict[str, str] = {}
+    shown = [
+        _hide(message, hidden) if tokenizer.spells_control_token(message.content) else message
+        for message in prompt.messages
+    ]
+    rendered = _render(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
+    if not hidden:
+        return tokenizer.encode(rendered)
+    pieces = re.split(f"({'|'.join(hidden)})", rendered)  # templates may repeat, reorder or leave out messages
+    return [
+        token_id
+        for piece in pieces
+        for token_id in (tokenizer.encode_plain(hidden[piece]) if piece in hidden else tokenizer.encode(piece))
+    ]
+
+
+def _hide(message: Message, hidden: dict[str, str]) -> Message:
+    word = f"text{secrets.token_hex(16)}text"
+    hidden[word] = message.content
+    return replace(message, content=word)
+
+
+def _render(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    if not tokenizer.source.chat_template:
+        raise InvalidRequest("This model has no chat template. Use /v1/completions.", code="no_chat_template")
+    try:
+        return str(
+            tokenizer.source.apply_chat_template(
+                [message.fields() for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        )
+    except jinja2.TemplateError as error:
+        raise InvalidRequest(f"The model's chat template refuses these messages: {error}", param="messages") from error

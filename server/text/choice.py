@@ -1,0 +1,101 @@
+"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with logprobs spelled out.
+Must not know the wire format, the other choices or the engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from models.batch import TokenLogprobs
+from server.engine.messages import TokenDelta
+from server.errors import RequestFailedError
+from server.text.detokenizer import detokenizer_for
+from server.text.stop import StopMatcher
+from server.text.tokenizer import TextTokenizer
+
+TextFinish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that was likely at some place."""
+
+    text: str
+    bytes: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """The token that was sampled there, and the most likely ones."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    index: int
+    text: str
+    details: tuple[TokenDetail, ...] = ()  # only when logprobs were asked for
+    finish_reason: TextFinish | None = None
+
+
+class ChoiceText:
+    """Feed it every TokenDelta of one engine request, in order, until a result carries a finish_reason."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        index: int,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer_for(tokenizer, prompt_token_ids)
+        self._stop = StopMatcher(stop)
+        self._min_tokens = min_tokens
+
+    def feed(self, delta: TokenDelta) -> TextDelta:
+        if delta.finish_reason in ("abort", "error"):
+            raise RequestFailedError("The engine gave this request up.")
+        num_texts = len(delta.token_ids) - (delta.stop_token_id is not None)
+        pieces: list[str] = []
+        details: list[TokenDetail] = []
+        for at, token_id in enumerate(delta.token_ids):
+            self.num_tokens += 1
+            if at >= num_texts:  # the token that stopped it: counted, never shown
+                break
+            if delta.logprobs is not None:
+                details.append(self._detail(token_id, delta.logprobs[at]))
+            text, stopped = self._text_of(token_id)
+            pieces.append(text)
+            if stopped:
+                return TextDelta(self.index, "".join(pieces), tuple(details), "stop")
+        if delta.finish_reason is None:
+            return TextDelta(self.index, "".join(pieces), tuple(details))
+        rest, stopped = self._finish()
+        reason: TextFinish = "stop" if stopped or delta.finish_reason == "stop" else "length"
+        return TextDelta(self.index, "".join(pieces) + rest, tuple(details), reason)
+
+    def _text_of(self, token_id: int) -> tuple[str, bool]:
+        text = self._detokenizer.feed((token_id,))
+        if self.num_tokens <= self._min_tokens:  # too early to stop: as vLLM, such text is not searched
+            return text, False
+        result = self._stop.feed(text)
+        return result.text, result.stopped is not None
+
+    def _finish(self) -> tuple[str, bool]:
+        result = self._stop.feed(self._detokenizer.finish())
+        return (result.text, True) if result.stopped else (result.text + self._stop.finish(), False)
+
+    def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
+        top = tuple(self._candidate(token, logprob) for token, logprob in logprobs.top)
+        return TokenDetail(self._candidate(token_id, logprobs.logprob), top)
+
+    def _candidate(self, token_id: int, logprob: float) -> Candidate:
+        spelled = self._tokenizer.token_bytes(token_id)
+        return Candidate(spelled.decode("utf-8", errors="replace"), spelled, logprob)

@@ -1,0 +1,180 @@
+"""One request as the API sees it: prompts in, text of all its choices out, one reservation, one end. Must not know HTTP
+or the wire format; what it promises: however it ends, every engine request of it is closed."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import Histogram
+
+from models.batch import SamplingParams
+from server.engine.messages import AddRequest, TokenDelta
+from server.errors import LongwaveError, RequestFailedError
+from server.metrics import Metrics
+from server.text.chat_template import ChatPrompt
+from server.text.choice import ChoiceText, TextDelta
+from server.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger("longwave")
+
+MAX_UNREAD = 256  # deltas of one choice that a reader may be behind before it is cut
+
+Prompt = ChatPrompt | str | tuple[int, ...]
+
+
+class TokenEngine(Protocol):
+    """What a generation needs of server.engine.client.EngineClient."""
+
+    def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to generate. `sampling.max_tokens` is a placeholder: `max_tokens` (None: as many as fit) decides."""
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    max_tokens: int | None
+    arrival_time: float
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    cache_salt: bytes = b""
+    prompt_field: str = "prompt"  # named in errors
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """Runs a job's engine requests and merges their text. Read it with `next`; always `aclose` it."""
+
+    def __init__(
+        self,
+        job: Job,
+        requests: Sequence[AddRequest],
+        *,
+        engine: TokenEngine,
+        tokenizer: TextTokenizer,
+        metrics: Metrics,
+        reservation: ExitStack,
+    ) -> None:
+        self.job = job
+        self.requests = requests
+        self._engine = engine
+        self._metrics = metrics
+        self._reservation = reservation
+        self._choices = [
+            ChoiceText(
+                tokenizer,
+                index,
+                prompt_token_ids=request.prompt_token_ids,
+                stop=job.stop,
+                min_tokens=job.sampling.min_tokens,
+            )
+            for index, request in enumerate(requests)
+        ]
+        self._cached = [0] * len(requests)
+        self._unread: asyncio.Queue[TextDelta | LongwaveError | None] = asyncio.Queue()
+        self._running = len(requests)
+        self._ended = False  # the queue's last item is in it
+        self._closed = False
+        self._tasks = [asyncio.create_task(self._run(index)) for index in range(len(requests))]
+
+    @property
+    def usage(self) -> Usage:
+        firsts = range(0, len(self.requests), self.job.n)  # a prompt counts once, however many choices it has
+        return Usage(
+            prompt_tokens=sum(len(self.requests[first].prompt_token_ids) for first in firsts),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(self._cached[first] for first in firsts),
+        )
+
+    async def next(self, timeout: float | None = None) -> TextDelta | None:
+        """The next piece of any choice; None when all are complete. Raises TimeoutError, or what made it fail."""
+        async with asyncio.timeout(timeout):
+            item = await self._unread.get()
+        if isinstance(item, LongwaveError):
+            raise item
+        return item
+
+    def fail(self, error: LongwaveError) -> None:
+        """Ends it now: the reader gets what was already generated, then `error`."""
+        if not self._ended:
+            self._end(error)
+            for task in self._tasks:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        """Aborts what still runs and gives the reservation back. May be called any number of times."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            for _ in range(self._running):
+                self._metrics.finished("abort")
+            self._metrics.max_generation_tokens.observe(max(choice.num_tokens for choice in self._choices))
+            self._reservation.close()
+
+    def _end(self, error: LongwaveError | None) -> None:
+        self._ended = True
+        self._unread.put_nowait(error)
+
+    async def _run(self, index: int) -> None:
+        try:
+            await self._read_engine(index)
+        except LongwaveError as error:
+            self.fail(error)
+        except Exception:
+            logger.exception("request %s failed", self.requests[index].request_id)
+            self.fail(RequestFailedError("The server failed to answer this request."))
+
+    async def _read_engine(self, index: int) -> None:
+        choice = self._choices[index]
+        arrival = last = self.job.arrival_time
+        async with aclosing(self._engine.generate(self.requests[index])) as deltas:
+            async for delta in deltas:
+                now = time.monotonic()
+                if delta.token_ids:
+                    self._latency(choice).observe(now - last)
+                    last = now
+                self._cached[index] = max(self._cached[index], delta.num_cached_tokens)
+                text = choice.feed(delta)
+                self._put(text)
+                if text.finish_reason is not None:
+                    break
+            else:
+                raise RequestFailedError("The engine ended this request without a result.")
+        self._finished(index, text.finish_reason or "stop", time.monotonic() - arrival)
+
+    def _latency(self, choice: ChoiceText) -> Histogram:
+        return self._metrics.inter_token_latency if choice.num_tokens else self._metrics.time_to_first_token
+
+    def _put(self, delta: TextDelta) -> None:
+        if self._unread.qsize() >= MAX_UNREAD * len(self.requests):
+            raise RequestFailedError("The client reads too slowly; the answer was cut.", code="client_too_slow")
+        self._unread.put_nowait(delta)
+
+    def _finished(self, index: int, reason: str, seconds: float) -> None:
+        self._running -= 1
+        self._metrics.finished(reason)
+        self._metrics.e2e_latency.observe(seconds)
+        self._metrics.prefill_computed_tokens.observe(len(self.requests[index].prompt_token_ids) - self._cached[index])
+        if not self._running and not self._ended:
+            self._end(None)

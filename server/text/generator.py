@@ -1,0 +1,131 @@
+"""The door to the engine for text: reserve, tokenise, check, start. Must not know HTTP or the wire format."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from server.engine.admission import Admission
+from server.engine.messages import AddRequest, EngineReady
+from server.errors import ContextLengthExceeded, InvalidRequest, LongwaveError
+from server.metrics import Metrics
+from server.text.chat_template import ChatPrompt, encode_chat
+from server.text.generation import Generation, Job, Prompt, TokenEngine
+from server.text.tokenizer import TextTokenizer
+
+
+class Generator:
+    """Opens generations and knows the open ones."""
+
+    def __init__(
+        self,
+        engine: TokenEngine,
+        tokenizer: TextTokenizer,
+        admission: Admission,
+        metrics: Metrics,
+        ready: EngineReady,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.ready = ready
+        self._engine = engine
+        self._admission = admission
+        self._metrics = metrics
+        self._open: set[Generation] = set()
+        self._num_active = 0  # open ones, and those still being tokenised
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def open(self, job: Job) -> Generation:
+        """Capacity first: a request that will be refused for load costs no tokenising. Raises server.errors."""
+        with ExitStack() as stack:
+            stack.enter_context(self._admission.reserve(job.num_choices))
+            stack.enter_context(self._active())
+            requests = await self._requests(job)
+            reservation = stack.pop_all()
+        generation = Generation(
+            job,
+            requests,
+            engine=self._engine,
+            tokenizer=self.tokenizer,
+            metrics=self._metrics,
+            reservation=reservation,
+        )
+        self._open.add(generation)
+        reservation.callback(self._open.discard, generation)
+        return generation
+
+    async def idle(self) -> None:
+        """Returns when no generation is open."""
+        await self._idle.wait()
+
+    def fail_all(self, error: LongwaveError) -> None:
+        for generation in list(self._open):
+            generation.fail(error)
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, ChatPrompt):
+            return await encode_chat(self.tokenizer, prompt)
+        if isinstance(prompt, str):
+            encode = partial(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+            return await self.tokenizer.in_thread(encode, len(prompt))
+        self._check_vocabulary(prompt, "prompt")
+        return list(prompt)
+
+    async def _requests(self, job: Job) -> list[AddRequest]:
+        self._check_vocabulary(job.sampling.stop_token_ids, "stop_token_ids")
+        self._check_vocabulary(job.sampling.logit_bias, "logit_bias")
+        prompts = [await self.encode(prompt) for prompt in job.prompts]
+        max_tokens = [self._max_tokens(job, len(prompt)) for prompt in prompts]
+        self._metrics.params_n.observe(job.n)
+        self._metrics.params_max_tokens.observe(max(max_tokens))
+        return [
+            AddRequest(
+                request_id=f"{job.request_id}-{at * job.n + choice}",
+                prompt_token_ids=prompt,
+                sampling=replace(job.sampling, max_tokens=limit, seed=_choice_seed(job.sampling.seed, choice)),
+                cache_salt=job.cache_salt,
+                arrival_time=job.arrival_time,
+            )
+            for at, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
+            for choice in range(job.n)
+        ]
+
+    def _max_tokens(self, job: Job, num_prompt_tokens: int) -> int:
+        """Checks that the request can ever fit; where the caller named no limit, all the room there is."""
+        if num_prompt_tokens == 0:
+            raise InvalidRequest("The prompt is empty: it has no tokens.", param=job.prompt_field)
+        try:
+            self._admission.check(num_prompt_tokens, job.max_tokens)
+        except ContextLengthExceeded as error:
+            error.param = job.prompt_field
+            raise
+        room = self.ready.max_model_len - num_prompt_tokens
+        limit = room if job.max_tokens is None else job.max_tokens
+        if job.sampling.min_tokens > limit:
+            raise InvalidRequest(
+                f"min_tokens is {job.sampling.min_tokens}, but at most {limit} tokens can be generated.",
+                param="min_tokens",
+            )
+        return limit
+
+    def _check_vocabulary(self, token_ids: Iterable[int], field: str) -> None:
+        size = self.ready.vocab_size
+        if any(not 0 <= token_id < size for token_id in token_ids):
+            raise InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        self._num_active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_active -= 1
+            if not self._num_active:
+                self._idle.set()
+
+
+def _choice_seed(seed: int | None, choice: int) -> int | None:
+    """Choices of a seeded request differ from each other and are the same each time; stays a signed 64-bit number."""
+    return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63

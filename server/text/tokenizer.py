@@ -1,0 +1,137 @@
+"""Strings <-> token ids, without ever blocking the event loop on a long text. Must not know requests, roles or the
+wire format."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+
+INLINE_CHARACTERS = 4096  # a text this short costs less on the event loop (about a millisecond) than a thread hop
+NUM_THREADS = 2
+
+T = TypeVar("T")
+
+
+class TextTokenizer:
+    """One model's vocabulary. `source` is a transformers fast tokenizer (for its chat template and special tokens)."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self._tokens: Tokenizer = Tokenizer.from_str(source.backend_tokenizer.to_str())
+        self._tokens.no_truncation()
+        self._tokens.no_padding()
+        # A second copy reads special tokens as plain text. (The switch is state of the tokenizer, hence two objects.)
+        self._plain: Tokenizer = Tokenizer.from_str(self._tokens.to_str())
+        self._plain.encode_special_tokens = True
+        self.is_byte_level = _decodes_bytes(json.loads(self._tokens.to_str()).get("decoder"))
+        added = self._tokens.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)  # never shown
+        self.control_ids = self._control_ids()
+        self._control_text = self._control_pattern()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Special tokens written in `text` become their ids: for templates, and prompts that are all the caller's."""
+        # The batch call is the one that releases the GIL.
+        return list(self._tokens.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """No part of `text` becomes a control token, whatever it spells; decoding gives `text` back."""
+        encoding = self._plain.encode_batch([text], add_special_tokens=False)[0]
+        forged = next((at for at, token in enumerate(encoding.ids) if token in self.control_ids), None)
+        if forged is None:
+            return list(encoding.ids)
+        # The vocabulary itself spells it (Unigram models do): cut through its middle and encode both halves.
+        start, end = encoding.offsets[forged]
+        middle = (start + end) // 2
+        if middle in (0, len(text)):
+            return [token for token in encoding.ids if token not in self.control_ids]
+        return self.encode_plain(text[:middle]) + self.encode_plain(text[middle:])
+
+    def spells_control_token(self, text: str) -> bool:
+        """Whether `encode` could find a control token in `text`, before or after the tokenizer's normalisation."""
+        if self._control_text is None:
+            return False
+        if self._control_text.search(text):
+            return True
+        normalizer = self._tokens.normalizer
+        return normalizer is not None and self._control_text.search(normalizer.normalize_str(text)) is not None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokens.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, half characters included. Ids beyond the vocabulary stand for nothing."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def vocabulary_piece(self, token_id: int) -> str:
+        """The token as the vocabulary spells it ("Ġhello")."""
+        return self._tokens.id_to_token(token_id) or ""
+
+    async def in_thread(self, work: Callable[[], T], num_characters: int) -> T:
+        """Runs `work` here if it is short, else on a thread."""
+        if num_characters <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _control_ids(self) -> frozenset[int]:
+        special = self.special_ids | set(self.source.all_special_ids)
+        unknown = self.source.unk_token_id
+        if self.is_byte_level or unknown in (self.source.eos_token_id, self.source.bos_token_id):
+            return frozenset(special)
+        # <unk> is what honest text becomes when a vocabulary lacks a character; it controls nothing.
+        return frozenset(special - {unknown})
+
+    def _control_pattern(self) -> re.Pattern[str] | None:
+        texts = [self._tokens.id_to_token(token_id) for token_id in self.control_ids]
+        spelled = sorted({text for text in texts if text}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spelled))) if spelled else None
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        piece = self.vocabulary_piece(token_id)
+        if self.is_byte_level:
+            return byte_level_bytes(piece)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):  # SentencePiece's byte fallback
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+def byte_level_bytes(piece: str) -> bytes:
+    """GPT-2's printable spelling of bytes, undone; a piece with any other character stands for its own UTF-8."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
+    except KeyError:
+        return piece.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """https://github.com/openai/gpt-2/blob/master/src/encoder.py: bytes_to_unicode, turned round."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _decodes_bytes(decoder: dict[str, Any] | None) -> bool:
+    """Whether the tokenizer's decoder is GPT-2's byte alphabet and nothing else."""
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return len(decoder["decoders"]) == 1 and _decodes_bytes(decoder["decoders"][0])
+    return bool(decoder["type"] == "ByteLevel")
