@@ -21,6 +21,23 @@ extern "C" __global__ void warns(float* x) {
 }
 """
 
+# An accumulator is used while its wgmma is in flight, so ptxas must serialise.
+SERIALISED = """
+typedef unsigned long long u64;
+extern "C" __global__ void __launch_bounds__(128, 1) serialised(float* x, u64 a, u64 b, int n) {
+  float d[4] = {};
+  for (int i = 0; i < n; i++) {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    d[0] *= 2.0f;
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  }
+  x[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+}
+"""
+
 
 def compiled(variant: KernelVariant, folder: Path) -> Compiled:
     return compile_variant(variant, snapshot(KernelSource.named(variant.kernel, folder)))
@@ -64,6 +81,12 @@ def test_an_ignored_setmaxnreg_is_a_wgmma_warning(kernels: Path) -> None:
     (kernels / "warns.cuh").write_text(SETMAXNREG)
     (warning,) = compiled(KernelVariant("warns", "sm_90a"), kernels).report.wgmma_warnings
     assert "C7508" in warning
+
+
+def test_serialised_wgmma_is_reported_by_the_compiler_itself(kernels: Path) -> None:
+    (kernels / "serialised.cuh").write_text(SERIALISED)
+    (warning,) = compiled(KernelVariant("serialised", "sm_90a"), kernels).report.wgmma_warnings
+    assert "wgmma.mma_async instructions are serialized" in warning
 
 
 @pytest.mark.parametrize("code", ["C7509", "C7510", "C7511", "C7512", "C7513", "C7514", "C7602"])
