@@ -22,7 +22,7 @@ _MEAN_FROM = 4096  # elements from which a mean says something
 def poisoned_memory() -> Iterator[None]:
     """Inside, torch fills whatever it allocates uninitialised with NaN (the largest value for integers).
 
-    That is what deterministic mode does while `torch.utils.deterministic.fill_uninitialized_memory` is True, its default.
+    Deterministic mode does that while `torch.utils.deterministic.fill_uninitialized_memory` is True, its default.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)

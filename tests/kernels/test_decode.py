@@ -1,0 +1,122 @@
+"""Few query rows over long caches: split counts, GQA groups, lengths from 0 to 131,072, batches up to 64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_backend.problem import AttentionArgs
+
+from .error_rule import check, run
+from .problems import Case, block_table, build, generator, pool, randn
+
+CPU = torch.device("cpu")
+SPLITS = (1, 3, 0)  # 0: the heuristic decides
+GROUPS = (1, 4, 5, 8, 16, 32)
+LENGTHS = (1, 2, 15, 16, 63, 64, 65, 127, 1000, 4096, 16384)
+
+
+def decode(
+    lens: list[int],
+    *,
+    device: torch.device,
+    group: int = 4,
+    kv_heads: int = 2,
+    rows: int = 1,
+    splits: int = 0,
+    page: int = 64,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+) -> AttentionArgs:
+    """One decode step: `rows` causal query rows for each of `lens` cached keys, through shuffled pages."""
+    name = (lens[:8], group, kv_heads, rows, splits, page, dim)
+    g = generator(name, device)
+    num_blocks = sum(-(-n // page) for n in lens) + 1
+    k, v = (pool(num_blocks, page, kv_heads, dim, dtype, g, hnd=True) for _ in range(2))
+    return AttentionArgs(
+        randn((len(lens), rows, kv_heads * group, dim), dtype, g),
+        k,
+        v,
+        dim**-0.5,
+        max_seqlen_k=max(1, *lens),
+        seqused_k=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_table=block_table(lens, page, num_blocks, generator(name, CPU)).to(device),
+        window_right=0,
+        num_splits=splits,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_every_group_and_row_count_meets_the_error_rule(
+    rows: int, group: int, splits: int, device: torch.device
+) -> None:
+    check(decode([1000, 8, 0, 129], device=device, group=group, rows=rows, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_length_meets_the_error_rule(length: int, splits: int, device: torch.device) -> None:
+    check(decode([length], device=device, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("lens", [[131_072], [131_071, 5, 0, 70_000]], ids=["one", "uneven"])
+def test_a_long_context_meets_the_error_rule(lens: list[int], splits: int, device: torch.device) -> None:
+    check(decode(lens, device=device, splits=splits, kv_heads=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [2, 7, 32, 64])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_every_batch_size_meets_the_error_rule(batch: int, splits: int, device: torch.device) -> None:
+    lens = [0 if b % 5 == 3 else 1 + (b * 977) % 2500 for b in range(batch)]
+    check(decode(lens, device=device, splits=splits, kv_heads=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("page", [16, 64, 48, 1])
+def test_every_head_dim_and_page_meets_the_error_rule(
+    dim: int, dtype: torch.dtype, page: int, device: torch.device
+) -> None:
+    check(decode([777, 64, 1], device=device, dim=dim, dtype=dtype, page=page))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["dense", "bhsd", "varlen", "paged_varlen"])
+@pytest.mark.parametrize("mask", ["causal", "sliding", "chunk", "window"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_options_meet_the_error_rule(layout: str, mask: str, sinks: bool, device: torch.device) -> None:
+    score = "softcap" if mask == "window" else "alibi" if mask == "chunk" else "plain"
+    for rows in (1, 5):
+        check(build(Case(rows, 900, batch=6, layout=layout, mask=mask, sinks=sinks, score=score, dim=128), device))
+
+
+@pytest.mark.gpu
+def test_a_batch_of_empty_sequences_is_zero(device: torch.device) -> None:
+    args = decode([0, 0, 0], device=device)
+    out, lse = run(args)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@pytest.mark.gpu
+def test_a_longer_table_than_needed_changes_nothing_but_rounding(device: torch.device) -> None:
+    """The engine hands in the table of the longest possible sequence; unused entries are never followed."""
+    args = decode([1000, 70], device=device)
+    assert args.block_table is not None
+    wide = torch.full((2, 4096), 2**31 - 1, dtype=torch.int32, device=device)
+    wide[:, : args.block_table.shape[1]] = torch.where(args.block_table < 0, 2**31 - 1, args.block_table)
+    check(replace(args, block_table=wide, max_seqlen_k=4096 * 64))
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_small_decodes_meet_the_error_rule_on_cpu(rows: int, splits: int) -> None:
+    check(decode([40, 0, 17, 1], device=CPU, rows=rows, splits=splits, group=5, page=16, dim=32))
