@@ -1,0 +1,18 @@
+"""What the launchers ask of a device, asked once. Knows no kernel."""
+
+from functools import cache
+
+import torch
+
+from attention_backend.jit.spec import arch_for
+
+
+@cache
+def arch(index: int) -> str:
+    """The architecture that kernels for this GPU are compiled for. Raises UnsupportedArchError."""
+    return arch_for(torch.cuda.get_device_capability(index))
+
+
+@cache
+def num_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count

@@ -1,0 +1,37 @@
+"""Launches the forward kernels: flash_fwd_sm80 (16-bit) and flash_fwd_f32. Assumes the problem was checked by dispatch."""
+
+import torch
+from torch import Tensor
+
+from attention_backend.jit import load
+from attention_backend.kernels import device
+from attention_backend.kernels.params import ForwardParams, fill_tensors, score_params, sequence_params
+from attention_backend.kernels.variants import Options, f32_variant, forward_variant
+from attention_backend.problem import AttentionArgs
+
+_F32_TILE = 32  # rows and keys of a flash_fwd_f32 tile
+_F32_THREADS = 256
+
+
+def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """Attention on CUDA. Returns out `args.out_shape` and lse `args.lse_shape` (float32)."""
+    out = args.q.new_empty(args.out_shape)
+    lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse.fill_(-torch.inf)
+    params = ForwardParams(sequence=sequence_params(args), score=score_params(args))
+    sinks = fill_tensors(params, args, out, lse)
+    index = args.q.device.index
+    options = Options.of(args)
+    tile, tile_v = options.tiles
+    if args.dtype == torch.float32:
+        kernel, block_m, threads = load(f32_variant(options, device.arch(index)), index), _F32_TILE, _F32_THREADS
+        smem = 4 * _F32_TILE * (2 * (tile + 1) + tile_v + 1 + _F32_TILE + 1)
+    else:
+        variant, config = forward_variant(options, device.arch(index))
+        kernel, block_m, threads = load(variant, index), config.block_m, config.threads
+        smem = config.smem_bytes(tile, tile_v)
+    grid = ((args.seqlen_q + block_m - 1) // block_m, args.num_heads, args.batch)
+    kernel(grid, (threads, 1, 1), params, smem)
+    del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
+    return out, lse

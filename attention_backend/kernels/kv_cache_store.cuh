@@ -1,0 +1,84 @@
+// Writes new keys and values into the pages of the KV cache: token t of head h goes to slot_mapping[t]
+// (page * page_size + row); a negative slot is skipped. With ROTARY, keys are rotated on the way (RoFormer,
+// arXiv 2104.09864, section 3.4.2), and so are the queries, into q_out.
+//
+// One block per token. Without rotary a row is moved 16 bytes a thread, whatever its type.
+//
+// Compile-time: BF16 or FP32, ROTARY (0: none, 1: halves, as in Llama; 2: interleaved pairs, as in GPT-J).
+#include "parts/element.cuh"
+
+// The same fields, in the same order, as attention_backend/kernels/params.py: StoreParams. Strides are in elements.
+struct StoreParams {
+  const element* q;
+  const element* k;
+  const element* v;
+  element* q_out;
+  element* k_cache;
+  element* v_cache;
+  const int64* slot_mapping;  // [num_tokens] or null (queries only)
+  const int* positions;       // [num_tokens]: row of cos and sin
+  const element* cos;         // [*, rotary_dim / 2]
+  const element* sin;
+  int64 q_row, q_head, q_out_row, q_out_head;
+  int64 k_row, k_head, v_row, v_head;
+  int64 k_page, k_slot, k_cache_head;
+  int64 v_page, v_slot, v_cache_head;
+  int64 cos_row;
+  int num_heads, num_kv_heads;
+  int head_dim, head_dim_v;
+  int rotary_dim, page_size;
+};
+
+constexpr int kVector = 16 / sizeof(element);
+
+__device__ __forceinline__ void move_row(element* to, const element* from, int width, int64 to_head, int64 from_head,
+                                         int heads) {
+  const int chunks = width / kVector;
+  for (int i = threadIdx.x; i < heads * chunks; i += blockDim.x) {
+    const int h = i / chunks, c = (i % chunks) * kVector;
+    *reinterpret_cast<uint4*>(to + h * to_head + c) = *reinterpret_cast<const uint4*>(from + h * from_head + c);
+  }
+}
+
+#if ROTARY
+__device__ __forceinline__ void rotate_row(element* to, const element* from, int width, int64 to_head, int64 from_head,
+                                           int heads, const element* cos, const element* sin, int rotary_dim) {
+  const int half = rotary_dim / 2, rest = width - rotary_dim, per_head = half + rest;
+  for (int i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
+    const int h = i / per_head, j = i % per_head;
+    const element* x = from + h * from_head;
+    element* y = to + h * to_head;
+    if (j < half) {
+      const int first = ROTARY == 1 ? j : 2 * j, second = ROTARY == 1 ? j + half : 2 * j + 1;
+      const float c = to_float(cos[j]), s = to_float(sin[j]), a = to_float(x[first]), b = to_float(x[second]);
+      y[first] = from_float(a * c - b * s);
+      y[second] = from_float(a * s + b * c);
+    } else {
+      y[half + j] = x[half + j];
+    }
+  }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(128) kv_cache_store(const StoreParams p) {
+  const int64 token = blockIdx.x;
+#if ROTARY
+  const element* cos = p.cos + p.positions[token] * p.cos_row;
+  const element* sin = p.sin + p.positions[token] * p.cos_row;
+  if (p.q_out)
+    rotate_row(p.q_out + token * p.q_out_row, p.q + token * p.q_row, p.head_dim, p.q_out_head, p.q_head, p.num_heads,
+               cos, sin, p.rotary_dim);
+#endif
+  if (!p.slot_mapping) return;
+  const int64 slot = p.slot_mapping[token];
+  if (slot < 0) return;
+  const int64 page = slot / p.page_size, row = slot % p.page_size;
+  element* k = p.k_cache + page * p.k_page + row * p.k_slot;
+  element* v = p.v_cache + page * p.v_page + row * p.v_slot;
+#if ROTARY
+  rotate_row(k, p.k + token * p.k_row, p.head_dim, p.k_cache_head, p.k_head, p.num_kv_heads, cos, sin, p.rotary_dim);
+#else
+  move_row(k, p.k + token * p.k_row, p.head_dim, p.k_cache_head, p.k_head, p.num_kv_heads);
+#endif
+  move_row(v, p.v + token * p.v_row, p.head_dim_v, p.v_cache_head, p.v_head, p.num_kv_heads);
+}

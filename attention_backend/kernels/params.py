@@ -1,0 +1,152 @@
+"""The parameter structures of the kernels, field by field as in the .cuh files. Knows layouts only, no launch."""
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from attention_backend.problem import AttentionArgs
+
+
+class SequenceParams(ctypes.Structure):
+    """parts/seqlen.cuh"""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "mask_desc")),
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+        *((name, c_int) for name in ("seqlen_q", "seqlen_k", "window_left", "window_right", "chunk_size")),
+        *((name, c_int) for name in ("page_size", "page_shift", "reserved")),
+    )
+
+
+class ScoreParams(ctypes.Structure):
+    """parts/score.cuh"""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("key_mask", "bias", "alibi_slopes")),
+        *((name, c_int64) for name in ("key_mask_batch", "bias_batch", "bias_head", "bias_row", "alibi_batch")),
+        ("softmax_scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+_TENSORS = ("q", "k", "v", "out", "lse", "sinks")
+_STRIDES = (
+    *("q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head"),
+    *("out_batch", "out_row", "out_head", "lse_batch", "lse_head"),
+)
+
+
+class ForwardParams(ctypes.Structure):
+    """parts/forward_params.cuh"""
+
+    _fields_ = (
+        ("sequence", SequenceParams),
+        ("score", ScoreParams),
+        *((name, c_void_p) for name in _TENSORS),
+        *((name, c_int64) for name in _STRIDES),
+        *((name, c_int) for name in ("head_dim", "head_dim_v", "group", "reserved")),
+    )
+
+
+class DecodeParams(ctypes.Structure):
+    """flash_decode.cuh"""
+
+    _fields_ = (
+        ("sequence", SequenceParams),
+        ("score", ScoreParams),
+        *((name, c_void_p) for name in (*_TENSORS, "partial_out", "partial_lse", "segments")),
+        *((name, c_int64) for name in _STRIDES),
+        *((name, c_int) for name in ("batch", "num_kv_heads", "head_dim", "head_dim_v")),
+        *((name, c_int) for name in ("group", "group_rows", "min_tiles", "reserved")),
+    )
+
+
+class CombineParams(ctypes.Structure):
+    """flash_combine.cuh"""
+
+    _fields_ = (
+        ("sequence", SequenceParams),
+        *((name, c_void_p) for name in ("partial_out", "partial_lse", "segments", "sinks", "out", "lse")),
+        *((name, c_int64) for name in ("out_batch", "out_row", "out_head", "lse_batch", "lse_head")),
+        *((name, c_int) for name in ("num_kv_heads", "group", "group_rows", "head_dim_v")),
+    )
+
+
+class StoreParams(ctypes.Structure):
+    """kv_cache_store.cuh"""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "q_out", "k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("slot_mapping", "positions", "cos", "sin")),
+        *((name, c_int64) for name in ("q_row", "q_head", "q_out_row", "q_out_head")),
+        *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
+        *((name, c_int64) for name in ("k_page", "k_slot", "k_cache_head", "v_page", "v_slot", "v_cache_head")),
+        ("cos_row", c_int64),
+        *((name, c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "head_dim_v")),
+        *((name, c_int) for name in ("rotary_dim", "page_size")),
+    )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def sequence_params(args: AttentionArgs) -> SequenceParams:
+    p = SequenceParams()
+    p.cu_seqlens_q = pointer(args.cu_seqlens_q)
+    p.cu_seqlens_k = pointer(args.cu_seqlens_k)
+    p.seqused_k = pointer(args.seqused_k)
+    p.leftpad_k = pointer(args.leftpad_k)
+    p.mask_desc = pointer(args.mask_desc)
+    p.seqlen_q = args.seqlen_q
+    p.window_left = args.window_left
+    p.window_right = args.window_right
+    p.chunk_size = args.chunk_size
+    if args.block_table is not None:
+        page_size = args.k.shape[1]
+        p.block_table = args.block_table.data_ptr()
+        p.block_table_stride = args.block_table.stride(0)
+        p.seqlen_k = args.block_table.shape[1] * page_size
+        p.page_size = page_size
+        p.page_shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
+    else:
+        p.seqlen_k = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
+    return p
+
+
+def score_params(args: AttentionArgs) -> ScoreParams:
+    p = ScoreParams(softmax_scale=args.softmax_scale, softcap=args.softcap)
+    if args.key_mask is not None:
+        p.key_mask = args.key_mask.data_ptr()
+        p.key_mask_batch = args.key_mask.stride(0)
+    if args.alibi_slopes is not None:
+        p.alibi_slopes = args.alibi_slopes.data_ptr()
+        p.alibi_batch = args.alibi_slopes.stride(0) if args.alibi_slopes.dim() == 2 else 0
+    if args.bias is not None:
+        bias = args.bias
+        p.bias = bias.data_ptr()
+        p.bias_batch, p.bias_head, p.bias_row = (bias.stride(d) if bias.shape[d] > 1 else 0 for d in range(3))
+    return p
+
+
+def fill_tensors(p: ForwardParams | DecodeParams, args: AttentionArgs, out: Tensor, lse: Tensor) -> Tensor | None:
+    """Sets q, k, v, out, lse, sinks and their strides. Returns the float32 sinks, which must outlive the launch."""
+    q, k, v = args.q, args.k, args.v
+    p.q, p.k, p.v, p.out, p.lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
+    sinks = None if args.sinks is None else args.sinks.to(torch.float32)
+    p.sinks = pointer(sinks)
+    p.q_row, p.q_head = q.stride(-3), q.stride(-2)
+    p.k_row, p.k_head = k.stride(-3), k.stride(-2)
+    p.v_row, p.v_head = v.stride(-3), v.stride(-2)
+    p.out_row, p.out_head = out.stride(-3), out.stride(-2)
+    p.lse_head = lse.stride(-2)
+    if q.dim() == 4:
+        p.q_batch, p.out_batch, p.lse_batch = q.stride(0), out.stride(0), lse.stride(0)
+    if k.dim() == 4:
+        p.k_batch, p.v_batch = k.stride(0), v.stride(0)
+    p.head_dim, p.head_dim_v = args.head_dim, args.head_dim_v
+    p.group = args.num_heads // args.num_kv_heads
+    return sinks

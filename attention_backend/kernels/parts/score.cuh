@@ -1,0 +1,68 @@
+// What happens to a score besides the interval of visible keys: softcap, ALiBi, an additive bias, a key mask.
+#pragma once
+
+#include "parts/element.cuh"
+#include "parts/seqlen.cuh"
+
+#define SCORE_CHANGES (SOFTCAP || ALIBI || BIAS)
+
+// The same fields, in the same order, as attention_backend/kernels/params.py: ScoreParams.
+struct ScoreParams {
+  const uint8* key_mask;  // [batch, seqlen_k], 1 = visible
+  const void* bias;
+  const float* alibi_slopes;
+  int64 key_mask_batch;
+  int64 bias_batch, bias_head, bias_row;
+  int64 alibi_batch;
+  float softmax_scale;
+  float softcap;
+};
+
+struct Score {
+  float scale_log2;  // turns a score, as operator() leaves it, into an exponent of two
+#if KEY_MASK
+  const uint8* key_mask;
+  __device__ __forceinline__ bool key_visible(int key) const { return key_mask[key]; }
+#endif
+#if SCORE_CHANGES
+  float softmax_scale, softcap, slope;
+  const void* bias;
+  int64 bias_row;
+#endif
+
+  __device__ __forceinline__ Score(const ScoreParams& p, int batch, int head) {
+    scale_log2 = SCORE_CHANGES ? kLog2e : p.softmax_scale * kLog2e;
+#if KEY_MASK
+    key_mask = p.key_mask + batch * p.key_mask_batch;
+#endif
+#if SCORE_CHANGES
+    softmax_scale = p.softmax_scale;
+    softcap = p.softcap;
+    slope = ALIBI ? p.alibi_slopes[batch * p.alibi_batch + head] : 0.f;
+    const int64 offset = batch * p.bias_batch + head * p.bias_head;
+    bias = BIAS == 1 ? static_cast<const void*>(static_cast<const float*>(p.bias) + offset)
+                     : static_cast<const void*>(static_cast<const element*>(p.bias) + offset);
+    bias_row = p.bias_row;
+#endif
+  }
+
+#if SCORE_CHANGES
+  __device__ __forceinline__ float operator()(float s, int row, int key, const Sequence& seq) const {
+    s *= softmax_scale;
+#if SOFTCAP
+    // tanh by exp2: the hardware's tanh.approx is off by 2^-11, which softcap multiplies.
+    s = softcap * (1.f - 2.f / (1.f + exp2_approx(s / softcap * (2.f * kLog2e))));
+#endif
+#if ALIBI
+    s -= slope * fabsf(static_cast<float>(row + seq.q_offset - key));
+#endif
+#if BIAS
+    if (row < seq.seqlen_q && key < seq.stop) {
+      const int64 at = row * bias_row + key;
+      s += BIAS == 1 ? static_cast<const float*>(bias)[at] : to_float(static_cast<const element*>(bias)[at]);
+    }
+#endif
+    return s;
+  }
+#endif
+};

@@ -1,0 +1,104 @@
+// Where a sequence lies and which keys each of its rows may see: one interval of keys per query row.
+// The rule is written out in attention_backend/problem.py (AttentionArgs).
+#pragma once
+
+#include "parts/element.cuh"
+
+constexpr int kFar = 1 << 30;
+
+// The same fields, in the same order, as attention_backend/kernels/params.py: SequenceParams.
+struct SequenceParams {
+  const int* cu_seqlens_q;  // [batch + 1] or null
+  const int* cu_seqlens_k;  // [batch + 1] or null
+  const int* seqused_k;     // [batch] or null
+  const int* leftpad_k;     // [batch] or null
+  const int* mask_desc;     // [batch, 8] or null
+  const int* block_table;   // [batch, block_table_stride] or null
+  int64 block_table_stride;
+  int seqlen_q;
+  int seqlen_k;
+  int window_left;
+  int window_right;
+  int chunk_size;
+  int page_size;
+  int page_shift;  // log2(page_size), or -1
+  int reserved;
+};
+
+struct Sequence {
+  int q_begin;  // first row in the packed query tensor (0 if dense)
+  int k_begin;  // first row in the packed key tensor (0 if dense or paged)
+  int seqlen_q;
+  int start, stop;
+  int q_offset;
+  int left, right, chunk;
+
+  __device__ __forceinline__ Sequence(const SequenceParams& p, int b) {
+    q_begin = k_begin = 0;
+    seqlen_q = p.seqlen_q;
+    int seqlen_k = p.seqlen_k;
+    if (p.cu_seqlens_q) {
+      q_begin = p.cu_seqlens_q[b];
+      seqlen_q = p.cu_seqlens_q[b + 1] - q_begin;
+    }
+    if (p.cu_seqlens_k) {
+      k_begin = p.cu_seqlens_k[b];
+      seqlen_k = p.cu_seqlens_k[b + 1] - k_begin;
+    }
+    if (p.mask_desc) {
+      const int* d = p.mask_desc + 8 * b;
+      start = max(d[0], 0);
+      stop = min(d[1], seqlen_k);
+      q_offset = d[2];
+      left = d[3];
+      right = d[4];
+      chunk = d[5];
+    } else {
+      start = p.leftpad_k ? p.leftpad_k[b] : 0;
+      stop = p.seqused_k ? min(p.seqused_k[b], seqlen_k) : seqlen_k;
+      q_offset = stop - seqlen_q;
+      left = p.window_left;
+      right = p.window_right;
+      chunk = p.chunk_size;
+    }
+  }
+
+  // First key that row i may see.
+  __device__ __forceinline__ int low(int i) const {
+    int position = i + q_offset, low = start;
+    if (left >= 0) low = max(low, position - left);
+    if (chunk > 0) low = max(low, start + chunk_floor(position - start));
+    return low;
+  }
+
+  // One past the last key that row i may see.
+  __device__ __forceinline__ int high(int i) const {
+    int position = i + q_offset, high = stop;
+    if (right >= 0) high = min(high, position + right + 1);
+    if (chunk > 0) high = min(high, start + chunk_floor(position - start) + chunk);
+    return high;
+  }
+
+ private:
+  // The largest multiple of `chunk` that is not above x, for x of either sign.
+  __device__ __forceinline__ int chunk_floor(int x) const {
+    int q = x / chunk;
+    if (q * chunk > x) q--;
+    return q * chunk;
+  }
+};
+
+// Row of the key or value tensor, in elements from its base: `block_stride` is the batch stride when dense,
+// the page stride when paged.
+__device__ __forceinline__ int64 key_offset(const SequenceParams& p, const int* table, int key, int64 block_stride,
+                                            int64 row_stride) {
+  int page, row;
+  if (p.page_shift >= 0) {
+    page = key >> p.page_shift;
+    row = key & (p.page_size - 1);
+  } else {
+    page = key / p.page_size;
+    row = key - page * p.page_size;
+  }
+  return static_cast<int64>(table[page]) * block_stride + static_cast<int64>(row) * row_stride;
+}

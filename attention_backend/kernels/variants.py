@@ -1,0 +1,114 @@
+"""Problem -> the compiled kernel that serves it: which defines, which tile. Knows no launch and no device."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from attention_backend.heuristics.sm80 import (
+    DecodeConfig,
+    ForwardConfig,
+    decode_config,
+    forward_config,
+    head_dim_tile,
+)
+from attention_backend.jit.spec import KernelVariant
+from attention_backend.problem import AttentionArgs
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What of a problem is compiled in."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    paged: bool = False
+    key_mask: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    bias: int = 0  # 0: none, 1: float32, 2: the tensors' own dtype
+
+    @classmethod
+    def of(cls, args: AttentionArgs) -> "Options":
+        bias = 0 if args.bias is None else 1 if args.bias.dtype == torch.float32 else 2
+        return cls(
+            args.dtype,
+            args.head_dim,
+            args.head_dim_v,
+            args.paged,
+            args.key_mask is not None,
+            args.softcap != 0.0,
+            args.alibi_slopes is not None,
+            bias,
+        )
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return head_dim_tile(self.head_dim), head_dim_tile(self.head_dim_v)
+
+    @property
+    def even(self) -> bool:
+        return self.tiles == (self.head_dim, self.head_dim_v)
+
+    @property
+    def extras(self) -> bool:
+        return self.key_mask or self.softcap or self.alibi or self.bias != 0
+
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        tile, tile_v = self.tiles
+        element = ("FP32", 1) if self.dtype == torch.float32 else ("BF16", int(self.dtype == torch.bfloat16))
+        return (
+            element,
+            ("HEAD_DIM", tile),
+            ("HEAD_DIM_V", tile_v),
+            ("PAGED", int(self.paged)),
+            ("KEY_MASK", int(self.key_mask)),
+            ("SOFTCAP", int(self.softcap)),
+            ("ALIBI", int(self.alibi)),
+            ("BIAS", self.bias),
+        )
+
+
+@cache
+def forward_variant(options: Options, arch: str) -> tuple[KernelVariant, ForwardConfig]:
+    config = forward_config(arch, *options.tiles, paged=options.paged, extras=options.extras)
+    defines = (
+        *options.defines(),
+        ("EVEN", int(options.even)),
+        ("NUM_WARPS", config.num_warps),
+        ("ROW_TILES", config.row_tiles),
+        ("BLOCK_N", config.block_n),
+        ("MIN_BLOCKS", config.min_blocks),
+    )
+    return KernelVariant("flash_fwd_sm80", arch, defines, hot=not options.extras), config
+
+
+@cache
+def decode_variant(options: Options, arch: str, rows: int) -> tuple[KernelVariant, DecodeConfig]:
+    config = decode_config(arch, *options.tiles, rows)
+    defines = (
+        *options.defines(),
+        ("EVEN", int(options.even)),
+        ("NUM_WARPS", config.num_warps),
+        ("ROWS", config.rows),
+        ("STAGES", config.stages),
+        ("MIN_BLOCKS", config.blocks_per_sm),
+    )
+    return KernelVariant("flash_decode", arch, defines, hot=not options.extras), config
+
+
+@cache
+def f32_variant(options: Options, arch: str) -> KernelVariant:
+    return KernelVariant("flash_fwd_f32", arch, options.defines())
+
+
+@cache
+def combine_variant(dtype: torch.dtype, arch: str) -> KernelVariant:
+    return KernelVariant("flash_combine", arch, (("BF16", int(dtype == torch.bfloat16)),), hot=True)
+
+
+@cache
+def store_variant(dtype: torch.dtype, arch: str, rotary: int) -> KernelVariant:
+    element = ("FP32", 1) if dtype == torch.float32 else ("BF16", int(dtype == torch.bfloat16))
+    return KernelVariant("kv_cache_store", arch, (element, ("ROTARY", rotary)), hot=True)
