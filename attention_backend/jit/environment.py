@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from attention_backend.jit.errors import CacheDirectoryError
+
 
 @dataclass(frozen=True, slots=True)
 class JitEnvironment:
@@ -36,4 +38,9 @@ class JitEnvironment:
 def _user_cache() -> Path:
     # The XDG specification says to ignore a relative path here.
     configured = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(configured) if configured.startswith("/") else Path.home() / ".cache"
+    if configured.startswith("/"):
+        return Path(configured)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError as error:  # a user id without an entry in the password file, as containers have
+        raise CacheDirectoryError("this user has no home directory; set LONGWAVE_CACHE_DIR") from error

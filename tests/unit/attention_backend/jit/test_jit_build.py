@@ -1,6 +1,12 @@
 """Building many variants, and what a build must not contain."""
 
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,9 +23,59 @@ from attention_backend.jit import (
     archs_named,
     build_variants,
     check,
+    list_variants,
 )
+from attention_backend.jit import build as build_module
 
 VARIANTS = [KernelVariant("scale", arch, (("TIMES", times),), hot=True) for arch in ARCHS for times in (1, 2)]
+
+
+@pytest.fixture
+def covering_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of attention_backend.dispatch, one that selects two variants an architecture, one of them twice."""
+    dispatch = ModuleType("attention_backend.dispatch")
+
+    def covering_set(arch: str) -> Iterator[KernelVariant]:
+        for times in (1, 2, 1):
+            yield KernelVariant("scale", arch, (("TIMES", times),))
+
+    dispatch.covering_set = covering_set  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "attention_backend.dispatch", dispatch)
+
+
+@pytest.mark.usefixtures("covering_set")
+def test_the_list_is_the_covering_set_of_every_architecture_without_repeats() -> None:
+    assert list_variants() == VARIANTS
+    assert list_variants(["sm_89"]) == [variant for variant in VARIANTS if variant.arch == "sm_89"]
+
+
+@pytest.mark.usefixtures("covering_set")
+def test_a_build_for_an_image_is_readable_by_other_users_and_serves_as_one(
+    kernels: Path, cache_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "KernelCache", partial(KernelCache, sources=kernels))
+    out = tmp_path / "opt/kernels"
+    umask = os.umask(0o022)  # what image builds have; a stricter one is obeyed
+    try:
+        results = build_module.build(["sm_90a"], out=out)
+    finally:
+        os.umask(umask)
+    assert [result.variant.arch for result in results] == ["sm_90a", "sm_90a"]
+    for path in (out, *(path for path in out.rglob("*") if not path.relative_to(out).parts[0].startswith("."))):
+        readable = stat.S_IROTH | stat.S_IXOTH if path.is_dir() else stat.S_IROTH
+        assert path.stat().st_mode & readable == readable
+    cache = KernelCache(cache_path, image=out, sources=kernels)
+    assert all(cache.get(result.variant).cached for result in results)
+
+
+@pytest.mark.usefixtures("covering_set")
+def test_a_build_without_a_directory_goes_to_the_users_cache(
+    kernels: Path, cache_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KernelCache(cache_path, sources=kernels)
+    monkeypatch.setattr(build_module, "default_cache", lambda: cache)
+    assert not any(result.cached for result in build_module.build(["sm_80"]))
+    assert all(result.cached for result in build_module.build(["sm_80"]))
 
 
 def test_every_variant_is_built_once_and_reported_in_order(cache: KernelCache) -> None:

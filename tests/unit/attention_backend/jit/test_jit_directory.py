@@ -99,3 +99,11 @@ def test_the_cache_is_where_the_environment_says_it_is(tmp_path: Path, monkeypat
     monkeypatch.setenv("LONGWAVE_KERNEL_IMAGE_DIR", "/image")
     environment = JitEnvironment.read()
     assert (environment.cache_directory, environment.image_directory) == (Path("/fast/kernels"), Path("/image"))
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LONGWAVE_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_001)
+    with pytest.raises(CacheDirectoryError, match="set LONGWAVE_CACHE_DIR"):
+        JitEnvironment.read()
