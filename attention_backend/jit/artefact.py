@@ -101,7 +101,9 @@ def _rename(source: Path, target: Path) -> bool:
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
+    # Readable by all (a cache's directory is not), writable by its owner whatever the umask.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with open(descriptor, "wb") as file:  # noqa: PTH123  a descriptor, not a path
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
