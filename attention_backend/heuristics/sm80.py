@@ -1,4 +1,7 @@
-"""Problem -> tile configuration of the generic kernels (mma.sync, sm_75 and up). Pure arithmetic: no torch, no device."""
+"""Problem -> tile configuration of the generic kernels (mma.sync, sm_75 and up).
+
+Pure arithmetic: no torch, no device.
+"""
 
 from dataclasses import dataclass
 
@@ -85,7 +88,7 @@ _FORWARD: dict[int, tuple[ForwardConfig, ...]] = {
 
 
 def forward_config(arch: str, tile: int, tile_v: int, *, paged: bool, extras: bool) -> ForwardConfig:
-    """`extras`: the scores are changed (softcap, ALiBi, bias) or masked by a key mask; like pages, they cost registers."""
+    """`extras`: scores are changed (softcap, ALiBi, bias) or masked by a key mask; like pages, they cost registers."""
     wide = max(tile, tile_v)
     if arch == "sm_90a" and wide in _FORWARD_SM90 and not extras and not (paged and wide == 64):
         return _FORWARD_SM90[wide]

@@ -18,42 +18,36 @@ from attention_backend.kernels.variants import (
     store_variant,
 )
 
-#: Query rows of a group that stand for the decode kernel's widths.
-_DECODE_ROWS = (8, 16, 32)
-
 
 def covering_set(arch: str) -> Iterator[KernelVariant]:
-    """Every variant a plain causal or full call can need, and each option once. May repeat a variant."""
-    halves = (torch.float16,) if arch == "sm_75" else (torch.bfloat16, torch.float16)
-    for dtype in halves:
-        for paged in (False, True):
-            for tile in HEAD_DIM_TILES:
-                options = Options(dtype, tile, tile, paged)
-                yield forward_variant(options, arch)[0]
-                for rows in _DECODE_ROWS if tile in (64, 128) and paged else (8,):
-                    yield decode_variant(options, arch, rows)[0]
-            for odd in (Options(dtype, 72, 72, paged), Options(dtype, 192, 128, paged)):
-                yield forward_variant(odd, arch)[0]
-                yield decode_variant(odd, arch, 8)[0]
-        for options in _with_options(dtype):
-            yield forward_variant(options, arch)[0]
-            yield decode_variant(options, arch, 8)[0]
+    """What the server runs (16-bit over pages, every head_dim) and each other option once. May repeat a variant."""
+    # The served dtype, and the other one: Turing has no bfloat16.
+    main, other = (torch.float16,) * 2 if arch == "sm_75" else (torch.bfloat16, torch.float16)
+    for tile in HEAD_DIM_TILES:
+        yield forward_variant(Options(main, tile, tile, paged=True), arch)[0]
+        yield decode_variant(Options(main, tile, tile, paged=True), arch, 8)[0]
+        yield forward_variant(Options(other, tile, tile), arch)[0]
+    for rows in (16, 32):
+        yield decode_variant(Options(main, 128, 128, paged=True), arch, rows)[0]
+        yield decode_variant(Options(other, 256, 256), arch, rows)[0]
+    for odd in (Options(main, 72, 72), Options(main, 192, 128, paged=True)):
+        yield forward_variant(odd, arch)[0]
+        yield decode_variant(odd, arch, 8)[0]
+    for extra in _extras(main):
+        yield forward_variant(extra, arch)[0]
+        yield decode_variant(extra, arch, 8)[0]
+    for dtype in (main, other):
         yield combine_variant(dtype, arch)
-    for dtype in (*halves, torch.float32):
-        for rotary in (0, 1, 2):
-            yield store_variant(dtype, arch, rotary)
-    for options in (Options(torch.float32, 64, 64), Options(torch.float32, 128, 128, paged=True)):
-        yield f32_variant(options, arch)
-    for options in _with_options(torch.float32):
-        yield f32_variant(options, arch)
+    for dtype, rotary in ((main, 0), (main, 1), (main, 2), (other, 0), (torch.float32, 0), (torch.float32, 1)):
+        yield store_variant(dtype, arch, rotary)
+    yield f32_variant(Options(torch.float32, 64, 64), arch)
+    yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)
+    yield f32_variant(Options(torch.float32, 256, 256, key_mask=True, softcap=True, alibi=True, bias=1), arch)
 
 
-def _with_options(dtype: torch.dtype) -> Iterator[Options]:
-    own = 1 if dtype == torch.float32 else 2
-    for tile in (64, 128):
-        yield Options(dtype, tile, tile, key_mask=True)
-        yield Options(dtype, tile, tile, softcap=True)
-        yield Options(dtype, tile, tile, alibi=True)
-        yield Options(dtype, tile, tile, bias=own)
+def _extras(dtype: torch.dtype) -> Iterator[Options]:
+    yield Options(dtype, 64, 64, key_mask=True)
+    yield Options(dtype, 128, 128, alibi=True)
+    yield Options(dtype, 64, 64, bias=2)
+    yield Options(dtype, 128, 128, bias=1)
     yield Options(dtype, 256, 256, paged=True, softcap=True)  # Gemma 2
-    yield Options(dtype, 64, 64, bias=1)

@@ -1,4 +1,4 @@
-"""Launches the forward kernels: flash_fwd_sm80 (16-bit) and flash_fwd_f32. Assumes the problem was checked by dispatch."""
+"""Launches the forward kernels, flash_fwd_sm80 (16-bit) and flash_fwd_f32. Assumes that dispatch checked the problem."""
 
 import torch
 from torch import Tensor
