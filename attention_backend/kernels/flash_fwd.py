@@ -1,4 +1,4 @@
-"""Launches the forward kernels, flash_fwd_sm80 (16-bit) and flash_fwd_f32. Assumes that dispatch checked the problem."""
+"""Launches flash_fwd_sm80 (16-bit) and flash_fwd_f32, the forward kernels. Assumes a problem that dispatch checked."""
 
 import torch
 from torch import Tensor

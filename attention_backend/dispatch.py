@@ -1,0 +1,201 @@
+"""Which kernel serves a problem: one capability table, walked in order, never a silent fallback.
+
+Knows what kernels can do, not how they do it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.jit.spec import ARCHS, KernelVariant
+from attention_backend.kernels.covering import covering_set
+from attention_backend.problem import AttentionArgs
+
+__all__ = [
+    "TABLE",
+    "Capability",
+    "KernelSpec",
+    "UnsupportedError",
+    "calls",
+    "covering_set",
+    "describe",
+    "run",
+    "select",
+]
+
+Result = tuple[Tensor, Tensor]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *_HALVES)
+_MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
+_MAX_GRID = 65535  # blocks in y and z
+_DECODE_ROWS = 64
+_DECODE_SEQUENCES = 4096
+
+
+class UnsupportedError(NotImplementedError):
+    """No kernel serves this problem. The message lists each kernel and what it refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One line of the table: what a kernel serves, and why it refuses a problem."""
+
+    kernel: str
+    device: str  # torch device type
+    dtypes: tuple[torch.dtype, ...]
+    serves: str  # in words, for errors, `longwave doctor` and the documentation
+    refusal: Callable[[AttentionArgs], str | None]
+    archs: tuple[str, ...] = ()
+
+    def refuses(self, args: AttentionArgs) -> str | None:
+        """The first reason why this kernel cannot serve the problem, or None."""
+        if args.q.device.type != self.device:
+            return f"it runs on {self.device}, the tensors are on {args.q.device.type}"
+        if args.dtype not in self.dtypes:
+            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {args.dtype}"
+        return self.refusal(args)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """The kernel that serves a problem, and where."""
+
+    kernel: str
+    arch: str  # "cpu" or an architecture of attention_backend.jit.ARCHS
+
+    def __str__(self) -> str:
+        return self.kernel if self.arch == "cpu" else f"{self.kernel}[{self.arch}]"
+
+
+def _any(args: AttentionArgs) -> str | None:  # noqa: ARG001
+    return None
+
+
+def _cuda(args: AttentionArgs) -> str | None:
+    if max(args.head_dim, args.head_dim_v) > _MAX_HEAD_DIM:
+        return f"head_dim {args.head_dim}/{args.head_dim_v} is above {_MAX_HEAD_DIM}"
+    if args.batch > _MAX_GRID or args.num_heads > _MAX_GRID:
+        return f"batch {args.batch} x {args.num_heads} heads is above {_MAX_GRID} in one of them"
+    if args.bias is not None and args.bias.dtype not in (torch.float32, args.dtype):
+        return f"the bias is {args.bias.dtype}, neither float32 nor {args.dtype}"
+    return None
+
+
+def _tensor_cores(args: AttentionArgs) -> str | None:
+    if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
+        return f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
+    if args.dtype == torch.bfloat16 and torch.cuda.get_device_capability(args.q.device) < (8, 0):
+        return "this GPU has no bfloat16 (it needs sm_80): use float16"
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:-1]):
+            return f"{name} is not 16-byte aligned: strides {x.stride()} in elements"
+    return _cuda(args)
+
+
+def _few_rows(args: AttentionArgs) -> str | None:
+    rows = args.num_heads // args.num_kv_heads * args.seqlen_q
+    if rows > _DECODE_ROWS:
+        return f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
+    if args.batch > _DECODE_SEQUENCES:
+        return f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
+    return _tensor_cores(args)
+
+
+_OPTIONS = (
+    "dense, varlen and paged; MHA, GQA, MQA; causal, full, windows, chunks, key padding, key mask, "
+    "softcap, sinks, ALiBi, bias; Nq != Nk"
+)
+
+#: In order of preference.
+TABLE = (
+    Capability(
+        "flash_decode",
+        "cuda",
+        _HALVES,
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}",
+        _few_rows,
+        ARCHS,
+    ),
+    Capability(
+        "flash_fwd_sm80",
+        "cuda",
+        _HALVES,
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; {_OPTIONS}",
+        _tensor_cores,
+        ARCHS,
+    ),
+    Capability(
+        "flash_fwd_f32",
+        "cuda",
+        (torch.float32,),
+        f"head_dim up to {_MAX_HEAD_DIM}, exact float32 arithmetic, not fast; {_OPTIONS}",
+        _cuda,
+        ARCHS,
+    ),
+    Capability(
+        "cpu_reference",
+        "cpu",
+        (torch.float64, *_FLOATS),
+        f"any head_dim; {_OPTIONS}",
+        _any,
+    ),
+)
+
+_calls: Counter[str] = Counter()
+
+
+def select(args: AttentionArgs) -> KernelSpec:
+    """The kernel that serves `args`. Raises UnsupportedError, which says what each kernel serves and refused."""
+    reasons = []
+    for line in TABLE:
+        reason = line.refuses(args)
+        if reason is None:
+            return KernelSpec(line.kernel, _arch(args))
+        reasons.append(f"  {line.kernel} ({line.device}) serves {line.serves}\n    but {reason}")
+    raise UnsupportedError("no attention kernel serves this call:\n" + "\n".join(reasons))
+
+
+def run(args: AttentionArgs) -> Result:
+    """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32."""
+    spec = select(args)
+    _calls[spec.kernel] += 1
+    return _implementation(spec.kernel)(args)
+
+
+def calls() -> dict[str, int]:
+    """How often each kernel served since the process started. A replayed CUDA graph counts as captured, once."""
+    return dict(_calls)
+
+
+def _arch(args: AttentionArgs) -> str:
+    if args.q.device.type != "cuda":
+        return "cpu"
+    from attention_backend.kernels import device
+
+    return device.arch(args.q.device.index)
+
+
+def _implementation(kernel: str) -> Callable[[AttentionArgs], Result]:
+    if kernel == "cpu_reference":
+        from attention_backend.reference import cpu
+
+        return cpu.forward
+    if kernel == "flash_decode":
+        from attention_backend.kernels import flash_decode
+
+        return flash_decode.forward
+    from attention_backend.kernels import flash_fwd
+
+    return flash_fwd.forward
+
+
+def describe() -> Iterator[str]:
+    """The table in words, a line a kernel."""
+    for line in TABLE:
+        dtypes = ", ".join(str(d).removeprefix("torch.") for d in line.dtypes)
+        yield f"{line.kernel} ({line.device}; {dtypes}): {line.serves}"
