@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
-from attention_backend.jit.spec import ARCHS, KernelVariant
+from attention_backend.jit.spec import ARCHS
 from attention_backend.kernels.covering import covering_set
 from attention_backend.problem import AttentionArgs
 
