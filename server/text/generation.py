@@ -21,13 +21,16 @@ from server.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("longwave")
 
-MAX_UNREAD = 256  # deltas of one choice that a reader may be behind before it is cut
+MAX_UNREAD = 64  # deltas waiting for the reader; then they wait (bounded, too) on the engine's side
 
 Prompt = ChatPrompt | str | tuple[int, ...]
 
 
 class TokenEngine(Protocol):
     """What a generation needs of server.engine.client.EngineClient."""
+
+    @property
+    def is_ready(self) -> bool: ...
 
     def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]: ...
 
@@ -88,6 +91,7 @@ class Generation:
         ]
         self._cached = [0] * len(requests)
         self._unread: asyncio.Queue[TextDelta | LongwaveError | None] = asyncio.Queue()
+        self._was_read = asyncio.Event()
         self._running = len(requests)
         self._ended = False  # the queue's last item is in it
         self._closed = False
@@ -106,6 +110,7 @@ class Generation:
         """The next piece of any choice; None when all are complete. Raises TimeoutError, or what made it fail."""
         async with asyncio.timeout(timeout):
             item = await self._unread.get()
+        self._was_read.set()
         if isinstance(item, LongwaveError):
             raise item
         return item
@@ -156,7 +161,7 @@ class Generation:
                     last = now
                 self._cached[index] = max(self._cached[index], delta.num_cached_tokens)
                 text = choice.feed(delta)
-                self._put(text)
+                await self._put(text)
                 if text.finish_reason is not None:
                     break
             else:
@@ -166,10 +171,12 @@ class Generation:
     def _latency(self, choice: ChoiceText) -> Histogram:
         return self._metrics.inter_token_latency if choice.num_tokens else self._metrics.time_to_first_token
 
-    def _put(self, delta: TextDelta) -> None:
-        if self._unread.qsize() >= MAX_UNREAD * len(self.requests):
-            raise RequestFailedError("The client reads too slowly; the answer was cut.", code="client_too_slow")
-        self._unread.put_nowait(delta)
+    async def _put(self, delta: TextDelta) -> None:
+        while self._unread.qsize() >= MAX_UNREAD:
+            self._was_read.clear()
+            await self._was_read.wait()
+        if not self._ended:
+            self._unread.put_nowait(delta)
 
     def _finished(self, index: int, reason: str, seconds: float) -> None:
         self._running -= 1

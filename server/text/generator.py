@@ -8,7 +8,7 @@ from functools import partial
 
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady
-from server.errors import ContextLengthExceeded, InvalidRequest, LongwaveError
+from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
@@ -25,12 +25,15 @@ class Generator:
         admission: Admission,
         metrics: Metrics,
         ready: EngineReady,
+        *,
+        max_n: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.ready = ready
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
+        self._max_n = max_n
         self._open: set[Generation] = set()
         self._num_active = 0  # open ones, and those still being tokenised
         self._idle = asyncio.Event()
@@ -38,6 +41,10 @@ class Generator:
 
     async def open(self, job: Job) -> Generation:
         """Capacity first: a request that will be refused for load costs no tokenising. Raises server.errors."""
+        if job.n > self._max_n:
+            raise InvalidRequest(f"n is {job.n}; at most {self._max_n} choices are served at once.", param="n")
+        if not self._engine.is_ready:
+            raise EngineUnavailable("The engine is restarting. Try again later.")
         with ExitStack() as stack:
             stack.enter_context(self._admission.reserve(job.num_choices))
             stack.enter_context(self._active())
@@ -54,6 +61,15 @@ class Generator:
         self._open.add(generation)
         reservation.callback(self._open.discard, generation)
         return generation
+
+    def prompt_texts(self, job: Job) -> list[str]:
+        """For each choice of a text job, its prompt as text."""
+        texts = [
+            prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+            for prompt in job.prompts
+            if not isinstance(prompt, ChatPrompt)
+        ]
+        return [text for text in texts for _ in range(job.n)]
 
     async def idle(self) -> None:
         """Returns when no generation is open."""

@@ -1,0 +1,44 @@
+"""POST /v1/completions."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api.deps import LifecycleDep, OriginDep
+from server.api.disconnect import until_disconnect
+from server.api.json_route import StrictJSONRoute
+from server.api.sse import answer
+from server.schemas.completion_reply import CompletionReply
+from server.schemas.completions import Completion, CompletionRequest
+from server.schemas.failure import BODY_FAILURES
+from server.text.generation import Job
+
+router = APIRouter(route_class=StrictJSONRoute, tags=["completions"])
+
+
+@router.post("/v1/completions", response_model=Completion, responses=BODY_FAILURES)
+async def create_completion(
+    body: CompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
+) -> Response:
+    """Continues one or several prompts, texts or token ids; with `stream`, as server-sent events."""
+    job = Job(
+        request_id=origin.new_id("cmpl"),
+        prompts=body.prompts(),
+        sampling=body.sampling_params(body.logprobs),
+        max_tokens=body.token_limit,
+        arrival_time=origin.arrival_time,
+        n=body.choices,
+        stop=body.stops,
+        cache_salt=origin.cache_salt,
+    )
+    generator = lifecycle.accepting(body.model)
+    generation = await until_disconnect(request.receive, generator.open(job))
+    reply = CompletionReply(
+        id=job.request_id,
+        model=body.model,
+        created=origin.created,
+        echoes=generator.prompt_texts(job) if body.echo else [""] * job.num_choices,
+        logprobs=body.logprobs is not None,
+        include_usage=body.include_usage,
+    )
+    interval = lifecycle.settings.ping_interval
+    return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)

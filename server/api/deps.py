@@ -1,0 +1,37 @@
+"""What routes ask FastAPI for."""
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from server.lifecycle import Lifecycle
+
+
+def _lifecycle(request: Request) -> Lifecycle:
+    lifecycle: Lifecycle = request.app.state.lifecycle
+    return lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the middleware found out about a request."""
+
+    arrival_time: float
+    cache_salt: bytes
+    created: int  # seconds since 1970
+
+    @staticmethod
+    def new_id(prefix: str) -> str:
+        """128 random bits: nobody guesses another caller's."""
+        return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def _origin(request: Request) -> Origin:
+    return Origin(request.state.arrival_time, request.state.cache_salt, int(time.time()))
+
+
+LifecycleDep = Annotated[Lifecycle, Depends(_lifecycle)]
+OriginDep = Annotated[Origin, Depends(_origin)]

@@ -1,0 +1,94 @@
+"""Every exception of a route -> OpenAI's error reply. server.errors knows the replies; this finds the right one."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from server.api.disconnect import ClientDisconnected
+from server.errors import InvalidRequest, LongwaveError, MethodNotAllowed, RouteNotFound
+
+MAX_PARAM_CHARACTERS = 256
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody receives it, the access log shows it
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(LongwaveError, _on_longwave_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnected, _on_disconnect)
+
+
+def _reply(error: LongwaveError, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers={**error.headers(), **(headers or {})})
+
+
+def _on_longwave_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, LongwaveError)
+    return _reply(error)
+
+
+def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _reply(RouteNotFound("Unknown request URL. Please check the URL for typos."))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "")
+        return _reply(MethodNotAllowed(f"Not allowed to {request.method} on this URL."), {"allow": allowed})
+    return _reply(InvalidRequest(str(error.detail), status=error.status_code))
+
+
+def _on_invalid(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return _reply(invalid_request(error.errors(), error.body))
+
+
+def invalid_request(details: Any, body: Any) -> InvalidRequest:
+    """The most telling of pydantic's complaints: of a union's branches, the one that came furthest into the body."""
+    paths = [(_path(detail, body), detail) for detail in details]
+    path, detail = max(paths, key=lambda pair: len(pair[0]))
+    param = _spell(path)
+    return InvalidRequest(_message(detail, param), param=param)
+
+
+def _path(detail: Any, body: Any) -> list[str | int]:
+    """The error's place without "body" and without pydantic's names of union branches, which are no place."""
+    path: list[str | int] = []
+    place = body
+    for at, step in enumerate(detail["loc"][1:], start=2):
+        if _has(place, step):
+            place = place[step]
+            path.append(step)
+        elif at == len(detail["loc"]) and detail["type"] == "missing":
+            path.append(step)
+    return path
+
+
+def _has(place: Any, step: str | int) -> bool:
+    if isinstance(place, dict):
+        return step in place
+    return isinstance(place, list) and isinstance(step, int) and step < len(place)
+
+
+def _spell(path: list[str | int]) -> str | None:
+    """messages[0].content"""
+    spelled = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+    return spelled[:MAX_PARAM_CHARACTERS] or None
+
+
+def _message(detail: Any, param: str | None) -> str:
+    kind = detail["type"]
+    if kind == "json_invalid":
+        return f"We could not parse the JSON body of your request: {detail['ctx']['error']}."
+    if kind == "extra_forbidden":
+        return f"Unrecognized request argument supplied: {param}"
+    if kind == "missing":
+        return f"Missing required parameter: '{param}'." if param else "The request body is missing."
+    said = detail["msg"].removeprefix("Value error, ")
+    return f"Invalid value for '{param}': {said}." if param else f"Invalid request: {said}."

@@ -1,0 +1,116 @@
+"""A generation -> one JSON reply or server-sent events, ended in every case: complete, failed, client gone.
+Must not know which endpoint's format it writes.
+
+Headers go out at once; silence is broken by `:` lines; `[DONE]` is only ever written after success.
+"""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.disconnect import ClientDisconnected, until_disconnect
+from server.errors import LongwaveError
+from server.text.choice import TextDelta
+from server.text.generation import Generation, Usage
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+PING = b":\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply(Protocol):
+    """How an endpoint writes what was generated; every string is one JSON document."""
+
+    def opening(self) -> Iterable[str]: ...
+    def chunks(self, delta: TextDelta) -> Iterable[str]: ...
+    def closing(self, usage: Usage) -> Iterable[str]: ...
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> str: ...
+
+
+async def answer(
+    request: Request, generation: Generation, reply: Reply, *, stream: bool, ping_interval: float
+) -> Response:
+    if stream:
+        return EventStream(generation, reply, ping_interval)
+    try:
+        whole = await until_disconnect(request.receive, _collect(generation, reply))
+    finally:
+        await generation.aclose()
+    return Response(whole, media_type="application/json")
+
+
+class EventStream(Response):
+    def __init__(self, generation: Generation, reply: Reply, ping_interval: float) -> None:
+        self.generation = generation
+        self.reply = reply
+        self.ping_interval = ping_interval
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            await until_disconnect(receive, self._write(send))
+        except ClientDisconnected:
+            pass
+        finally:
+            await self.generation.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(_events(self.generation, self.reply, self.ping_interval)) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _events(generation: Generation, reply: Reply, ping_interval: float) -> AsyncGenerator[bytes, None]:
+    for chunk in reply.opening():
+        yield _event(chunk)
+    spoke = time.monotonic()
+    while True:
+        try:
+            delta = await generation.next(timeout=max(0.0, spoke + ping_interval - time.monotonic()))
+        except TimeoutError:
+            yield PING
+            spoke = time.monotonic()
+            continue
+        except LongwaveError as error:
+            yield _event(json.dumps(error.body()))
+            return
+        if delta is None:
+            break
+        for chunk in reply.chunks(delta):
+            yield _event(chunk)
+            spoke = time.monotonic()
+    for chunk in reply.closing(generation.usage):
+        yield _event(chunk)
+    yield DONE
+
+
+async def _collect(generation: Generation, reply: Reply) -> str:
+    deltas: list[list[TextDelta]] = [[] for _ in generation.requests]
+    while (delta := await generation.next()) is not None:
+        deltas[delta.index].append(delta)
+    return reply.whole([_join(parts) for parts in deltas], generation.usage)
+
+
+def _join(deltas: Sequence[TextDelta]) -> TextDelta:
+    text = "".join(delta.text for delta in deltas)
+    details = tuple(detail for delta in deltas for detail in delta.details)
+    return replace(deltas[-1], text=text, details=details)
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

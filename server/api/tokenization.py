@@ -1,0 +1,31 @@
+"""POST /tokenize and /detokenize: vLLM's."""
+
+from functools import partial
+
+from fastapi import APIRouter
+
+from server.api.deps import LifecycleDep
+from server.api.json_route import StrictJSONRoute
+from server.schemas.failure import BODY_FAILURES
+from server.schemas.tokenization import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
+
+router = APIRouter(route_class=StrictJSONRoute, tags=["tokenization"])
+
+
+@router.post("/tokenize", responses=BODY_FAILURES, response_model_exclude_none=True)
+async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep) -> TokenizeReply:
+    """The tokens of a text, or of a conversation in the model's chat template."""
+    generator = lifecycle.accepting(body.model)
+    tokens = await generator.encode(body.text(), add_special_tokens=body.add_special_tokens is not False)
+    strings = [generator.tokenizer.vocabulary_piece(token) for token in tokens] if body.return_token_strs else None
+    return TokenizeReply(
+        count=len(tokens), max_model_len=generator.ready.max_model_len, tokens=tokens, token_strs=strings
+    )
+
+
+@router.post("/detokenize", responses=BODY_FAILURES)
+async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep) -> DetokenizeReply:
+    """The text of some tokens, special ones included."""
+    tokenizer = lifecycle.accepting(body.model).tokenizer
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeReply(prompt=await tokenizer.in_thread(decode, len(body.tokens)))

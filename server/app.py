@@ -1,0 +1,38 @@
+"""The ASGI application: routers, middleware, lifespan. No logic."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+
+from server.api import chat, completions, failures, health, metrics, models, playground, tokenization
+from server.lifecycle import Lifecycle
+from server.middleware import Authentication, BodyLimit, RequestContext
+
+
+def create_app(lifecycle: Lifecycle) -> FastAPI:
+    settings = lifecycle.settings
+    app = FastAPI(
+        title="Longwave",
+        version=_version(),
+        description="Long-context generation behind an OpenAI-compatible API.",
+        lifespan=lifecycle.lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.lifecycle = lifecycle
+    failures.install(app)
+    for resource in (chat, completions, models, tokenization, health, metrics, playground):
+        app.include_router(resource.router)
+    # The last added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    app.add_middleware(Authentication, keys=[key.get_secret_value() for key in settings.api_key])
+    app.add_middleware(RequestContext, metrics=lifecycle.metrics)
+    return app
+
+
+def _version() -> str:
+    try:
+        return version("longwave")
+    except PackageNotFoundError:  # run from a checkout
+        return "0+unknown"

@@ -1,0 +1,163 @@
+"""The server's life: starting, serving, draining, gone; and the signals that move it. Must not know routes or text."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
+from typing import Any, Protocol
+
+from server.engine.admission import Admission
+from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
+from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, ServerDraining
+from server.metrics import Metrics
+from server.settings import Settings
+from server.text.generator import Generator
+from server.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger("longwave")
+
+HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung
+CUT_GRACE = 2.0  # seconds that cut answers get to send their error event
+
+
+class Engine(Protocol):
+    """What the server needs of server.engine.client.EngineClient."""
+
+    stats: EngineStats | None
+    times: Callable[[RequestTimes], None] | None
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def heartbeat_age(self) -> float: ...
+
+    async def start(self) -> None: ...
+    async def ready(self) -> EngineReady: ...
+    def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]: ...
+    async def shutdown(self, timeout: float = 0.0) -> None: ...
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Lifecycle:
+    """Owns the engine and what exists only while it serves."""
+
+    def __init__(self, settings: Settings, engine: Engine, load_tokenizer: Callable[[], Any]) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.metrics = Metrics(settings.model_names[0], lambda: engine.stats)
+        self.created = int(time.time())
+        self.phase = Phase.STARTING
+        self.changed = asyncio.Condition()
+        self.generator: Generator | None = None
+        self._load_tokenizer = load_tokenizer
+        engine.times = self.metrics.observe_times
+
+    @asynccontextmanager
+    async def lifespan(self, _app: object) -> AsyncIterator[None]:
+        await self.engine.start()
+        coming_up = asyncio.create_task(self._come_up())
+        try:
+            yield
+        finally:
+            coming_up.cancel()
+            with suppress(asyncio.CancelledError):
+                await coming_up
+            await self.engine.shutdown(0.0)
+            if self.generator is not None:
+                self.generator.tokenizer.close()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a restart of this process would not help: the loop answers, and the engine is heard or coming."""
+        return self.phase is not Phase.FAILED and self.engine.alive and self.engine.heartbeat_age < HEARTBEAT_LIMIT
+
+    @property
+    def is_started(self) -> bool:
+        return self.generator is not None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.phase is Phase.SERVING and self.engine.is_ready
+
+    @property
+    def max_model_len(self) -> int | None:
+        """None while the model loads."""
+        return None if self.generator is None else self.generator.ready.max_model_len
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model not in self.settings.model_names:
+            raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.", param="model")
+
+    def accepting(self, model: str | None) -> Generator:
+        """The generator, for new work of `model`. Raises ModelNotFound, ServerDraining, EngineUnavailable."""
+        self.check_model(model)
+        if self.phase is Phase.DRAINING:
+            raise ServerDraining("The server is shutting down. Try again later.")
+        if self.generator is None:
+            raise EngineUnavailable("The model is still loading. Try again later.")
+        return self.generator
+
+    async def wait_until(self, *phases: Phase) -> Phase:
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.phase in phases)
+        return self.phase
+
+    async def drain(self) -> None:
+        """Refuses new work, lets running answers finish within the budget, then ends the rest with an error."""
+        await self._enter(Phase.DRAINING)
+        if self.generator is None:
+            return
+        try:
+            await asyncio.wait_for(self.generator.idle(), self.settings.shutdown_timeout)
+        except TimeoutError:
+            logger.warning("shutdown timeout: cutting the answers that still run")
+            await self.cut()
+
+    async def cut(self) -> None:
+        """Ends every running answer with an error event, now."""
+        if self.generator is not None:
+            self.generator.fail_all(ServerDraining("The server is shutting down and could not finish this answer."))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.generator.idle(), CUT_GRACE)
+
+    async def _come_up(self) -> None:
+        loading = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        try:
+            ready = await self.engine.ready()
+            tokenizer = TextTokenizer(await loading)
+        except asyncio.CancelledError:
+            raise
+        except LongwaveError as error:
+            await self._fail(error.message)
+        except Exception as error:  # whatever a model's files can do to a tokenizer
+            await self._fail(f"{type(error).__name__}: {error}")
+        else:
+            admission = Admission.of(self.settings.engine_config())
+            admission.learn(ready)
+            self.metrics.learn(ready)
+            self.generator = Generator(
+                self.engine, tokenizer, admission, self.metrics, ready, max_n=self.settings.max_n
+            )
+            if self.phase is Phase.STARTING:
+                await self._enter(Phase.SERVING)
+        finally:
+            loading.cancel()
+
+    async def _fail(self, message: str) -> None:
+        logger.critical("cannot serve: %s", message)
+        await self._enter(Phase.FAILED)
+
+    async def _enter(self, phase: Phase) -> None:
+        async with self.changed:
+            self.phase = phase
+            self.changed.notify_all()

@@ -1,0 +1,142 @@
+"""The server's process: one socket, uvicorn, and signals that drain before they end it. Must not know routes."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server.lifecycle import Lifecycle, Phase
+
+KEEP_ALIVE = 75  # seconds an idle connection is kept
+CLOSE_GRACE = 5  # seconds uvicorn waits for handlers after the drain
+EXIT_FAILED = 1
+
+
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, but a connection that takes too long to ask for something is closed."""
+
+    header_timeout: float = 30.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._asking: asyncio.TimerHandle | None = None
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        if self._asking is None and self._is_between_requests():
+            self._expect_request()
+        super().data_received(data)
+        if not self._is_between_requests():
+            self._request_came()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request_came()
+        super().connection_lost(exc)
+
+    def _is_between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_request(self) -> None:
+        self._asking = self.loop.call_later(self.header_timeout, self.transport.close)
+
+    def _request_came(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Binds before anything is loaded, so that a taken port is known at once. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
+    """Runs until a signal or a failed start; returns the process's exit code."""
+    return asyncio.run(_serve(app, lifecycle, listener, on_ready))
+
+
+async def _serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
+    header_timeout = lifecycle.settings.header_timeout
+    config = uvicorn.Config(
+        app,
+        http=type("Protocol", (ImpatientProtocol,), {"header_timeout": header_timeout}),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=CLOSE_GRACE,
+    )
+    server = Server(config)
+    ending = _EndOnSignals(server, lifecycle)
+    watching = asyncio.create_task(_watch(server, lifecycle, on_ready))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watching.cancel()
+        await ending.finish()
+        await lifecycle.engine.shutdown(0.0)  # after a forced exit uvicorn leaves that to us
+    return EXIT_FAILED if lifecycle.phase is Phase.FAILED or not server.started else 0
+
+
+async def _watch(server: Server, lifecycle: Lifecycle, on_ready: Callable[[], None]) -> None:
+    if await lifecycle.wait_until(Phase.SERVING, Phase.FAILED, Phase.DRAINING) is Phase.SERVING:
+        on_ready()
+        await lifecycle.wait_until(Phase.FAILED)
+    if lifecycle.phase is Phase.FAILED:
+        server.should_exit = True
+
+
+class _EndOnSignals:
+    """The first SIGTERM or SIGINT drains, the second ends at once."""
+
+    def __init__(self, server: Server, lifecycle: Lifecycle) -> None:
+        self._server = server
+        self._lifecycle = lifecycle
+        self._draining: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self._draining.cancel()
+            self._server.should_exit = True
+            self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        await self._lifecycle.drain()
+        self._server.should_exit = True
+
+    async def finish(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        if self._draining is not None:
+            self._draining.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._draining

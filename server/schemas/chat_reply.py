@@ -1,0 +1,66 @@
+"""Text deltas -> /v1/chat/completions replies, whole or in chunks. Must not know sockets or SSE."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from server.schemas.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChoiceLogprobs,
+)
+from server.schemas.usage import UsageInfo
+from server.text.choice import TextDelta
+from server.text.generation import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    id: str
+    model: str
+    created: int
+    num_choices: int
+    logprobs: bool
+    include_usage: bool
+
+    def opening(self) -> Iterable[str]:
+        for index in range(self.num_choices):
+            yield self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))])
+
+    def chunks(self, delta: TextDelta) -> Iterable[str]:
+        """Text first, then a chunk of its own for the end, as OpenAI's."""
+        logprobs = ChoiceLogprobs.of(delta.details) if self.logprobs and delta.details else None
+        if delta.text or logprobs:
+            said = ChatDelta(content=delta.text)
+            yield self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)])
+        if delta.finish_reason is not None:
+            end = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=delta.finish_reason)
+            yield self._chunk([end])
+
+    def closing(self, usage: Usage) -> Iterable[str]:
+        if self.include_usage:
+            yield self._chunk([], UsageInfo.of(usage))
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> str:
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[
+                ChatChoice(
+                    index=choice.index,
+                    message=AnswerMessage(content=choice.text),
+                    logprobs=ChoiceLogprobs.of(choice.details) if self.logprobs else None,
+                    finish_reason=choice.finish_reason or "stop",
+                )
+                for choice in choices
+            ],
+            usage=UsageInfo.of(usage),
+        ).model_dump_json()
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageInfo | None = None) -> str:
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})

@@ -1,0 +1,67 @@
+"""Text deltas -> /v1/completions replies, whole or in chunks. Must not know sockets or SSE."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
+from server.schemas.usage import UsageInfo
+from server.text.choice import TextDelta
+from server.text.generation import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionReply:
+    id: str
+    model: str
+    created: int
+    echoes: Sequence[str]  # the prompt's text in front of each choice, or ""
+    logprobs: bool
+    include_usage: bool
+    _offsets: dict[int, int] = field(default_factory=dict)  # characters that a choice's logprobs have covered
+
+    def opening(self) -> Iterable[str]:
+        for index, echo in enumerate(self.echoes):
+            if echo:
+                yield self._chunk([CompletionChoice(index=index, text=echo)])
+
+    def chunks(self, delta: TextDelta) -> Iterable[str]:
+        if delta.text or delta.finish_reason is not None or (self.logprobs and delta.details):
+            choice = CompletionChoice(
+                index=delta.index,
+                text=delta.text,
+                logprobs=self._logprobs(delta) if delta.details else None,
+                finish_reason=delta.finish_reason,
+            )
+            yield self._chunk([choice])
+
+    def closing(self, usage: Usage) -> Iterable[str]:
+        if self.include_usage:
+            yield self._chunk([], UsageInfo.of(usage))
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> str:
+        return Completion(
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[
+                CompletionChoice(
+                    index=choice.index,
+                    text=self.echoes[choice.index] + choice.text,
+                    logprobs=self._logprobs(choice),
+                    finish_reason=choice.finish_reason,
+                )
+                for choice in choices
+            ],
+            usage=UsageInfo.of(usage),
+        ).model_dump_json()
+
+    def _logprobs(self, delta: TextDelta) -> CompletionLogprobs | None:
+        if not self.logprobs:
+            return None
+        offset = self._offsets.get(delta.index, 0)
+        self._offsets[delta.index] = offset + sum(len(detail.chosen.text) for detail in delta.details)
+        return CompletionLogprobs.of(delta.details, offset)
+
+    def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> str:
+        chunk = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+        return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})

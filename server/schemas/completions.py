@@ -1,0 +1,100 @@
+"""/v1/completions on the wire, both ways."""
+
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import FailFast, Field, model_validator
+
+from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields
+from server.schemas.usage import UsageInfo
+from server.schemas.wire import MAX_TOKEN_IDS, Text, TokenId, WireModel
+from server.text.choice import TextFinish, TokenDetail
+
+MAX_PROMPTS = 128
+MAX_LOGPROBS = 5
+DEFAULT_MAX_TOKENS = 16
+
+TokenIds = Annotated[list[TokenId], FailFast(), Field(min_length=1, max_length=MAX_TOKEN_IDS)]
+Texts = Annotated[list[Text], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenIdLists = Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class CompletionRequest(SamplingFields):
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = VLLM_UNSUPPORTED | {
+        "add_special_tokens": (True,),
+        "prompt_embeds": (),
+        "response_format": ({"type": "text"},),
+        "suffix": ("",),
+    }
+
+    prompt: Text | TokenIds | Texts | TokenIdLists
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _served_combinations(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.choices):
+            raise ValueError("best_of is only served when it equals n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo together with logprobs is not served")
+        return self
+
+    @property
+    def token_limit(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if isinstance(self.prompt[0], int):
+            return (tuple(self.prompt),)
+        prompts = cast(list[str | list[int]], self.prompt)
+        return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+
+
+class CompletionLogprobs(WireModel):
+    """OpenAI's first logprobs: four lists side by side. Offsets are characters into the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+    @classmethod
+    def of(cls, details: tuple[TokenDetail, ...], offset: int) -> "CompletionLogprobs":
+        offsets = []
+        for detail in details:
+            offsets.append(offset)
+            offset += len(detail.chosen.text)
+        return cls(
+            tokens=[detail.chosen.text for detail in details],
+            token_logprobs=[detail.chosen.logprob for detail in details],
+            top_logprobs=[_top(detail) for detail in details],
+            text_offset=offsets,
+        )
+
+
+def _top(detail: TokenDetail) -> dict[str, float]:
+    """The sampled token is always among them. Of tokens spelled alike (broken bytes) the likeliest stays."""
+    top: dict[str, float] = {}
+    for candidate in (*detail.top, detail.chosen):
+        top.setdefault(candidate.text, candidate.logprob)
+    return top
+
+
+class CompletionChoice(WireModel):
+    index: int = Field(ge=0)
+    text: str = Field(max_length=2**31)
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: TextFinish | None = None
+
+
+class Completion(WireModel):
+    """Also each chunk of a stream."""
+
+    id: str = Field(max_length=64)
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(ge=0)
+    model: str = Field(max_length=4096)
+    choices: list[CompletionChoice]
+    usage: UsageInfo | None = None

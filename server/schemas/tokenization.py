@@ -1,0 +1,58 @@
+"""/tokenize and /detokenize on the wire: vLLM's shapes."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import FailFast, Field, model_validator
+
+from server.schemas.chat import MAX_MESSAGES, ChatMessage
+from server.schemas.wire import MAX_TOKEN_IDS, ModelName, RequestModel, Text, TokenId, WireModel
+from server.text.chat_template import ChatPrompt
+
+
+class TokenizeRequest(RequestModel):
+    """A prompt, or messages. A chat template brings its own special tokens, so the defaults differ."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": ({},),
+        "tools": ([],),
+    }
+
+    model: ModelName | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens is not served with messages: the chat template decides")
+        return self
+
+    def text(self) -> str | ChatPrompt:
+        if self.messages is None:
+            return self.prompt or ""
+        generate = self.add_generation_prompt is not False
+        return ChatPrompt(tuple(message.message() for message in self.messages), add_generation_prompt=generate)
+
+
+class TokenizeReply(WireModel):
+    count: int = Field(ge=0)
+    max_model_len: int = Field(ge=1)
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestModel):
+    model: ModelName | None = None
+    tokens: Annotated[list[TokenId], FailFast(), Field(max_length=MAX_TOKEN_IDS)]
+
+
+class DetokenizeReply(WireModel):
+    prompt: str = Field(max_length=2**31)

@@ -1,0 +1,48 @@
+"""What every body on the wire has in common: strict types, no unknown fields, bounded text. Knows no endpoint."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from server.errors import InvalidRequest, UnsupportedParameter
+
+MAX_TEXT = 16 * 2**20  # characters of one text; the body limit is usually nearer
+MAX_KEYS = 128  # keys of one object: more is an attack, and each would cost an error message
+MAX_TOKEN_IDS = 16_777_216
+MAX_TOKEN_ID = 2**31 - 1
+
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+class WireModel(BaseModel):
+    """JSON types are what they are: no "1" for 1, no true for 1, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RequestModel(WireModel):
+    """A request body. Fields of OpenAI's or vLLM's API that we know and do not serve are refused by name unless they
+    ask for what happens anyway; harmless ones are accepted and not used."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}  # name -> the values that ask for nothing
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_only(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_KEYS:
+            raise InvalidRequest(f"An object of the request has {len(body)} keys; at most {MAX_KEYS} are read.")
+        for name in body.keys() & cls.unsupported.keys():
+            if not any(_same(body[name], neutral) for neutral in (None, *cls.unsupported[name])):
+                raise UnsupportedParameter(f"Unsupported parameter: '{name}' is not served here.", param=name)
+        dropped = cls.harmless | cls.unsupported.keys()
+        return {name: value for name, value in body.items() if name not in dropped}
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal and of one JSON type (True is not 1)."""
+    return type(value) is type(neutral) and bool(value == neutral)
