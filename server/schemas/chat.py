@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import FailFast, Field, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from server.errors import UnsupportedParameter
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields, TokenCount
@@ -41,7 +41,7 @@ class ChatMessage(RequestModel):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], FailFast(), Field(min_length=1, max_length=MAX_PARTS)]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_PARTS)]
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")] | None = None
 
     def message(self) -> Message:
@@ -74,7 +74,7 @@ class ChatCompletionRequest(SamplingFields):
         "web_search_options": (),
     }
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import Field, model_validator
 
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields
 from server.schemas.usage import UsageInfo
@@ -13,9 +13,9 @@ MAX_PROMPTS = 128
 MAX_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 16
 
-TokenIds = Annotated[list[TokenId], FailFast(), Field(min_length=1, max_length=MAX_TOKEN_IDS)]
-Texts = Annotated[list[Text], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
-TokenIdLists = Annotated[list[TokenIds], FailFast(), Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 
 
 class CompletionRequest(SamplingFields):

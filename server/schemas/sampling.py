@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models.batch import SamplingParams
 from server.schemas.wire import ModelName, RequestModel, TokenId
@@ -84,8 +84,8 @@ class SamplingFields(RequestModel):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], FailFast(), Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

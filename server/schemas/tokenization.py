@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import FailFast, Field, model_validator
+from pydantic import Field, model_validator
 
 from server.schemas.chat import MAX_MESSAGES, ChatMessage
 from server.schemas.wire import MAX_TOKEN_IDS, ModelName, RequestModel, Text, TokenId, WireModel
@@ -22,7 +22,7 @@ class TokenizeRequest(RequestModel):
 
     model: ModelName | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -51,7 +51,7 @@ class TokenizeReply(WireModel):
 
 class DetokenizeRequest(RequestModel):
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], FailFast(), Field(max_length=MAX_TOKEN_IDS)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 
 
 class DetokenizeReply(WireModel):

@@ -1,0 +1,197 @@
+"""A tiny byte-level tokenizer, an engine that says what a test tells it to, and a real server on a real socket."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from models.batch import TokenLogprobs
+from server.app import create_app
+from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
+from server.errors import EngineUnavailable, LongwaveError
+from server.lifecycle import Lifecycle
+from server.process import ImpatientProtocol, Server
+from server.settings import Settings
+from server.text.tokenizer import BYTE_OF_CHARACTER
+
+MODEL = "tiny"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 4096
+LIMIT = 20.0  # seconds for anything to happen: generous, since the machine may be busy
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token; two merges; three control tokens."""
+    characters = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
+    vocabulary = {character: at for at, character in enumerate(characters)} | {"he": 256, "ll": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("h", "e"), ("l", "l")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=TEMPLATE
+    )
+
+
+EOS = 260
+
+
+@dataclass
+class Script:
+    """What the engine does with every request."""
+
+    text: bytes = b"hello world"
+    cached: int = 0
+    ends: bool = True  # false: goes on for ever after `text`, one "." at a time
+    fail_after: int | None = None  # tokens
+    failure: LongwaveError = field(default_factory=lambda: EngineUnavailable("The engine stopped."))
+    hold_after: int | None = None  # tokens; then it waits for `resume`
+
+
+class ScriptedEngine:
+    """Implements server.lifecycle.Engine. Touched by tests from another thread: only plain reads and appends."""
+
+    def __init__(self) -> None:
+        self.stats: EngineStats | None = EngineStats(1, 2, 100, 75, 10, 20, 3, 40, 30, {"cpu_reference": 7}, 5)
+        self.times: Callable[[RequestTimes], None] | None = None
+        self.script = Script()
+        self.requests: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.held: list[str] = []
+        self.resume = threading.Event()
+        self.load = threading.Event()
+        self.load.set()
+        self.load_failure: LongwaveError | None = None
+        self.is_ready = False
+        self.alive = True
+        self.heartbeat_age = 0.0
+        self.was_shut_down = False
+
+    async def start(self) -> None:
+        return None
+
+    async def ready(self) -> EngineReady:
+        await _wait(self.load)
+        if self.load_failure is not None:
+            raise self.load_failure
+        self.is_ready = True
+        return EngineReady(
+            MODEL, "cpu", "float32", MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 64, 100, {"full": "cpu_reference"}
+        )
+
+    async def shutdown(self, timeout: float = 0.0) -> None:  # noqa: ARG002
+        self.was_shut_down = True
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.requests.append(request)
+        ended = False
+        try:
+            async for delta in self._deltas(request, self.script):
+                ended = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not ended:
+                self.aborted.append(request.request_id)
+            elif self.times is not None:
+                self.times(RequestTimes(request.request_id, 0.0, 0.1, 0.3, 0.7, len(request.prompt_token_ids), 5))
+
+    async def _deltas(self, request: AddRequest, script: Script) -> AsyncIterator[TokenDelta]:
+        name, limit = request.request_id, request.sampling.max_tokens
+        for at in range(limit):
+            if at == script.fail_after:
+                raise script.failure
+            if at == script.hold_after:
+                self.held.append(name)
+                await _wait(self.resume)
+            if at < len(script.text):
+                token = script.text[at]
+            elif script.ends:
+                yield TokenDelta(name, [EOS], _logprobs(request, EOS), "stop", EOS, script.cached)
+                return
+            else:
+                token = ord(".")
+                await asyncio.sleep(0.001)  # a step of the engine
+            finish = "length" if at == limit - 1 else None
+            yield TokenDelta(name, [token], _logprobs(request, token), finish, None, script.cached)
+
+
+def _logprobs(request: AddRequest, token: int) -> list[TokenLogprobs] | None:
+    wanted = request.sampling.logprobs
+    if wanted is None:
+        return None
+    top = tuple(((token + other) % 256, -0.5 - other) for other in range(wanted))
+    return [TokenLogprobs(-0.5, 1, top)]
+
+
+async def _wait(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0.002)
+
+
+@dataclass
+class LiveServer:
+    url: str
+    engine: ScriptedEngine
+    lifecycle: Lifecycle
+    loop: asyncio.AbstractEventLoop
+    port: int
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=LIMIT, **options)
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(LIMIT)
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings(**{"model": MODEL, "ping_interval": 30.0, **changes})
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+
+
+@contextmanager
+def live_server(*, wait: bool = True, engine: ScriptedEngine | None = None, **changes: Any) -> Iterator[LiveServer]:
+    engine = engine or ScriptedEngine()
+    lifecycle = Lifecycle(settings(**changes), engine, tiny_tokenizer)
+    listener = socket.create_server(("127.0.0.1", 0))
+    protocol = type("Protocol", (ImpatientProtocol,), {"header_timeout": lifecycle.settings.header_timeout})
+    config = uvicorn.Config(create_app(lifecycle), http=protocol, ws="none", log_config=None, lifespan="on",
+                            timeout_graceful_shutdown=2)  # fmt: skip
+    server = Server(config)
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    port = listener.getsockname()[1]
+    try:
+        wait_until(lambda: server.started and (lifecycle.is_ready or not wait))
+        yield LiveServer(f"http://127.0.0.1:{port}", engine, lifecycle, loops[0], port)
+    finally:
+        engine.resume.set()
+        engine.load.set()
+        server.should_exit = True
+        thread.join(LIMIT)
+        assert not thread.is_alive()
