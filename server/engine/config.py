@@ -14,9 +14,9 @@ class EngineConfig:
 
     model: str
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the model's shape
-    dtype: str = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
+    max_model_len: int | None = None  # None: the model's own
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 64

@@ -87,6 +87,8 @@ class EngineCore:
         outbox += self.scheduler.expire()
         outbox += self._step()
         now = self.clock()
+        if idle and self.scheduler.has_work:
+            self._next_stats = min(self._next_stats, now + STATS_INTERVAL)
         if now >= self._next_stats:
             if not self.scheduler.has_work and not self._checked:
                 self.scheduler.check_integrity()
@@ -136,8 +138,10 @@ class EngineCore:
         self._checked = False
         self._step_tokens = step.total_tokens
         for request in step.admitted:
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            self.runner.add_request(request.slot, request.sampling, prompt)
+            split = request.num_prompt_tokens
+            self.runner.add_request(request.slot, request.sampling, request.token_ids[:split])
+            if request.num_generated:  # it was preempted
+                self.runner.append_known(request.slot, request.token_ids[split:])
         events = self._execute(step)
         self._forget_slots()
         return events

@@ -1,4 +1,4 @@
-"""What crosses the border between the API process and the engine process. msgspec only: no pickle, no strings of text."""
+"""What crosses the border between API process and engine process. msgspec only: no pickle, no strings of text."""
 
 from typing import Literal
 

@@ -2,7 +2,9 @@
 no user and no other request."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
+from secrets import randbits
 
 from models.batch import SamplingParams
 from server.engine.messages import AddRequest, FinishReason, RequestTimes
@@ -47,7 +49,7 @@ class Request:
         self, message: AddRequest, *, sequence_number: int, eos_token_ids: Sequence[int], max_model_len: int, now: float
     ) -> None:
         self.request_id = message.request_id
-        self.sampling: SamplingParams = message.sampling
+        self.sampling = _with_seed(message.sampling)
         self.cache_salt = message.cache_salt
         self.sequence_number = sequence_number  # order of arrival: smaller is older
         self.token_ids: list[int] = list(message.prompt_token_ids)  # prompt, then generated
@@ -57,7 +59,7 @@ class Request:
         self.stop_token_ids = frozenset((*eos, *self.sampling.stop_token_ids))
 
         self.state = RequestState.WAITING
-        self.slot = -1  # row in the runner's tables; kept while preempted, so the sampler's state is kept too
+        self.slot = -1  # row in the runner's tables while it runs
         self.block_ids: list[int] = []
         self.num_computed = 0  # tokens whose K and V are in the blocks
         self.num_registered = 0  # blocks already offered to the prefix cache
@@ -103,3 +105,13 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_generation_tokens=self.num_generated,
         )
+
+
+def by_age(request: Request) -> int:
+    """Sort key: oldest first."""
+    return request.sequence_number
+
+
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """A seed for the whole life of the request: after a preemption it must draw what it would have drawn."""
+    return replace(sampling, seed=randbits(63)) if sampling.seed is None else sampling

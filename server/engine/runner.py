@@ -11,8 +11,8 @@ from server.engine.config import EngineConfig
 
 
 class Runner(Protocol):
-    """Slots are added before the first step that names them and removed after the last one. A slot stays while its
-    request is preempted: its tokens are run again from num_computed = 0, and only sampled tokens are new."""
+    """Slots are added before the first step that names them and removed after the last one. A preempted request comes
+    back in a new slot: with its prompt, and with append_known() for what it had generated."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -26,6 +26,8 @@ class Runner(Protocol):
     def warm_up(self) -> None: ...
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None: ...
+
+    def append_known(self, slot: int, token_ids: Sequence[int]) -> None: ...
 
     def remove_request(self, slot: int) -> None: ...
 

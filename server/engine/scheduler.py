@@ -11,31 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from models.batch import StepOutput
-from server.engine.kv_cache import Entry, KVCache
+from server.engine.kv_cache import KVCache
+from server.engine.limits import SchedulerConfig, refusal
 from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
-from server.engine.prefill import fits_budget, share_budget
-from server.engine.request import Request, RequestState
-
-MAX_BYPASSES = 64  # younger requests that may be admitted past one that waits for blocks
-RETRY_STEPS = 16  # a request that found no blocks is matched against the prefix cache again after so many steps
-LOOKAHEAD = 256  # waiting requests looked at in one step
+from server.engine.prefill import share_budget
+from server.engine.request import Request, RequestState, by_age
+from server.engine.waiting import WaitingQueue
 
 Event = TokenDelta | RequestFailed | RequestTimes
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    queue_timeout: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """Rows with one token first. `admitted` are new to the runner: their slots must be set up before the step runs."""
+    """Rows with one token first. `admitted` have new slots, which the runner must know before the step runs."""
 
     requests: list[Request]
     num_tokens: list[int]  # aligned with requests
@@ -51,7 +39,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.clock = clock
-        self.waiting: list[Request] = []  # oldest first, preempted ones included
+        self.waiting = WaitingQueue(cache)  # preempted ones included
         self.running: list[Request] = []  # oldest first
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -62,7 +50,6 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
         self._num_seen = 0
-        self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -77,12 +64,14 @@ class Scheduler:
             max_model_len=self.config.max_model_len,
             now=self.clock(),
         )
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return [refusal]
+        if request.request_id in self.requests:
+            return [RequestFailed(request.request_id, "server_error", "A request with this id is already open.")]
+        problem = refusal(request, self.config, self.cache)
+        if problem is not None:
+            return [problem]
         self._num_seen += 1
         self.requests[request.request_id] = request
-        self.waiting.append(request)  # the youngest there is
+        self.waiting.add(request)
         return []
 
     def abort(self, request_ids: Iterable[str]) -> list[Event]:
@@ -110,8 +99,7 @@ class Scheduler:
         limit = self.config.queue_timeout
         if limit is None or not self.waiting:
             return []
-        oldest = self.clock() - limit
-        late = [r for r in self.waiting if r.arrival_time < oldest and not r.was_admitted]
+        late = self.waiting.arrived_before(self.clock() - limit)
         return self.fail(late, "server_is_overloaded", f"The request waited more than {limit:g} s for a free place.")
 
     def take_released_slots(self) -> list[int]:
@@ -121,7 +109,6 @@ class Scheduler:
         return released
 
     def schedule(self) -> ScheduledStep | None:
-        self._num_steps += 1
         before = self.num_preemptions
         decodes, prefills = self._grow_decodes()
         budget = self.config.max_num_batched_tokens - len(decodes)
@@ -195,29 +182,6 @@ class Scheduler:
         if len(self.waiting) + len(self.running) != len(self.requests):
             raise AssertionError("a request is neither waiting nor running")
 
-    def _refusal(self, request: Request) -> RequestFailed | None:
-        request_id, length, limit = request.request_id, request.num_prompt_tokens, self.config.max_model_len
-        if request_id in self.requests:
-            return RequestFailed(request_id, "server_error", "A request with this id is already open.")
-        if length == 0:
-            return RequestFailed(request_id, "server_error", "The prompt has no tokens.")
-        vocab_size, bias = self.config.vocab_size, request.sampling.logit_bias
-        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
-            return RequestFailed(request_id, "unsupported_parameter", f"Token ids must be 0 to {vocab_size - 1}.")
-        if bias and (min(bias) < 0 or max(bias) >= vocab_size):
-            return RequestFailed(request_id, "unsupported_parameter", f"logit_bias ids must be 0 to {vocab_size - 1}.")
-        if length >= limit:
-            text = f"The prompt has {length} tokens; this server's maximum context length is {limit}."
-            return RequestFailed(request_id, "context_length_exceeded", text)
-        needed, usable = self.cache.blocks_for(request.max_length - 1), self.cache.pool.num_usable
-        if needed > usable:
-            text = (
-                f"The prompt and its completion need {request.max_length - 1} tokens of KV cache; this server has room "
-                f"for {usable * self.cache.block_size}."
-            )
-            return RequestFailed(request_id, "context_length_exceeded", text)
-        return None
-
     def _grow_decodes(self) -> tuple[list[Request], list[Request]]:
         """Running rows with one token left, each with a block for it, and running prompts. May preempt."""
         running, block_size = self.running, self.cache.block_size
@@ -237,99 +201,53 @@ class Scheduler:
         """One more block, at the cost of the youngest requests. False: the request itself was the youngest."""
         while not self.cache.grow(request):
             victim = self.running.pop()
-            self.cache.release(victim)
+            self._free(victim)
             victim.state = RequestState.WAITING
-            insort(self.waiting, victim, key=lambda waiting: waiting.sequence_number)
+            self.waiting.add(victim)
             self.num_preemptions += 1
             if victim is request:
                 return False
         return True
 
     def _admit(self, prefills: list[Request], budget: int) -> list[Request]:
-        """Moves waiting requests that get tokens in this step into running and `prefills`. Returns the new ones."""
-        new: list[Request] = []
+        """Moves waiting requests that get tokens in this step into `running` and `prefills`. Returns them."""
         admitted: list[Request] = []
-        bypassed: Request | None = None  # the oldest that found no blocks
-        for request in self.waiting[:LOOKAHEAD]:
-            if request.slot < 0 and not self._free_slots:
-                continue
-            if bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES:
-                break
-            hits = self._hits_if_it_fits(request)
-            if hits is None:
-                bypassed = bypassed or request
-                continue
-            remaining = len(request.token_ids) - len(hits) * self.cache.block_size
-            if not fits_budget(request, remaining, prefills, budget, self.cache.block_size):
-                continue
-            if self._twin_is_ahead(request, len(hits), prefills):
-                continue
-            if bypassed is not None:
-                bypassed.num_bypassed += 1
-            if request.slot < 0:
-                request.slot = self._free_slots.pop()
-                new.append(request)
-            self._start(request, hits)
-            admitted.append(request)
+        num_slots = len(self._free_slots)
+        for request, hits in self.waiting.fitting(self.running, prefills, budget, num_slots):
+            request.slot = self._free_slots.pop()
+            self.cache.allocate(request, self.waiting.blocks_wanted(request), hits)
+            request.state = RequestState.RUNNING
+            insort(self.running, request, key=by_age)
             prefills.append(request)
-        if admitted:
-            self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
-        return new
+            admitted.append(request)
+            self._count_admission(request)
+        for request in admitted:
+            self.waiting.remove(request)
+        return admitted
 
-    def _blocks_wanted(self, request: Request) -> int:
-        """The whole prompt and one block more, as far as the request can ever use them."""
-        most = self.cache.blocks_for(request.max_length - 1)
-        return min(self.cache.blocks_for(len(request.token_ids)) + 1, most)
-
-    def _hits_if_it_fits(self, request: Request) -> list[Entry] | None:
-        free = self.cache.num_free_blocks
-        looks_again = (self._num_steps + request.sequence_number) % RETRY_STEPS == 0  # its prefix may be there now
-        if self.running and free < request.blocks_missed and not looks_again:
-            return None
-        hits = self.cache.match(request)
-        needed = self.cache.blocks_to_admit(self._blocks_wanted(request), hits)
-        if self.running:  # room for the running ones to grow, or the newcomer would be preempted at once
-            needed += min(len(self.running), max(1, self.cache.pool.num_usable // 100))
-        request.blocks_missed = needed
-        return hits if needed <= free else None
-
-    def _start(self, request: Request, hits: list[Entry]) -> None:
-        self.cache.allocate(request, self._blocks_wanted(request), hits)
-        request.state = RequestState.RUNNING
-        request.blocks_missed = 0
-        insort(self.running, request, key=lambda running: running.sequence_number)
-        if not request.was_admitted:  # later hits, after a preemption, are its own blocks
-            request.num_cached_tokens = request.num_computed
-            request.scheduled_time = self.clock()
-            self.prompt_tokens += request.num_prompt_tokens
+    def _count_admission(self, request: Request) -> None:
+        if request.was_admitted:  # before a preemption: these hits are its own blocks
+            return
+        request.num_cached_tokens = request.num_computed
+        request.scheduled_time = self.clock()
+        self.prompt_tokens += request.num_prompt_tokens
+        if self.cache.enable_prefix_caching:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed
 
-    def _twin_is_ahead(self, request: Request, num_hits: int, prefills: list[Request]) -> bool:
-        """Whether an older prompt is just computing the very block that this one needs next: then waiting for it is
-        cheaper than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
-        for twin in prefills:
-            if (
-                twin.sequence_number < request.sequence_number
-                and num_hits < min(len(twin.block_hashes), len(request.block_hashes))
-                and twin.num_computed < (num_hits + 1) * self.cache.block_size
-                and twin.block_hashes[num_hits][0] == request.block_hashes[num_hits][0]
-            ):
-                stands_still = request.twin_progress == twin.num_computed
-                request.twin_progress = twin.num_computed
-                return not stands_still
-        return False
+    def _free(self, request: Request) -> None:
+        self.cache.release(request)
+        if request.slot >= 0:
+            self._released_slots.append(request.slot)
+            request.slot = -1
 
     def _finish(self, request: Request) -> None:
         """Frees all that the request holds. It stays in `running` until _sweep()."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
-        self.cache.release(request)
+        self._free(request)
         del self.requests[request.request_id]
-        if request.slot >= 0:
-            self._released_slots.append(request.slot)
-            request.slot = -1
 
     def _sweep(self) -> None:
         self.running = [request for request in self.running if request.state is RequestState.RUNNING]

@@ -13,11 +13,12 @@ import msgspec
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.kv_cache import KVCache
+from server.engine.limits import SchedulerConfig
 from server.engine.link import EngineLink
 from server.engine.messages import EngineFailed
 from server.engine.parent import die_with_parent
 from server.engine.runner import LoadedRunner, load
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

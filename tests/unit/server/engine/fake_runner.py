@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
 from server.engine.config import EngineConfig
@@ -28,7 +29,7 @@ class DeviceLostError(RuntimeError):
     pass
 
 
-def next_token(token_ids: Sequence[int], *, vocab_size: int = 31_000) -> int:
+def next_token(token_ids: npt.ArrayLike, *, vocab_size: int = 31_000) -> int:
     """Never a token with an effect, rarely EOS."""
     return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
 
@@ -51,11 +52,12 @@ class FakeRunner:
         self.kernels = {"full_attention": "fake"}
         self.memory = np.full((num_blocks, block_size), NOTHING, dtype=np.int64)
         self.slots: dict[int, SamplingParams] = {}
+        self.lengths: dict[int, int] = {}  # tokens that a sampler with penalties would know
         self.batches: list[StepBatch] = []
         self.keep_batches = False
         self.num_steps = 0
         self.lost = False
-        self.memory_for: Callable[[StepBatch], bool] = lambda batch: True
+        self.memory_for: Callable[[StepBatch], bool] = bool
 
     def warm_up(self) -> None:
         pass
@@ -64,6 +66,10 @@ class FakeRunner:
         assert slot not in self.slots, "slot added twice"
         assert prompt_token_ids
         self.slots[slot] = sampling
+        self.lengths[slot] = len(prompt_token_ids)
+
+    def append_known(self, slot: int, token_ids: Sequence[int]) -> None:
+        self.lengths[slot] += len(token_ids)
 
     def remove_request(self, slot: int) -> None:
         del self.slots[slot]
@@ -98,6 +104,8 @@ class FakeRunner:
         self.memory[list(seq.block_ids[first:last])] = flat.reshape(-1, size)
         if not seq.sample:
             return
+        assert self.lengths[seq.slot] == length, "the sampler has not seen every generated token"
+        self.lengths[seq.slot] += 1
         seen = self.memory[list(seq.block_ids[:last])].reshape(-1)[:length]
         token = next_token(seen)
         output.token_ids.append(token)

@@ -1,0 +1,228 @@
+"""The API process's side of the engine: one stream per request over whichever engine process lives now. Knows token ids
+and failures, no text, no HTTP. All of it runs on one event loop."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from server.engine.config import EngineConfig
+from server.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    RequestFailed,
+    RequestTimes,
+    Shutdown,
+    TokenDelta,
+)
+from server.engine.process import EngineProcess
+from server.engine.stream import TokenStream
+from server.errors import EngineUnavailable, from_code
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 3  # within DEATH_WINDOW seconds; one more and the engine stays dead
+DEATH_WINDOW = 300.0
+ENDED = "the engine process ended"  # when it did not say why
+END_GRACE = 5.0  # seconds an engine that reported its own failure may take to end
+
+
+class EngineClient:
+    """Starts the engine, restarts it when it dies, and gives every request its own stream of TokenDeltas."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        times: Callable[[RequestTimes], None] | None = None,
+        max_deaths: int = MAX_DEATHS,
+        death_window: float = DEATH_WINDOW,
+    ) -> None:
+        self.config = config
+        self.times = times
+        self.max_deaths = max_deaths
+        self.death_window = death_window
+        self.stats: EngineStats | None = None
+        self.num_deaths = 0
+        self._engine: EngineProcess | None = None
+        self._ready: asyncio.Future[EngineReady] | None = None  # of this life, or of the next while there is one
+        self._streams: dict[str, TokenStream] = {}
+        self._supervisor: asyncio.Task[None] | None = None
+        self._last_message = 0.0
+        self._was_ready = False
+        self._stopping = False
+        self._failure = ENDED
+        self._deaths: deque[float] = deque()
+
+    async def start(self) -> None:
+        """Spawns the engine process; its sockets are bound when this returns, its model is not loaded."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._engine = EngineProcess(self.config)
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def ready(self) -> EngineReady:
+        """Waits until the engine (or its successor) serves. Raises EngineUnavailable when it never will."""
+        if self._ready is None:
+            raise EngineUnavailable("The engine was not started.")
+        return await asyncio.shield(self._ready)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready is not None and self._ready.done() and self._ready.exception() is None
+
+    @property
+    def alive(self) -> bool:
+        """False before start(), after shutdown() and when the engine died too often to be started again."""
+        return self._supervisor is not None and not self._supervisor.done()
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine was last heard of; 0 while it loads."""
+        return time.monotonic() - self._last_message if self.is_ready else 0.0
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._engine is None else self._engine.pid
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+        """The request's deltas; the last one has a finish_reason. Closing the iterator early aborts the request in
+        the engine, before the first token too. Raises the LongwaveError that ended it otherwise."""
+        if not self.is_ready or self._stopping or self._engine is None:
+            raise EngineUnavailable("The engine is not ready.")
+        if request.request_id in self._streams:
+            raise ValueError(f"request {request.request_id} is already open")
+        stream = self._streams[request.request_id] = TokenStream(request.request_id)
+        ended = False
+        try:
+            self._engine.send(request)
+            while not ended:
+                delta = await stream.get()
+                ended = delta.finish_reason is not None
+                yield delta
+        finally:
+            del self._streams[request.request_id]
+            if not ended:
+                self.abort(request.request_id)  # of a request that has ended already, it says nothing
+
+    def abort(self, request_id: str) -> None:
+        """An open stream of that name ends with finish_reason "abort". Unknown names are ignored."""
+        if self._engine is not None and self.is_ready:
+            with contextlib.suppress(EngineUnavailable):  # then there is nothing to abort
+                self._engine.send(AbortRequests([request_id]))
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Lets open requests finish for `timeout` seconds, then ends the engine. No new ones from now on."""
+        self._stopping = True
+        engine, supervisor = self._engine, self._supervisor
+        if supervisor is None:
+            return
+        if engine is not None and self.is_ready:
+            with contextlib.suppress(EngineUnavailable, TimeoutError):
+                engine.send(Shutdown())
+                await asyncio.wait_for(engine.ended.wait(), timeout)
+        if engine is not None:
+            engine.kill()
+        await supervisor
+
+    async def _supervise(self) -> None:
+        """Life after life, until told to stop or until there were too many deaths."""
+        try:
+            while self._engine is not None:
+                await self._live(self._engine)
+                if not self._may_restart():
+                    return
+                logger.error("engine ended (%s); starting it again", self._failure)
+                self._failure = ENDED
+                self._engine = EngineProcess(self.config)
+        except Exception:
+            logger.critical("the engine's supervisor failed", exc_info=True)
+            raise
+        finally:
+            self._engine = None
+            self._lose()
+            if self._ready is not None and not self._ready.done():
+                self._ready.set_exception(EngineUnavailable(f"The engine is not running: {self._failure}."))
+                self._ready.exception()  # seen, even if nobody waits for it
+
+    async def _live(self, engine: EngineProcess) -> None:
+        """One engine from its first message to its last; everything of it is gone when this returns."""
+        reader = asyncio.create_task(self._read(engine), name="engine-reader")
+        end = asyncio.create_task(engine.ended.wait())
+        try:
+            await asyncio.wait((reader, end), return_when=asyncio.FIRST_COMPLETED)
+            if not end.done():
+                reader.result()  # the reader never returns: raises what stopped it
+            while messages := await engine.receive(0.0):
+                self._dispatch(messages, engine)
+        finally:
+            reader.cancel()
+            end.cancel()
+            await asyncio.wait((reader, end))
+            self._lose()
+            await engine.close()
+
+    async def _read(self, engine: EngineProcess) -> None:
+        while True:
+            self._dispatch(await engine.receive(), engine)
+            await asyncio.sleep(0)  # a socket that always has something to read must not hold the loop
+
+    def _dispatch(self, messages: list[FromEngine], engine: EngineProcess) -> None:
+        self._last_message = time.monotonic()
+        for message in messages:
+            match message:
+                case TokenDelta():
+                    stream = self._streams.get(message.request_id)
+                    if stream is not None:
+                        stream.put(message)
+                case RequestTimes():
+                    if self.times is not None:
+                        self.times(message)
+                case EngineStats():
+                    self.stats = message
+                case RequestFailed(request_id=request_id, code=code, message=text):
+                    stream = self._streams.get(request_id)
+                    if stream is not None:
+                        stream.fail(from_code(code, text))
+                case EngineReady():
+                    engine.remove_directory()
+                    self._was_ready = True
+                    if self._ready is not None and not self._ready.done():
+                        self._ready.set_result(message)
+                case EngineFailed(message=text):
+                    self._failure = text
+                    self._lose()
+                    asyncio.get_running_loop().call_later(END_GRACE, engine.kill)
+
+    def _lose(self) -> None:
+        """From now on nobody is ready, until a next engine says so; what was open has failed."""
+        if self.is_ready:
+            self._ready = asyncio.get_running_loop().create_future()
+        for stream in self._streams.values():
+            stream.fail(EngineUnavailable("The engine stopped while it ran this request."))
+
+    def _may_restart(self) -> bool:
+        """An engine that never came up will not come up the next time; one that served may."""
+        if self._stopping:
+            return False
+        self.num_deaths += 1
+        if not self._was_ready:
+            logger.critical("the engine could not start: %s", self._failure)
+            return False
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - self.death_window:
+            self._deaths.popleft()
+        if len(self._deaths) > self.max_deaths:
+            logger.critical("the engine ended %d times in %.0f s and stays down", len(self._deaths), self.death_window)
+            return False
+        return True

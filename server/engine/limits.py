@@ -1,0 +1,44 @@
+"""Which requests can ever run: numbers of tokens and blocks against what this engine has. Knows nothing of load."""
+
+from dataclasses import dataclass
+
+from server.engine.kv_cache import KVCache
+from server.engine.messages import RequestFailed
+from server.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    queue_timeout: float | None = None  # seconds
+
+
+def refusal(request: Request, config: SchedulerConfig, cache: KVCache) -> RequestFailed | None:
+    """Why the request can never run; None when it can. The API process refuses the same things earlier and nicer."""
+    for code, message in _problems(request, config, cache):
+        return RequestFailed(request.request_id, code, message)
+    return None
+
+
+def _problems(request: Request, config: SchedulerConfig, cache: KVCache) -> list[tuple[str, str]]:
+    length, most = request.num_prompt_tokens, config.vocab_size - 1
+    if length == 0:
+        return [("server_error", "The prompt has no tokens.")]
+    problems: list[tuple[str, str]] = []
+    if length >= config.max_model_len:
+        text = f"The prompt has {length} tokens; this server's maximum context length is {config.max_model_len}."
+        problems.append(("context_length_exceeded", text))
+    stored = request.max_length - 1  # the last token is never run
+    usable = cache.pool.num_usable
+    if cache.blocks_for(stored) > usable:
+        room = usable * cache.block_size
+        text = f"The prompt and its completion need {stored} tokens of KV cache; this server has room for {room}."
+        problems.append(("context_length_exceeded", text))
+    for name, ids in (("The prompt", request.token_ids), ("logit_bias", request.sampling.logit_bias)):
+        if ids and (min(ids) < 0 or max(ids) > most):
+            problems.append(("unsupported_parameter", f"{name} has a token id outside of 0 to {most}."))
+    return problems

@@ -1,0 +1,81 @@
+"""The production runner: a model from models.loader, its pages and kernels, and how its device fails. The only file of
+the engine that imports torch; knows no requests."""
+
+import logging
+
+import torch
+
+from attention_backend import dispatch
+from models import loader, registry
+from models.kv_pool import MemoryBudget
+from models.runner import ModelRunner
+from server.engine.config import EngineConfig
+from server.engine.runner import LoadedRunner
+
+logger = logging.getLogger(__name__)
+
+
+def load(config: EngineConfig) -> LoadedRunner:
+    """Loads weights, tests them against eager attention, allocates the KV cache. Raises what the person who started
+    the server must know: models.errors, an unsupported model, a pool too small."""
+    device = _device(config.device)
+    model = loader.load(
+        registry.resolve(config.model), dtype=config.dtype, device=device, load_format=config.load_format
+    )
+    _check_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
+    max_model_len = _max_model_len(config, model.max_position_embeddings)
+    runner = ModelRunner(
+        model,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_blocks=config.num_gpu_blocks_override,
+        memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
+    )
+    on_gpu = device.type == "cuda"
+    return LoadedRunner(
+        runner=runner,
+        model=model.name,
+        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        out_of_memory=(torch.OutOfMemoryError, MemoryError),
+        probe=torch.cuda.synchronize if on_gpu else _host_is_there,
+        free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,
+        kernel_calls=dispatch.calls,
+    )
+
+
+def _device(name: str) -> torch.device:
+    """An explicit "cuda" without a GPU is an error, never a CPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device is 'cuda', but torch finds no usable GPU (see `longwave doctor`)")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
+    """What is served: as asked, but no more than a pool of a given size holds."""
+    length = config.max_model_len or max_position_embeddings
+    if length > max_position_embeddings:
+        raise ValueError(f"max_model_len is {length}, but the model was made for {max_position_embeddings} positions")
+    if config.num_gpu_blocks_override is None:
+        return length
+    room = (config.num_gpu_blocks_override - 1) * config.block_size
+    if room < length:
+        logger.warning("max_model_len is %d instead of %d: %d blocks hold no more", room, length, room)
+    return min(length, room)
+
+
+def _check_kv_cache_dtype(name: str, dtype: torch.dtype) -> None:
+    served = str(dtype).removeprefix("torch.")
+    if name not in ("auto", served):
+        raise ValueError(f"kv_cache_dtype is {name}, but with this model the KV cache is {served}")
+
+
+def _host_is_there() -> None:
+    """A CPU has no lost devices and caches no memory that a retry could use."""

@@ -1,0 +1,115 @@
+"""One life of the engine process as the API process sees it: spawn, sockets, the moment it ends. Knows no requests."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from server.engine.config import EngineConfig
+from server.engine.link import FROM_ENGINE, TO_ENGINE, decode_from_engine, encode
+from server.engine.messages import FromEngine, ToEngine
+from server.engine.worker import WorkerArguments
+from server.errors import EngineUnavailable
+
+REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
+MAX_FRAME_BYTES = 1 << 30
+
+
+class EngineProcess:
+    """Call from the event loop's thread: the engine ends when the thread that started it does."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.ended = asyncio.Event()
+        self.directory = Path(tempfile.mkdtemp(prefix="longwave-"))  # mode 0700
+        self._context = zmq.Context(io_threads=1)
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._inbox: Any = zmq.asyncio.Socket(self._context, zmq.PULL)  # Any: its stubs are those of the blocking one
+        self._bind(self._outbox, TO_ENGINE)
+        self._bind(self._inbox, FROM_ENGINE)
+        self._loop = asyncio.get_running_loop()
+        # The child holds the only write end: end-of-file says that it is gone, however it went.
+        self._sentinel, childs_end = os.pipe()
+        try:
+            self.process = self._spawn(config, childs_end)
+        except BaseException:
+            os.close(self._sentinel)
+            self._close_sockets()
+            raise
+        finally:
+            os.close(childs_end)
+        self._loop.add_reader(self._sentinel, self._on_end)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, message: ToEngine) -> None:
+        """Never waits: the queue is as long as admission allows. Raises EngineUnavailable when nobody is there."""
+        if self.ended.is_set():
+            raise EngineUnavailable("The engine is not running.")
+        try:
+            self._outbox.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineUnavailable("The engine can not be reached.") from error
+
+    async def receive(self, timeout: float | None = None) -> list[FromEngine]:
+        """One frame's messages; empty after `timeout` seconds without any. Cancelling it loses nothing."""
+        milliseconds = None if timeout is None else int(timeout * 1000)
+        if not await self._inbox.poll(milliseconds):
+            return []
+        return decode_from_engine(await self._inbox.recv(zmq.NOBLOCK))
+
+    def remove_directory(self) -> None:
+        """Once both sides are connected the names are not needed: nothing stays behind, even after kill -9."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def close(self) -> None:
+        """Kills what still runs, waits for its end, frees everything."""
+        self.kill()
+        await self.ended.wait()
+        while self.process.poll() is None:
+            await asyncio.sleep(REAP_INTERVAL)
+        self._close_sockets()
+
+    def _spawn(self, config: EngineConfig, childs_end: int) -> subprocess.Popen[bytes]:
+        arguments = WorkerArguments(config, str(self.directory), os.getpid(), logging.getLogger().getEffectiveLevel())
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "server.engine.worker", msgspec.json.encode(arguments).decode()],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            pass_fds=(childs_end,),
+        )
+
+    def _bind(self, socket: Any, name: str) -> None:
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        path = self.directory / name
+        socket.bind(f"ipc://{path}")
+        path.chmod(0o600)
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._sentinel)
+        os.close(self._sentinel)
+        self.ended.set()
+
+    def _close_sockets(self) -> None:
+        self._outbox.close(0)
+        self._inbox.close(0)
+        self._context.term()
+        self.remove_directory()

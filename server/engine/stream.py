@@ -1,0 +1,74 @@
+"""What one open request has received and its reader has not: bounded, whatever the reader does. Knows no sockets."""
+
+import asyncio
+from collections import deque
+
+from server.engine.messages import TokenDelta
+from server.errors import LongwaveError, RequestFailedError
+
+MAX_EVENTS = 256  # then new deltas are merged into the last one
+MAX_BUFFERED = 65_536  # tokens and logprobs entries: a reader that far behind is not reading
+
+
+class TokenStream:
+    """Deltas in order, for one reader. An error comes after the deltas that were received before it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._deltas: deque[TokenDelta] = deque()
+        self._buffered = 0
+        self._error: LongwaveError | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def num_events(self) -> int:
+        return len(self._deltas)
+
+    def put(self, delta: TokenDelta) -> None:
+        if self._error is not None:
+            return
+        self._buffered += _weight(delta)
+        if self._buffered > MAX_BUFFERED:
+            self._deltas.clear()
+            self.fail(RequestFailedError("The client did not read its answer fast enough."))
+            return
+        if len(self._deltas) >= MAX_EVENTS:
+            delta = _merge(self._deltas.pop(), delta)
+        self._deltas.append(delta)
+        self._wake.set()
+
+    def fail(self, error: LongwaveError) -> None:
+        if self._error is None:
+            self._error = error
+        self._wake.set()
+
+    async def get(self) -> TokenDelta:
+        """The next delta. Raises the stream's error when there is none left."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        delta = self._deltas.popleft()
+        self._buffered -= _weight(delta)
+        return delta
+
+
+def _weight(delta: TokenDelta) -> int:
+    return len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs or ())
+
+
+def _merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
+    """One delta for both. The lists of `first` are this stream's own and grow in place."""
+    first.token_ids.extend(second.token_ids)
+    logprobs = first.logprobs
+    if logprobs is not None:
+        logprobs.extend(second.logprobs or ())
+    return TokenDelta(
+        first.request_id,
+        first.token_ids,
+        logprobs,
+        second.finish_reason,
+        second.stop_token_id,
+        second.num_cached_tokens,
+    )

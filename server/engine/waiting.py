@@ -1,0 +1,93 @@
+"""Requests without blocks, and which of them may start now. Knows blocks and token budgets, not what runs in a step.
+
+Oldest first, but one that does not fit lets younger ones pass, up to a limit: a giant prompt neither blocks the queue
+nor waits for ever."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+from server.engine.kv_cache import Entry, KVCache
+from server.engine.prefill import fits_budget
+from server.engine.request import Request, by_age
+
+MAX_BYPASSES = 64  # younger requests that may be admitted past one that waits for blocks
+RETRY_STEPS = 16  # one that found no blocks is matched against the prefix cache again after so many steps
+LOOKAHEAD = 256  # requests looked at in one step
+WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
+
+
+class WaitingQueue:
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._requests: list[Request] = []  # oldest first
+        self._num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=by_age)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[bisect_left(self._requests, request.sequence_number, key=by_age)]
+
+    def arrived_before(self, time: float) -> list[Request]:
+        """Those that never ran."""
+        return [request for request in self._requests if request.arrival_time < time and not request.was_admitted]
+
+    def blocks_wanted(self, request: Request) -> int:
+        """The whole prompt and one block more, as far as the request can ever use them."""
+        most = self.cache.blocks_for(request.max_length - 1)
+        return min(self.cache.blocks_for(len(request.token_ids)) + 1, most)
+
+    def fitting(
+        self, running: Sequence[Request], prefills: Sequence[Request], budget: int, num_slots: int
+    ) -> Iterator[tuple[Request, list[Entry]]]:
+        """At most `num_slots` requests that fit now, with their prefix hits. The caller starts each (taking blocks,
+        adding it to `running` and `prefills`, which are looked at again) before it asks for the next, and removes them
+        from the queue afterwards."""
+        self._num_steps += 1
+        bypassed: Request | None = None  # the oldest that found no blocks
+        for request in self._requests[:LOOKAHEAD]:
+            if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
+                return
+            hits = self._hits_if_it_fits(request, len(running))
+            if hits is None:
+                bypassed = bypassed or request
+                continue
+            remaining = len(request.token_ids) - len(hits) * self.cache.block_size
+            if not fits_budget(request, remaining, prefills, budget, self.cache.block_size):
+                continue
+            if self._twin_is_ahead(request, len(hits), prefills):
+                continue
+            if bypassed is not None:
+                bypassed.num_bypassed += 1
+            num_slots -= 1
+            yield request, hits
+
+    def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
+        free = self.cache.num_free_blocks
+        looks_again = (self._num_steps + request.sequence_number) % RETRY_STEPS == 0  # its prefix may be there now
+        if num_running and free < request.blocks_missed and not looks_again:
+            return None
+        hits = self.cache.match(request)
+        needed = self.cache.blocks_to_admit(self.blocks_wanted(request), hits)
+        if num_running:  # room for the running ones to grow, or the newcomer would be preempted at once
+            needed += min(num_running, max(1, self.cache.pool.num_usable // WATERMARK))
+        request.blocks_missed = 0 if needed <= free else needed
+        return hits if needed <= free else None
+
+    def _twin_is_ahead(self, request: Request, num_hits: int, prefills: Sequence[Request]) -> bool:
+        """Whether an older prompt is just computing the very block that this one needs next: then waiting for it is
+        cheaper than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
+        for twin in prefills:
+            if (
+                twin.sequence_number < request.sequence_number
+                and num_hits < min(len(twin.block_hashes), len(request.block_hashes))
+                and twin.num_computed < (num_hits + 1) * self.cache.block_size
+                and twin.block_hashes[num_hits][0] == request.block_hashes[num_hits][0]
+            ):
+                stands_still = request.twin_progress == twin.num_computed
+                request.twin_progress = twin.num_computed
+                return not stands_still
+        return False

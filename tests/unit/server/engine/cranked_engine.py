@@ -1,0 +1,136 @@
+"""Core, scheduler and fake runner in one process: the test adds requests and turns the crank."""
+
+import random
+from collections.abc import Callable
+
+import fake_runner
+import pytest
+from fake_runner import FakeRunner
+
+from models.batch import SamplingParams
+from server.engine.core import EngineCore
+from server.engine.kv_cache import KVCache
+from server.engine.limits import SchedulerConfig
+from server.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    FromEngine,
+    RequestFailed,
+    RequestTimes,
+    ToEngine,
+    TokenDelta,
+)
+from server.engine.runner import LoadedRunner
+from server.engine.scheduler import Scheduler
+
+
+class ListLink:
+    """A link of two lists, in one process."""
+
+    def __init__(self) -> None:
+        self.inbox: list[ToEngine | RequestFailed] = []
+        self.sent: list[FromEngine] = []
+
+    def receive(self, timeout: float) -> list[ToEngine | RequestFailed]:
+        del timeout
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, messages: list[FromEngine]) -> None:
+        self.sent += messages
+
+
+class Engine:
+    """Core, scheduler and fake runner; the test turns the crank."""
+
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        *,
+        budget: int = 256,
+        max_num_seqs: int = 64,
+        max_model_len: int = 100_000,
+        caching: bool = True,
+        queue_timeout: float | None = None,
+    ) -> None:
+        self.runner = FakeRunner(num_blocks, block_size)
+        self.cache = KVCache(num_blocks, block_size, enable_prefix_caching=caching)
+        self.now = 0.0
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            vocab_size=fake_runner.VOCAB_SIZE,
+            eos_token_ids=(fake_runner.EOS,),
+            queue_timeout=queue_timeout,
+        )
+        self.scheduler = Scheduler(config, self.cache, clock=lambda: self.now)
+        self.link = ListLink()
+        loaded = LoadedRunner(
+            runner=self.runner,
+            model="fake",
+            device="cpu",
+            dtype="float32",
+            max_model_len=max_model_len,
+            vocab_size=fake_runner.VOCAB_SIZE,
+            eos_token_ids=(fake_runner.EOS,),
+            probe=self.runner.probe,
+        )
+        self.core = EngineCore(loaded, self.scheduler, self.link, clock=lambda: self.now)
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str | None] = {}
+        self.failures: dict[str, RequestFailed] = {}
+        self.stats: list[EngineStats] = []
+        self.times: dict[str, RequestTimes] = {}
+        self.cached: dict[str, int] = {}
+        self.num_turns = 0
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 8, salt: bytes = b"", **sampling: object) -> None:
+        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        self.link.inbox.append(AddRequest(name, prompt, params, cache_salt=salt))
+
+    def abort(self, *names: str) -> None:
+        self.link.inbox.append(AbortRequests(list(names)))
+
+    def turn(self) -> None:
+        self.num_turns += 1
+        self.now += 1.0
+        self.core.turn()
+        for message in self.link.sent:
+            match message:
+                case TokenDelta():
+                    self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
+                    if message.finish_reason:
+                        self.reasons[message.request_id] = message.finish_reason
+                    if message.token_ids:
+                        self.cached[message.request_id] = message.num_cached_tokens
+                case RequestFailed():
+                    self.failures[message.request_id] = message
+                case EngineStats():
+                    self.stats.append(message)
+                case RequestTimes():
+                    self.times[message.request_id] = message
+                case _:
+                    pytest.fail(f"unexpected {message}")
+        self.link.sent.clear()
+
+    def run(self, until: Callable[[], bool] | None = None, limit: int = 100_000) -> None:
+        for _ in range(limit):
+            if until is not None and until():
+                return
+            self.turn()
+            if until is None and not self.scheduler.has_work:
+                return
+        pytest.fail("the engine does not come to an end")
+
+    def assert_nothing_is_held(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.cache.num_free_blocks == self.cache.pool.num_usable
+        assert not self.runner.slots
+        assert not self.scheduler.requests
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1, 30_000) for _ in range(count)]

@@ -1,0 +1,62 @@
+"""The door: what it refuses, and that it counts what it lets in."""
+
+from typing import Any
+
+import pytest
+
+from server.engine.admission import Admission
+from server.engine.config import EngineConfig
+from server.errors import ContextLengthExceeded, ServerOverloaded
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "fits"),
+    [(99, None, True), (100, None, False), (60, 40, True), (61, 40, False), (1, 99, True), (1000, 1, False)],
+)
+def test_only_what_can_fit_passes(prompt: int, max_tokens: int | None, fits: bool) -> None:
+    admission = Admission(1, max_model_len=100)
+    if fits:
+        admission.check(prompt, max_tokens)
+        return
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 100 tokens") as refused:
+        admission.check(prompt, max_tokens)
+    assert refused.value.status == 400
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_full_server_refuses_at_once_and_says_when_to_come_back() -> None:
+    admission = Admission.of(EngineConfig(model="fake", max_num_seqs=2, max_queued_requests=1))
+    with admission.reserve(2):
+        with admission.reserve():
+            with pytest.raises(ServerOverloaded) as refused, admission.reserve():
+                pytest.fail("there was no room")
+            assert refused.value.retry_after is not None
+        with pytest.raises(ServerOverloaded), admission.reserve(2):
+            pytest.fail("there was no room for two")
+    assert admission.num_requests == 0
+
+
+def test_a_failed_request_gives_its_place_back() -> None:
+    admission = Admission(1)
+    with pytest.raises(ValueError), admission.reserve():
+        raise ValueError
+    with admission.reserve():
+        assert admission.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_size": 48},
+        {"max_num_seqs": 0},
+        {"max_num_seqs": 512, "max_num_batched_tokens": 256},
+        {"gpu_memory_utilization": 0.0},
+        {"max_model_len": 1},
+        {"num_gpu_blocks_override": 1},
+        {"queue_timeout": 0.0},
+        {"runner": "nowhere"},
+    ],
+)
+def test_a_configuration_that_can_not_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        EngineConfig(model="fake", **wrong)
