@@ -24,11 +24,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-import machine
-from attention_cells import SECTIONS, Cell, quick, select
-from attention_contenders import FA2, OURS, REGISTRY, Call, Contender, Tensors, relative_error
-from attention_report import Record, Report, Result
-from stopwatch import Stopwatch, alternate, copy_bandwidth
+from benchmarks import machine
+from benchmarks.attention_cells import SECTIONS, Cell, quick, select
+from benchmarks.attention_contenders import FA2, OURS, REGISTRY, Call, Contender, Tensors, relative_error
+from benchmarks.attention_report import Record, Report, Result
+from benchmarks.stopwatch import Stopwatch, alternate, copy_bandwidth
 
 TOLERANCE = 1e-2  # relative; two bf16 implementations differ by about 3e-3
 _ROTATED_BYTES = 256 * 1024 * 1024

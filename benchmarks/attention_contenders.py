@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from attention_cells import Cell
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from attention_backend import dispatch
 from attention_backend.problem import AttentionArgs
+from benchmarks.attention_cells import Cell
 
 Call = Callable[[], Tensor]  # returns [batch, seqlen_q, heads, head_dim]
 _TRUTH_ROWS = 256

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attention_cells import Cell
+from benchmarks.attention_cells import Cell
 
 FORWARD_GOAL, DECODE_GOAL = 0.95, 0.85
 _GOAL_SEQLENS = range(2048, 16384 + 1)

@@ -1,21 +1,24 @@
 """The device under test. Without a GPU `gpu` tests skip, or run on the CPU with LONGWAVE_KERNEL_TESTS_ON_CPU=1.
 
-The seed of the random inputs is fresh in every session and printed in the header; LONGWAVE_TEST_SEED repeats one.
+The seed of the random inputs is fresh in every session and printed with a failure; LONGWAVE_TEST_SEED repeats one.
 """
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
 
-from .problems import SESSION_SEED
+from .problems import SESSION_SEED, Case
 
 ON_CPU = os.environ.get("LONGWAVE_KERNEL_TESTS_ON_CPU") == "1"
 
 
-def pytest_report_header() -> str:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return f"kernel tests: GPU {gpu}, LONGWAVE_TEST_SEED={SESSION_SEED}"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    report.sections.append(("random inputs", f"LONGWAVE_TEST_SEED={SESSION_SEED}"))
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """The kernels of all selected cases, compiled on all cores."""
+    if torch.cuda.is_available():
+        from .compile_ahead import compile_ahead
+
+        calls = (getattr(item, "callspec", None) for item in request.session.items if item.get_closest_marker("gpu"))
+        cases = (call.params.get("case") for call in calls if call is not None)
+        compile_ahead(case for case in cases if isinstance(case, Case))
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import attention
-import machine
 import pytest
 import torch
-from attention_cells import Cell, decode_cells, forward_cells, paged_cells, quick, select
-from attention_contenders import FA2, OURS, REGISTRY, Contender, Tensors, relative_error
-from attention_report import Record, Report, Result
-from stopwatch import Call, alternate, repeats
 from typer.testing import CliRunner
+
+from benchmarks import attention, machine
+from benchmarks.attention_cells import Cell, decode_cells, forward_cells, paged_cells, quick, select
+from benchmarks.attention_contenders import FA2, OURS, REGISTRY, Contender, Tensors, relative_error
+from benchmarks.attention_report import Record, Report, Result
+from benchmarks.stopwatch import Call, alternate, repeats
 
 CPU = torch.device("cpu")
 SMALL = Cell("forward", 2, 24, 24, 4, 2, 16, True)

@@ -1,0 +1,1 @@
+"""Scripts that measure. Not a package to install: run them from a checkout."""

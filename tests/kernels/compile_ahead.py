@@ -1,0 +1,43 @@
+"""Compiles the kernels that selected cases need, on all cores, before the first of them runs: minutes become seconds.
+
+Only a head start: a kernel that is missing here is compiled at its first launch as usual.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
+from attention_backend.kernels.variants import Options, combine_variant, decode_variant, f32_variant, forward_variant
+
+from .problems import Case
+
+_DECODE_ROWS = 64  # up to here flash_decode serves
+
+
+def options_of(case: Case) -> Options:
+    return Options(
+        case.torch_dtype,
+        case.dim,
+        case.dim_v,
+        paged="paged" in case.layout,
+        key_mask=case.keys == "key_mask",
+        softcap="softcap" in case.score,
+        alibi="alibi" in case.score,
+        bias={"bias_float": 1, "bias_element": 2}.get(case.keys, 0),
+    )
+
+
+def variants_of(case: Case, arch: str) -> list[KernelVariant]:
+    options = options_of(case)
+    if case.torch_dtype == torch.float32:
+        return [f32_variant(options, arch)]
+    rows = case.heads // case.kv_heads * case.sq
+    if rows <= _DECODE_ROWS:
+        return [decode_variant(options, arch, rows)[0], combine_variant(case.torch_dtype, arch)]
+    return [forward_variant(options, arch)[0]]
+
+
+def compile_ahead(cases: Iterable[Case]) -> None:
+    arch = arch_for(torch.cuda.get_device_capability())
+    build_variants((variant for case in cases for variant in variants_of(case, arch)), default_cache())
