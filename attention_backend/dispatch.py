@@ -1,118 +1,201 @@
-"""(device, dtype, head_dim, phase, options) -> the implementation that serves: a capability table, never a fallback.
+"""Which kernel serves a problem: one capability table, walked in order, never a silent fallback.
 
-Knows what each implementation can do; knows no tensor contents and waits for no device.
+Knows what kernels can do, not how they do it.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from attention_backend.problem import UNBOUNDED, AttentionArgs
+from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.jit.spec import ARCHS
+from attention_backend.kernels.covering import covering_set
+from attention_backend.problem import AttentionArgs
 
-ALL_OPTIONS = frozenset(
-    {
-        *("varlen", "paged", "leftpad", "mask_desc", "key_mask", "bias"),
-        *("alibi", "sinks", "window", "chunk", "softcap", "head_dim_v"),
-    }
-)
+__all__ = [
+    "TABLE",
+    "Capability",
+    "KernelSpec",
+    "UnsupportedError",
+    "calls",
+    "covering_set",
+    "describe",
+    "run",
+    "select",
+]
+
+Result = tuple[Tensor, Tensor]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *_HALVES)
+_MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
+_MAX_GRID = 65535  # blocks in y and z
+_DECODE_ROWS = 64
+_DECODE_SEQUENCES = 4096
 
 
 class UnsupportedError(NotImplementedError):
-    """No implementation serves this combination; the message lists what is served."""
+    """No kernel serves this problem. The message lists each kernel and what it refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """One row of the table: what one implementation serves."""
+    """One line of the table: what a kernel serves, and why it refuses a problem."""
 
-    name: str
-    module: str  # has forward(args) -> (out, lse); imported at first use
+    kernel: str
     device: str  # torch device type
-    dtypes: frozenset[torch.dtype]
-    head_dims: range  # of q and k, and of v
-    options: frozenset[str]
-    phases: frozenset[str]  # "decode": one query row a sequence; "prefill": more
+    dtypes: tuple[torch.dtype, ...]
+    serves: str  # in words, for errors, `longwave doctor` and the documentation
+    refusal: Callable[[AttentionArgs], str | None]
+    archs: tuple[str, ...] = ()
+
+    def refuses(self, args: AttentionArgs) -> str | None:
+        """The first reason why this kernel cannot serve the problem, or None."""
+        if args.q.device.type != self.device:
+            return f"it runs on {self.device}, the tensors are on {args.q.device.type}"
+        if args.dtype not in self.dtypes:
+            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {args.dtype}"
+        return self.refusal(args)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """The kernel that serves a problem, and where."""
+
+    kernel: str
+    arch: str  # "cpu" or an architecture of attention_backend.jit.ARCHS
 
     def __str__(self) -> str:
-        dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self.dtypes))
-        dims = f"head_dim {self.head_dims.start} to {self.head_dims[-1]} in steps of {self.head_dims.step}"
-        return (
-            f"{self.name}: {self.device}, {dtypes}; {dims}; {' and '.join(sorted(self.phases))}; "
-            f"options {', '.join(sorted(self.options))}"
-        )
+        return self.kernel if self.arch == "cpu" else f"{self.kernel}[{self.arch}]"
 
 
-KernelSpec = Capability
+def _any(args: AttentionArgs) -> str | None:  # noqa: ARG001
+    return None
 
-TABLE: tuple[Capability, ...] = (
+
+def _cuda(args: AttentionArgs) -> str | None:
+    if max(args.head_dim, args.head_dim_v) > _MAX_HEAD_DIM:
+        return f"head_dim {args.head_dim}/{args.head_dim_v} is above {_MAX_HEAD_DIM}"
+    if args.batch > _MAX_GRID or args.num_heads > _MAX_GRID:
+        return f"batch {args.batch} x {args.num_heads} heads is above {_MAX_GRID} in one of them"
+    if args.bias is not None and args.bias.dtype not in (torch.float32, args.dtype):
+        return f"the bias is {args.bias.dtype}, neither float32 nor {args.dtype}"
+    return None
+
+
+def _tensor_cores(args: AttentionArgs) -> str | None:
+    if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
+        return f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
+    if args.dtype == torch.bfloat16 and torch.cuda.get_device_capability(args.q.device) < (8, 0):
+        return "this GPU has no bfloat16 (it needs sm_80): use float16"
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:-1]):
+            return f"{name} is not 16-byte aligned: strides {x.stride()} in elements"
+    return _cuda(args)
+
+
+def _few_rows(args: AttentionArgs) -> str | None:
+    rows = args.num_heads // args.num_kv_heads * args.seqlen_q
+    if rows > _DECODE_ROWS:
+        return f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
+    if args.batch > _DECODE_SEQUENCES:
+        return f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
+    return _tensor_cores(args)
+
+
+_OPTIONS = (
+    "dense, varlen and paged; MHA, GQA, MQA; causal, full, windows, chunks, key padding, key mask, "
+    "softcap, sinks, ALiBi, bias; Nq != Nk"
+)
+
+#: In order of preference.
+TABLE = (
     Capability(
-        name="cpu_reference",
-        module="attention_backend.reference.cpu",
-        device="cpu",
-        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
-        head_dims=range(1, 1025),
-        options=ALL_OPTIONS,
-        phases=frozenset({"decode", "prefill"}),
+        "flash_decode",
+        "cuda",
+        _HALVES,
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}",
+        _few_rows,
+        ARCHS,
+    ),
+    Capability(
+        "flash_fwd_sm80",
+        "cuda",
+        _HALVES,
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; {_OPTIONS}",
+        _tensor_cores,
+        ARCHS,
+    ),
+    Capability(
+        "flash_fwd_f32",
+        "cuda",
+        (torch.float32,),
+        f"head_dim up to {_MAX_HEAD_DIM}, exact float32 arithmetic, not fast; {_OPTIONS}",
+        _cuda,
+        ARCHS,
+    ),
+    Capability(
+        "cpu_reference",
+        "cpu",
+        (torch.float64, *_FLOATS),
+        f"any head_dim; {_OPTIONS}",
+        _any,
     ),
 )
 
 _calls: Counter[str] = Counter()
 
 
-def options_of(args: AttentionArgs) -> frozenset[str]:
-    """The names of the options that this problem uses."""
-    used = {
-        "varlen": args.cu_seqlens_q is not None or args.cu_seqlens_k is not None,
-        "paged": args.block_table is not None,
-        "leftpad": args.leftpad_k is not None,
-        "mask_desc": args.mask_desc is not None,
-        "key_mask": args.key_mask is not None,
-        "bias": args.bias is not None,
-        "alibi": args.alibi_slopes is not None,
-        "sinks": args.sinks is not None,
-        "window": args.window_left != UNBOUNDED or args.window_right > 0,
-        "chunk": args.chunk_size > 0,
-        "softcap": args.softcap != 0.0,
-        "head_dim_v": args.head_dim_v != args.head_dim,
-    }
-    return frozenset(name for name, present in used.items() if present)
-
-
-def phase_of(args: AttentionArgs) -> str:
-    return "decode" if args.seqlen_q == 1 else "prefill"
-
-
 def select(args: AttentionArgs) -> KernelSpec:
-    """The row that will serve. Raises UnsupportedError, whose message lists what is served."""
-    device, options, phase = args.q.device.type, options_of(args), phase_of(args)
-    for row in TABLE:
-        if (
-            row.device == device
-            and args.dtype in row.dtypes
-            and args.head_dim in row.head_dims
-            and args.head_dim_v in row.head_dims
-            and options <= row.options
-            and phase in row.phases
-        ):
-            return row
-    served = "\n".join(f"  {row}" for row in TABLE)
-    raise UnsupportedError(
-        f"no attention for {device}, {str(args.dtype).removeprefix('torch.')}, head_dim {args.head_dim}, "
-        f"head_dim_v {args.head_dim_v}, {phase}, options {', '.join(sorted(options)) or 'none'}. Served:\n{served}"
-    )
+    """The kernel that serves `args`. Raises UnsupportedError, which says what each kernel serves and refused."""
+    reasons = []
+    for line in TABLE:
+        reason = line.refuses(args)
+        if reason is None:
+            return KernelSpec(line.kernel, _arch(args))
+        reasons.append(f"  {line.kernel} ({line.device}) serves {line.serves}\n    but {reason}")
+    raise UnsupportedError("no attention kernel serves this call:\n" + "\n".join(reasons))
 
 
-def run(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Selects, counts and runs. Returns out `args.out_shape` and lse `args.lse_shape`."""
-    row = select(args)
-    _calls[row.name] += 1
-    out, lse = import_module(row.module).forward(args)
-    return out, lse
+def run(args: AttentionArgs) -> Result:
+    """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32."""
+    spec = select(args)
+    _calls[spec.kernel] += 1
+    return _implementation(spec.kernel)(args)
 
 
 def calls() -> dict[str, int]:
-    """How often each implementation ran in this process."""
+    """How often each kernel served since the process started. A replayed CUDA graph counts as captured, once."""
     return dict(_calls)
+
+
+def _arch(args: AttentionArgs) -> str:
+    if args.q.device.type != "cuda":
+        return "cpu"
+    from attention_backend.kernels import device
+
+    return device.arch(args.q.device.index)
+
+
+def _implementation(kernel: str) -> Callable[[AttentionArgs], Result]:
+    if kernel == "cpu_reference":
+        from attention_backend.reference import cpu
+
+        return cpu.forward
+    if kernel == "flash_decode":
+        from attention_backend.kernels import flash_decode
+
+        return flash_decode.forward
+    from attention_backend.kernels import flash_fwd
+
+    return flash_fwd.forward
+
+
+def describe() -> Iterator[str]:
+    """The table in words, a line a kernel."""
+    for line in TABLE:
+        dtypes = ", ".join(str(d).removeprefix("torch.") for d in line.dtypes)
+        yield f"{line.kernel} ({line.device}; {dtypes}): {line.serves}"
