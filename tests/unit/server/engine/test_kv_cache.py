@@ -129,12 +129,12 @@ def play(rng: random.Random, rounds: int) -> int:
 
 
 def test_twenty_thousand_random_rounds_keep_every_invariant() -> None:
-    assert play(random.Random(0), 20_000) > 3000
+    assert play(random.Random(0), 20_000) > 500
 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_random_rounds_keep_every_invariant() -> None:
-    assert play(random.Random(1), 100_000) > 15_000
+    assert play(random.Random(1), 100_000) > 2500
 
 
 def test_a_hash_that_always_collides_never_gives_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
