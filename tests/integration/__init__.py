@@ -1,0 +1,1 @@
+"""Real sockets, a real server process, the bundled model, the official client."""

@@ -1,0 +1,46 @@
+"""Servers that many tests share, one process each for the whole session, and the truth to compare with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from .eager_answers import EagerAnswers
+from .server_process import ServerProcess
+
+MAX_MODEL_LEN = 1024
+FLAGS = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN))
+
+
+@pytest.fixture(scope="session")
+def eager(bundled_model: Path) -> EagerAnswers:
+    return EagerAnswers(bundled_model)
+
+
+@pytest.fixture(scope="session")
+def server(bundled_model: Path) -> Iterator[ServerProcess]:
+    """The defaults."""
+    with ServerProcess(*FLAGS) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def chunking_server(bundled_model: Path) -> Iterator[ServerProcess]:
+    """Every prompt takes several steps, mixed with others' decode rows; no prefix is ever reused."""
+    with ServerProcess(*FLAGS, "--max-num-batched-tokens", "24", "--no-enable-prefix-caching") as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def tight_server(bundled_model: Path) -> Iterator[ServerProcess]:
+    """KV blocks for about three of the tests' requests: running ones are preempted and recomputed."""
+    pool = ("--block-size", "16", "--num-gpu-blocks-override", "30")
+    with ServerProcess("--dtype", "float32", "--max-model-len", "320", *pool) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
