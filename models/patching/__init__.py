@@ -1,0 +1,20 @@
+"""Our attention inside Hugging Face models, through transformers' official interfaces only."""
+
+from models.patching.errors import UnsupportedCallError, UnsupportedModelError
+from models.patching.register import LONGWAVE, LONGWAVE_PAGED, register
+from models.patching.rope import fix_longrope
+from models.patching.support import check_supported, check_supported_for_serving
+
+patch = register
+
+__all__ = [
+    "LONGWAVE",
+    "LONGWAVE_PAGED",
+    "UnsupportedCallError",
+    "UnsupportedModelError",
+    "check_supported",
+    "check_supported_for_serving",
+    "fix_longrope",
+    "patch",
+    "register",
+]

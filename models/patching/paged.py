@@ -1,0 +1,74 @@
+"""The attention function of the name "longwave_paged": one layer of one engine step over the paged KV cache.
+
+It has no mask function on purpose: transformers then makes no mask and never waits for the device. Knows no scheduler.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+import attention_backend
+from attention_backend.metadata import PagedMetadata
+from attention_backend.problem import UNBOUNDED
+from models.patching.errors import UnsupportedCallError
+from models.patching.keywords import refuse_dropout, refuse_unknown
+
+
+def longwave_paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    paged_metadata: PagedMetadata | None = None,
+    kv_caches: Sequence[tuple[Tensor, Tensor]] | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """query `[1, heads, tokens, head_dim]`, key and value `[1, kv_heads, tokens, *]` of this step's tokens only.
+
+    `kv_caches[layer]` is (k, v), each `[num_blocks, kv_heads, block_size, *]`; both are written, then read through
+    the block table. Returns `[1, tokens, heads, head_dim_v]`.
+    """
+    refuse_unknown(module, keywords)
+    refuse_dropout(module, dropout)
+    if paged_metadata is None or kv_caches is None:
+        raise UnsupportedCallError(
+            f"{type(module).__name__} was called without paged_metadata and kv_caches: "
+            'either the model drops its keyword arguments, or it needs attn_implementation="longwave"'
+        )
+    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    if not causal or attention_mask is not None or query.shape[0] != 1:
+        raise UnsupportedCallError(f"{type(module).__name__}: the paged attention is causal, unmasked and one flat row")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    k_cache, v_cache = kv_caches[layer]
+    out = attention_backend.paged_attention(
+        query[0].transpose(0, 1),  # [tokens, heads, head_dim], a view
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        k_cache,
+        v_cache,
+        paged_metadata,
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window_left=UNBOUNDED if sliding_window is None else sliding_window - 1,
+        chunk_size=chunk_size(module, layer),
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+    )
+    return out[None], None
+
+
+def chunk_size(module: nn.Module, layer: int) -> int:
+    """The chunk of a chunked layer (Llama 4), which no keyword tells; 0 elsewhere."""
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None or layer_types[layer] != "chunked_attention":
+        return 0
+    return int(config.attention_chunk_size)

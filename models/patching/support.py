@@ -1,0 +1,127 @@
+"""Which models the patched attention serves exactly, told from their structure first and by name where it cannot show.
+
+Refusing at load is the point: every family listed here would otherwise run, and be wrong or quadratic in silence.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from models.patching.errors import UnsupportedModelError
+from models.patching.mask import MASK_EDITORS
+
+#: Kinds of layers whose whole state is keys and values of tokens.
+SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+#: Families that reach the attention interface but that the engine would serve wrong, and why.
+_REFUSED_FOR_SERVING = {
+    "diffllama": "it attends twice a layer with different values, and a layer has one set of pages",
+    "lfm2": "its short convolutions carry state between steps",
+    "lfm3": "its short convolutions carry state between steps",
+    "lfm2_moe": "its short convolutions carry state between steps",
+    "minimax": "its lightning attention carries state between steps",
+    "moshi": "its depth decoder runs inside every step, with keys of its own",
+    "stablelm": "it drops the keyword arguments that carry the pages",
+}
+_INTERFACE_CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError unless `attn_implementation="longwave"` would reach every attention of `model`."""
+    for part in _pretrained_parts(model):
+        model_type = part.config.model_type
+        if model_type in MASK_EDITORS:
+            raise UnsupportedModelError(
+                f"{model_type}: its layers compute with the attention mask and need it written out, N x N"
+            )
+        if not type(part)._can_set_attn_implementation():
+            raise UnsupportedModelError(
+                f"{model_type}: {type(part).__name__} has attention code of its own and does not use transformers' "
+                "AttentionInterface, so the attention cannot be replaced"
+            )
+    if not _interface_classes(model):
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: no layer of {type(model).__name__} calls transformers' AttentionInterface"
+        )
+
+
+def check_supported_for_serving(model: PreTrainedModel, max_model_len: int | None = None) -> None:
+    """Raises UnsupportedModelError unless the engine can serve `model` from pages, many requests in one flat row."""
+    check_supported(model)
+    config: Any = model.config.get_text_config()
+    model_type = config.model_type
+
+    def refuse(reason: str) -> None:
+        raise UnsupportedModelError(f"{model_type}: {reason}; the engine serves decoder-only attention models")
+
+    for name in {model_type, model.config.model_type} & _REFUSED_FOR_SERVING.keys():
+        refuse(_REFUSED_FOR_SERVING[name])
+    if getattr(model.config, "is_encoder_decoder", False):
+        refuse("it is an encoder-decoder")
+    if not model.can_generate():
+        refuse(f"{type(model).__name__} does not generate")
+    other = set(getattr(config, "layer_types", None) or ()) - SERVED_LAYER_TYPES
+    if other:
+        refuse(f"it has layers of type {', '.join(sorted(other))}, which keep more than keys and values")
+    if any(getattr(type(part), "_is_stateful", False) for part in _pretrained_parts(model)):
+        refuse("it carries recurrent or convolutional state between steps")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        refuse("it takes no position_ids, so requests cannot share a row")
+    _check_attention_layers(model, model_type)
+    _check_positions(model, model_type, config, max_model_len)
+
+
+def _check_attention_layers(model: PreTrainedModel, model_type: str) -> None:
+    classes = _interface_classes(model)
+    layers = [module for module in model.modules() if type(module) in classes]
+    indices = [getattr(layer, "layer_idx", None) for layer in layers]
+    if None in indices or len(set(indices)) != len(indices):
+        raise UnsupportedModelError(
+            f"{model_type}: its attention layers are not numbered one by one ({indices}), so pages cannot be told apart"
+        )
+    for layer in layers:
+        if not getattr(layer, "is_causal", True):
+            raise UnsupportedModelError(f"{model_type}: {type(layer).__name__} is not causal, as paged attention is")
+
+
+def _check_positions(model: nn.Module, model_type: str, config: Any, max_model_len: int | None) -> None:
+    for module in model.modules():
+        rope_types = getattr(module, "rope_type", None)
+        for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
+            if isinstance(rope_type, str) and "dynamic" in rope_type:
+                raise UnsupportedModelError(
+                    f"{model_type}: rope_type {rope_type!r} changes with the longest request of the batch; "
+                    "use yarn, linear or longrope scaling"
+                )
+    # Llama 4 scales queries by their index in the flattened row, not by position_ids; below floor_scale it is 1.
+    if model_type == "llama4_text" and config.attn_temperature_tuning:
+        limit = int(config.floor_scale)
+        if max_model_len is None or max_model_len >= limit:
+            raise UnsupportedModelError(
+                f"{model_type}: its attention temperature is wrong in a batch from position {limit} on; "
+                f"serve it with max_model_len below {limit}"
+            )
+
+
+def _pretrained_parts(model: nn.Module) -> Iterator[PreTrainedModel]:
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _interface_classes(model: nn.Module) -> set[type]:
+    """The classes of attention layers that call whatever attention is registered."""
+    classes = {type(module) for module in model.modules()}
+    return {cls for cls in classes if _is_attention(cls.__name__) and _INTERFACE_CALL in _source(cls)}
+
+
+def _is_attention(class_name: str) -> bool:
+    return "Attention" in class_name or class_name.endswith("MLA")
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # a class made in a notebook has no file to read
+        return ""

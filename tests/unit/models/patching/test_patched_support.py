@@ -1,0 +1,88 @@
+"""Families that would be wrong are refused at load, by name and with the reason."""
+
+import pytest
+from patching_families import BY_NAME, CAUSAL, ENCODERS, SEQ2SEQ, Family
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BloomConfig,
+    CodeGenConfig,
+    DebertaV2Config,
+    DiffLlamaConfig,
+    FalconConfig,
+    GPTJConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MptConfig,
+    PreTrainedConfig,
+    StableLmConfig,
+)
+
+from models.patching import UnsupportedModelError, check_supported, check_supported_for_serving
+
+_SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_LLAMA = {**_SIZES, "intermediate_size": 32, "num_key_value_heads": 2}
+
+BYPASSING = {
+    "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
+    "falcon": FalconConfig(**_SIZES),
+    "gptj": GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8),
+    "codegen": CodeGenConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=8),
+    "mpt": MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2),
+}
+NOT_SERVED = {
+    "stablelm": (StableLmConfig(**_LLAMA), "drops the keyword arguments"),
+    "diffllama": (DiffLlamaConfig(**_LLAMA), "attends twice"),
+    "lfm2": (Lfm2Config(**_LLAMA, layer_types=["conv", "full_attention"]), "convolutions carry state"),
+}
+
+
+@pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, *SEQ2SEQ], ids=lambda family: family.name)
+def test_promised_families_are_accepted(family: Family) -> None:
+    check_supported(family.build())
+
+
+@pytest.mark.parametrize("name", BYPASSING)
+def test_families_with_attention_code_of_their_own_are_refused(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(BYPASSING[name])
+    with pytest.raises(UnsupportedModelError, match=f"^{name}: .*attention code of its own"):
+        check_supported(model)
+
+
+def test_an_encoder_that_takes_the_name_and_ignores_it_is_refused() -> None:
+    config = DebertaV2Config(**_SIZES, intermediate_size=32)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="deberta-v2"):
+        check_supported(model)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_families_that_pages_cannot_hold_are_refused_for_serving_only(name: str) -> None:
+    config, reason = NOT_SERVED[name]
+    model = AutoModelForCausalLM.from_config(config)
+    check_supported(model)
+    with pytest.raises(UnsupportedModelError, match=f"^{name}: .*{reason}"):
+        check_supported_for_serving(model)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("bart", "encoder-decoder"), ("bert", "does not generate")])
+def test_only_decoders_are_served(name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported_for_serving(BY_NAME[name].build())
+
+
+def served_llama(**options: object) -> PreTrainedConfig:
+    return LlamaConfig(**_LLAMA, **options)
+
+
+def test_dynamic_rope_is_refused_because_requests_would_change_each_other() -> None:
+    config = served_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(UnsupportedModelError, match="longest request of the batch"):
+        check_supported_for_serving(AutoModelForCausalLM.from_config(config))
+
+
+def test_llama4_is_served_up_to_where_its_temperature_starts() -> None:
+    model = BY_NAME["llama4"].build()
+    check_supported_for_serving(model, max_model_len=8191)
+    with pytest.raises(UnsupportedModelError, match="max_model_len below 8192"):
+        check_supported_for_serving(model, max_model_len=8192)
