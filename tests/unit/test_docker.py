@@ -1,0 +1,188 @@
+"""The container files keep their promises: no root, nothing writable, limits on everything, secrets never inside."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.engine.messages import EngineReady, EngineStats
+from server.metrics import Metrics
+from server.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(INSTRUCTION, arguments) of the Dockerfile, continuation lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+
+
+def final_stage() -> list[tuple[str, str]]:
+    everything = instructions()
+    last = max(index for index, (word, _) in enumerate(everything) if word == "FROM")
+    return everything[last:]
+
+
+def seconds(duration: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([sm])", duration).groups()
+    return int(number) * {"s": 1, "m": 60}[unit]
+
+
+def environment(name: str) -> dict[str, str]:
+    return SERVICES[name]["environment"]
+
+
+class TestDockerfile:
+    def test_the_server_does_not_run_as_root(self) -> None:
+        users = [rest for word, rest in final_stage() if word == "USER"]
+
+        assert users == ["10001:10001"]
+
+    def test_it_has_a_build_stage_and_the_last_one_has_no_pip_install(self) -> None:
+        stages = [rest for word, rest in instructions() if word == "FROM"]
+
+        assert len(stages) == 2
+        assert not [rest for word, rest in final_stage() if word == "RUN" and "pip" in rest]
+
+    def test_base_images_have_a_version(self) -> None:
+        images = [rest.partition("=")[2] for word, rest in instructions() if word == "ARG" and "_IMAGE" in rest]
+
+        assert images
+        assert all(re.search(r":\d+\.\d+\.\d+", image) and "latest" not in image for image in images)
+
+    def test_it_serves_and_asks_its_liveness(self) -> None:
+        last = dict(final_stage())
+
+        assert json.loads(last["ENTRYPOINT"]) == ["longwave", "serve", "--host", "0.0.0.0"]
+        assert "/health/live" in last["HEALTHCHECK"]
+
+    def test_kernels_and_the_bundled_model_are_made_at_build_time(self) -> None:
+        build = " ".join(rest for word, rest in instructions() if word == "RUN")
+
+        assert "longwave kernels build" in build
+        assert "ensure_converted" in build
+
+    def test_only_named_files_reach_the_build(self) -> None:
+        lines = (ROOT / ".dockerignore").read_text().split()
+
+        assert lines[0] == "*"
+        copied = {word for instruction, rest in instructions() if instruction == "COPY" and "--from" not in rest
+                  for word in rest.split()[:-1]}  # fmt: skip
+        assert copied == {line[1:] for line in lines if line.startswith("!")}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+class TestEveryService:
+    def test_is_hardened(self, service: str) -> None:
+        spec = SERVICES[service]
+
+        assert spec["read_only"] is True
+        assert spec["cap_drop"] == ["ALL"]
+        assert "no-new-privileges:true" in spec["security_opt"]
+        assert int(spec["user"].partition(":")[0]) > 0
+        assert not {"privileged", "network_mode", "pid", "ipc", "cap_add"} & spec.keys()
+
+    def test_is_limited(self, service: str) -> None:
+        spec = SERVICES[service]
+
+        assert spec["pids_limit"] > 0
+        assert spec["mem_limit"]
+        assert spec["cpus"] > 0
+
+    def test_is_watched(self, service: str) -> None:
+        assert SERVICES[service]["healthcheck"]["test"][0] == "CMD"
+
+    def test_has_a_version(self, service: str) -> None:
+        image = SERVICES[service]["image"]
+
+        assert re.search(r":[^:]*\d+\.\d+\.\d+", image)
+        assert "latest" not in image
+
+    def test_is_reached_from_this_host_only(self, service: str) -> None:
+        assert all(port.startswith("127.0.0.1:") for port in SERVICES[service].get("ports", []))
+
+    def test_mounts_no_docker_socket(self, service: str) -> None:
+        assert not [volume for volume in SERVICES[service].get("volumes", []) if "docker.sock" in volume]
+
+
+@pytest.mark.parametrize("service", ["longwave-gpu", "longwave-cpu"])
+class TestLongwave:
+    def test_the_drain_ends_before_the_kill(self, service: str) -> None:
+        drain = int(environment(service)["LONGWAVE_SHUTDOWN_TIMEOUT"])
+
+        assert seconds(SERVICES[service]["stop_grace_period"]) >= drain + 10
+
+    def test_every_variable_is_a_setting(self, service: str) -> None:
+        fields = {f"LONGWAVE_{field.upper()}" for field in Settings.model_fields}
+
+        assert environment(service).keys() <= fields
+
+    def test_it_does_not_start_without_a_key(self, service: str) -> None:
+        assert environment(service)["LONGWAVE_API_KEY"].startswith("${LONGWAVE_API_KEY:?")
+
+
+def test_the_gpu_is_reserved_for_the_gpu_profile_only() -> None:
+    (device,) = SERVICES["longwave-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+
+    assert device["capabilities"] == ["gpu"]
+    assert SERVICES["longwave-gpu"]["profiles"] == ["gpu"]
+    assert SERVICES["longwave-cpu"]["profiles"] == ["cpu"]
+    assert "deploy" not in SERVICES["longwave-cpu"]
+
+
+def test_the_example_environment_holds_no_secret_and_names_every_required_variable() -> None:
+    example = dict(
+        line.split("=", 1)
+        for line in (DOCKER / ".env.example").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    required = set(re.findall(r"\$\{(\w+):\?", (DOCKER / "compose.yaml").read_text()))
+
+    assert required <= example.keys()
+    assert {example[name] for name in required} == {""}
+
+
+def test_prometheus_scrapes_the_server_with_its_key() -> None:
+    config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+
+    assert job["metrics_path"] == "/metrics"
+    assert job["authorization"]["credentials_file"] == "/run/secrets/longwave_api_key"
+    assert "longwave_api_key" in SERVICES["prometheus"]["secrets"]
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads((DOCKER / "grafana" / "dashboards" / "longwave.json").read_text())
+    queries = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    asked = set(re.findall(r"(?:longwave:\w+|http_\w+)", queries))
+
+    assert asked
+    assert asked <= exported_samples()
+
+
+def exported_samples() -> set[str]:
+    """Every sample name that a server with one finished request exports."""
+    stats = EngineStats(
+        num_running=0, num_waiting=0, num_blocks=2, num_free_blocks=2, prompt_tokens=0, generation_tokens=0,
+        num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, kernel_calls={"cpu_reference": 1},
+    )  # fmt: skip
+    metrics = Metrics("model", lambda: stats)
+    metrics.learn(
+        EngineReady(
+            model="model", device="cpu", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=[],
+            block_size=16, num_blocks=2, kernels={},
+        )
+    )  # fmt: skip
+    metrics.finished("stop")
+    metrics.observe_http("/v1/models", "GET", 200, 0.1)
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {sample.name for family in families for sample in family.samples}
