@@ -124,6 +124,23 @@ class Settings(BaseSettings):
         )
 
 
+class ClientSettings(BaseSettings):
+    """What `longwave chat` takes from the environment: the key a server on this machine would ask for."""
+
+    model_config = SettingsConfigDict(env_prefix="LONGWAVE_", extra="ignore", frozen=True, hide_input_in_errors=True)
+
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return _comma_separated(value)
+
+    @property
+    def key(self) -> str | None:
+        return self.api_key[0].get_secret_value() if self.api_key else None
+
+
 class ConfigurationError(Exception):
     """Every problem of a configuration, one line each."""
 

@@ -1,0 +1,233 @@
+"""The `longwave` command: serve, chat, kernels, doctor. Only wiring; what a command needs is imported when it runs."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from server.settings import BUNDLED_MODEL, ClientSettings, ConfigurationError, Settings, load_settings
+
+if TYPE_CHECKING:
+    from server.doctor import Diagnosis
+    from server.lifecycle import Lifecycle
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+kernels_app = typer.Typer(no_args_is_help=True, help="The CUDA kernels: compile them ahead of time, or list them.")
+app.add_typer(kernels_app, name="kernels")
+
+Flag = typer.Option
+EXIT_FAILED = 1
+
+
+def main() -> None:
+    app()
+
+
+def _refuse(problems: list[str], exit_code: int) -> NoReturn:
+    for problem in problems:
+        typer.echo(f"longwave: {problem}", err=True)
+    raise typer.Exit(exit_code)
+
+
+@app.command()
+def serve(
+    positional_model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help=f"Default: {BUNDLED_MODEL}.")
+    ] = None,
+    model: Annotated[str | None, Flag(help="Bundled name, folder or hub id.")] = None,
+    served_model_name: Annotated[list[str] | None, Flag(help="Name(s) clients ask for.")] = None,
+    host: Annotated[str | None, Flag(help="Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, Flag(help="Default: 8000.")] = None,
+    api_key: Annotated[list[str] | None, Flag(help="Key(s) clients must send; or LONGWAVE_API_KEY.")] = None,
+    load_format: Annotated[str | None, Flag(help="auto, or dummy: random weights.")] = None,
+    dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
+    device: Annotated[str | None, Flag(help="auto, cpu or cuda.")] = None,
+    max_model_len: Annotated[int | None, Flag(help="Longest prompt and answer together, in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, Flag(help="Most sequences of one step.")] = None,
+    max_num_batched_tokens: Annotated[int | None, Flag(help="Most tokens of one step.")] = None,
+    gpu_memory_utilization: Annotated[float | None, Flag(help="Share of the GPU's memory to use.")] = None,
+    kv_cache_dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
+    kv_cache_memory_bytes: Annotated[int | None, Flag(help="Size of the KV cache, instead of what is free.")] = None,
+    num_gpu_blocks_override: Annotated[int | None, Flag(help="Number of KV blocks, instead of what fits.")] = None,
+    block_size: Annotated[int | None, Flag(help="Tokens of a KV block: 16, 32, 64 or 128.")] = None,
+    enable_prefix_caching: Annotated[bool | None, Flag(help="Keep and share the KV of common beginnings.")] = None,
+    max_queued_requests: Annotated[int | None, Flag(help="Requests that may wait; more get 503.")] = None,
+    queue_timeout: Annotated[float | None, Flag(help="Seconds a request may wait.")] = None,
+    max_n: Annotated[int | None, Flag(help="Most choices of one request.")] = None,
+    max_body_bytes: Annotated[int | None, Flag(help="Largest request body.")] = None,
+    ping_interval: Annotated[float | None, Flag(help="Seconds of silence before a stream's `:` line.")] = None,
+    shutdown_timeout: Annotated[float | None, Flag(help="Seconds running answers get after SIGTERM.")] = None,
+    log_level: Annotated[str | None, Flag(help="critical, error, warning, info or debug.")] = None,
+) -> None:
+    """Serve a model behind an OpenAI-compatible API. Every flag is also a variable: --port is LONGWAVE_PORT."""
+    flags = {name: value for name, value in locals().items() if name != "positional_model" and value is not None}
+    if positional_model is not None:
+        if model not in (None, positional_model):
+            _refuse([f"the model is named twice: {positional_model} and {model}"], ConfigurationError.exit_code)
+        flags["model"] = positional_model
+    for name in ("api_key", "served_model_name"):
+        if name in flags:
+            flags[name] = ",".join(flags[name])
+    try:
+        settings = load_settings(flags)
+    except ConfigurationError as error:
+        _refuse(error.problems, error.exit_code)
+    raise typer.Exit(_serve(settings))
+
+
+def _serve(settings: Settings) -> int:
+    from models import loader, registry
+    from models.errors import ModelLoadError
+    from server import process
+    from server.app import create_app
+    from server.engine.client import EngineClient
+    from server.lifecycle import Lifecycle
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        source = registry.resolve(settings.model)
+        listener = process.listen(settings.host, settings.port)
+    except ModelLoadError as error:
+        _refuse([str(error)], ConfigurationError.exit_code)
+    except OSError as error:
+        _refuse([f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"], EXIT_FAILED)
+    port = listener.getsockname()[1]
+    typer.echo(f"Longwave is loading {settings.model} ...", err=True)
+    lifecycle = Lifecycle(settings, EngineClient(settings.engine_config()), lambda: loader.load_tokenizer(source))
+    return process.serve(create_app(lifecycle), lifecycle, listener, lambda: _announce(lifecycle, port))
+
+
+def _announce(lifecycle: "Lifecycle", port: int) -> None:
+    settings, generator = lifecycle.settings, lifecycle.generator
+    assert generator is not None  # it is ready
+    ready = generator.ready
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    url = f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+    name = settings.model_names[0]
+    kernels = ", ".join(f"{layer}: {kernel}" for layer, kernel in sorted(ready.kernels.items()))
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Say hello in one sentence."}]})
+    key = ' -H "Authorization: Bearer $LONGWAVE_API_KEY"' if settings.api_key else ""
+    quoted = body.replace("'", "'\\''")
+    typer.echo(
+        f"Longwave serves {name} on {url} ({ready.device}, {ready.dtype}, {ready.max_model_len} tokens; {kernels})"
+    )
+    typer.echo("Try it:")
+    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
+
+
+@app.command()
+def chat(
+    url: Annotated[str, Flag(help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, Flag(help="Default: LONGWAVE_API_KEY.")] = None,
+    model: Annotated[str | None, Flag(help="Default: the server's first.")] = None,
+    system: Annotated[str | None, Flag(help="Instructions for the whole conversation.")] = None,
+) -> None:
+    """Talk to a server in the terminal. Ctrl-C stops an answer, Ctrl-D ends."""
+    from server.terminal import ChatError, Conversation, connect, first_model, talk
+
+    with connect(url, api_key or ClientSettings().key) as client:
+        try:
+            conversation = Conversation(client, model or first_model(client))
+        except ChatError as error:
+            _refuse([str(error)], EXIT_FAILED)
+        if system is not None:
+            conversation.messages.append({"role": "system", "content": system})
+        raise typer.Exit(talk(conversation, Console()))
+
+
+@kernels_app.command("build")
+def build_kernels(
+    arch: Annotated[str, Flag(help="all, or some: sm_80,sm_90a.")] = "all",
+    out: Annotated[Path | None, Flag(help="A folder for an image; default: the user's cache.")] = None,
+    jobs: Annotated[int | None, Flag(min=1, max=1024, help="Compilers at once; default: one per CPU.")] = None,
+    strict: Annotated[bool, Flag(help="Fail when a hot kernel spills or is serialised.")] = False,
+) -> None:
+    """Compile every kernel ahead of time. Needs NVRTC and no GPU."""
+    from attention_backend import jit
+    from attention_backend.jit.build import build
+
+    try:
+        archs = jit.archs_named(arch)
+        results = build(archs, out, jobs, lambda result: _echo_built(result, err=True))
+    except (ValueError, jit.JitError) as error:
+        _refuse([str(error)], EXIT_FAILED)
+    compiled = sum(not result.cached for result in results)
+    typer.echo(f"{len(results)} kernels for {', '.join(archs)}: {compiled} compiled, {len(results) - compiled} cached")
+    violations = jit.check(results)
+    for violation in violations:
+        typer.echo(f"warning: {violation}", err=True)
+    raise typer.Exit(EXIT_FAILED if strict and violations else 0)
+
+
+def _echo_built(result: Any, *, err: bool) -> None:
+    if not result.cached:
+        typer.echo(f"{result.variant}  {result.seconds:.1f} s, {result.report.registers} registers", err=err)
+
+
+@kernels_app.command("list")
+def list_kernels(
+    arch: Annotated[str, Flag(help="all, or some: sm_80,sm_90a.")] = "all",
+    as_json: Annotated[bool, Flag("--json", help="For programs.")] = False,
+) -> None:
+    """Every kernel that a call could need, and whether it is compiled already."""
+    from attention_backend import jit
+
+    try:
+        variants = jit.list_variants(jit.archs_named(arch))
+        cache = jit.default_cache()
+        rows = [(variant, cache.find(variant)) for variant in variants]
+    except (ValueError, jit.JitError) as error:
+        _refuse([str(error)], EXIT_FAILED)
+    if as_json:
+        typer.echo(json.dumps([{"kernel": str(variant), "compiled": found is not None} for variant, found in rows]))
+        return
+    for variant, found in rows:
+        state = f"compiled, {found.report.registers} registers" if found else "not compiled"
+        typer.echo(f"{variant}  {state}")
+
+
+@app.command()
+def doctor(
+    model: Annotated[str, Flag(help="Bundled name, folder or hub id.")] = BUNDLED_MODEL,
+    as_json: Annotated[bool, Flag("--json", help="For programs.")] = False,
+) -> None:
+    """Say what this machine has, and which kernels serve which layers of a model, and why."""
+    from server.doctor import diagnose
+
+    diagnosis = diagnose(model)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        _print_diagnosis(diagnosis, Console())
+
+
+def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
+    facts = Table(show_header=False, box=None)
+    facts.add_row("longwave", diagnosis.longwave)
+    facts.add_row("python", diagnosis.python)
+    for name, text in (diagnosis.packages | diagnosis.cuda).items():
+        facts.add_row(name, text)
+    for gpu in diagnosis.gpus:
+        facts.add_row("GPU", f"{gpu.name}, {gpu.memory_gib} GiB, {gpu.capability}, kernels for {gpu.kernels_for}")
+    for name, text in diagnosis.cache.items():
+        facts.add_row(f"kernel cache {name}", text)
+    console.print(facts)
+    layers = Table("layers", "of type", "heads", "key heads", "head_dim", "prefill", "decode", title=diagnosis.model)
+    for layer in diagnosis.layers:
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)
+    if diagnosis.layers:
+        console.print(layers)
+    console.print("Kernels, in order of preference:")
+    for line in diagnosis.kernels:
+        console.print(f"  {line}", markup=False)
+    for problem in diagnosis.problems:
+        console.print(f"! {problem}", style="yellow", markup=False)

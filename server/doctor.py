@@ -1,0 +1,230 @@
+"""What this machine has, and which kernels would serve a model on it and why. Reports problems instead of raising them;
+loads no weights; must not know the server."""
+
+import importlib
+import platform
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+PACKAGES = ("torch", "transformers", "cupy-cuda13x", "nvidia-cuda-nvrtc", "fastapi", "uvicorn", "tokenizers")
+BLOCK_SIZE = 64
+PREFILL_ROWS = 256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    capability: str
+    memory_gib: float
+    kernels_for: str  # architecture, or why there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """One kind of attention layer of a model, and who serves it."""
+
+    layer_type: str
+    count: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    prefill: str
+    decode: str
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    longwave: str
+    python: str
+    packages: dict[str, str]
+    cuda: dict[str, str]
+    gpus: list[Gpu]
+    cache: dict[str, str]
+    kernels: list[str]  # the capability table in words
+    model: str
+    layers: list[Layers]
+    problems: list[str] = field(default_factory=list)  # what will not work, in sentences
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(model: str) -> Diagnosis:
+    from attention_backend import dispatch
+
+    problems: list[str] = []
+    gpus = _gpus()
+    if not gpus:
+        problems.append("There is no usable NVIDIA GPU: models run on the CPU, by cpu_reference.")
+    return Diagnosis(
+        longwave=_version("longwave"),
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        cuda=_cuda(),
+        gpus=gpus,
+        cache=_cache(),
+        kernels=list(dispatch.describe()),
+        model=model,
+        layers=_reported(lambda: _layers(model), [], problems),
+        problems=problems,
+    )
+
+
+def _reported(look: Callable[[], T], otherwise: T, problems: list[str]) -> T:
+    try:
+        return look()
+    except Exception as error:  # whatever is broken is what was asked for
+        problems.append(f"{type(error).__name__}: {error}")
+        return otherwise
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _cuda() -> dict[str, str]:
+    """Versions of what compiles and runs kernels, or what is wrong with it."""
+    import torch
+
+    from attention_backend.jit import bindings
+
+    return {
+        "torch built for CUDA": torch.version.cuda or "no",
+        "driver supports CUDA": _asked(lambda: _runtime().driverGetVersion()),
+        "runtime": _asked(lambda: _runtime().runtimeGetVersion()),
+        "NVRTC": _asked(lambda: bindings.nvrtc().getVersion()),
+    }
+
+
+def _runtime() -> Any:
+    return importlib.import_module("cupy.cuda.runtime")
+
+
+def _asked(ask: Callable[[], Any]) -> str:
+    try:
+        answer = ask()
+    except Exception as error:  # CuPy raises its own kinds for what is missing
+        return f"not usable ({type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]})"
+    if isinstance(answer, tuple):
+        return ".".join(map(str, answer))
+    return f"{answer // 1000}.{answer % 1000 // 10}" if answer else "no driver"
+
+
+def _gpus() -> list[Gpu]:
+    import torch
+
+    from attention_backend.jit import UnsupportedArchError, arch_for
+
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        try:
+            arch = arch_for(capability)
+        except UnsupportedArchError as error:
+            arch = str(error)
+        memory = round(properties.total_memory / 2**30, 1)
+        gpus.append(Gpu(properties.name, f"{capability[0]}.{capability[1]}", memory, arch))
+    return gpus
+
+
+def _cache() -> dict[str, str]:
+    """The kernel cache: where it is, and whether it will be trusted."""
+    from attention_backend.jit import CacheDirectoryError, default_cache, list_variants
+    from attention_backend.jit.environment import JitEnvironment
+
+    place = JitEnvironment.read().cache_directory
+    state = {"directory": str(place)}
+    if not place.exists():
+        return state | {"state": "empty: kernels are compiled when first used, or by `longwave kernels build`"}
+    archs = [gpu.kernels_for for gpu in _gpus()]
+    try:
+        cache = default_cache()
+        wanted = list_variants(archs) if archs else []
+        found = sum(cache.find(variant) is not None for variant in wanted)
+    except CacheDirectoryError as error:
+        return state | {"state": f"refused: {error}"}
+    except Exception as error:  # no NVRTC, no headers: keys cannot be computed
+        return state | {"state": f"cannot be read: {error}"}
+    return state | {"state": f"{found} of {len(wanted)} kernels for this GPU are compiled" if archs else "present"}
+
+
+def _layers(model: str) -> list[Layers]:
+    """Builds the model without weights, finds its attention layers, and asks dispatch about each kind.
+
+    Raises what loading would raise: models.errors, UnsupportedModelError.
+    """
+    import torch
+
+    from models import loader, registry
+    from models.attention_sites import find_attention_sites
+    from models.patching import check_supported_for_serving
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    loaded = loader.load(registry.resolve(model), device="meta", load_format="dummy")
+    check_supported_for_serving(loaded.model)
+    dtype = torch.float32 if device.type == "cpu" else _half_of(loaded.dtype)
+    sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]
+    return [
+        Layers(
+            layer_type=site.layer_type,
+            count=count,
+            num_heads=site.num_heads,
+            num_kv_heads=site.num_kv_heads,
+            head_dim=site.head_dim,
+            prefill=_kernel(site, PREFILL_ROWS, dtype, device),
+            decode=_kernel(site, 1, dtype, device),
+        )
+        for site, count in Counter(sites).items()
+    ]
+
+
+def _half_of(dtype: Any) -> Any:
+    import torch
+
+    if dtype in (torch.bfloat16, torch.float16):
+        return dtype
+    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+
+
+def _kernel(site: Any, rows: int, dtype: Any, device: Any) -> str:
+    import torch
+
+    from attention_backend import dispatch
+    from attention_backend.problem import AttentionArgs
+
+    def pages(head_dim: int) -> torch.Tensor:
+        pool = torch.empty(8, site.num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, device=device)
+        return pool.transpose(1, 2)  # [num_blocks, block_size, num_kv_heads, head_dim]
+
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    args = AttentionArgs(
+        q=torch.empty(rows, site.num_heads, site.head_dim, dtype=dtype, device=device),
+        k=pages(site.head_dim),
+        v=pages(site.head_dim_v),
+        softmax_scale=site.softmax_scale,
+        cu_seqlens_q=int32(0, rows),
+        max_seqlen_q=rows,
+        max_seqlen_k=rows,
+        seqused_k=int32(rows),
+        block_table=torch.zeros(1, 8, dtype=torch.int32, device=device),
+        sinks=torch.zeros(site.num_heads, device=device) if site.has_sinks else None,
+        window_left=site.window - 1,
+        window_right=0,
+        chunk_size=site.chunk_size,
+        softcap=site.softcap,
+    )
+    try:
+        return str(dispatch.select(args))
+    except dispatch.UnsupportedError as error:
+        return f"refused: {error}"

@@ -1,0 +1,118 @@
+"""`longwave chat`: a conversation in the terminal with any OpenAI-compatible server. Must not know ours from inside."""
+
+import json
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+CONNECT_TIMEOUT = 10.0
+SILENCE_TIMEOUT = 60.0  # the server pings every ten seconds, so this much silence is a dead connection
+
+
+class ChatError(Exception):
+    """What the server, or the way to it, refused: one sentence."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    client: httpx.Client
+    model: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Pieces of the answer. An answer that is given up or fails leaves no trace in the conversation."""
+        question = {"role": "user", "content": text}
+        pieces = []
+        for piece in _stream(self.client, self.model, [*self.messages, question]):
+            pieces.append(piece)
+            yield piece
+        self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def connect(url: str, api_key: str | None) -> httpx.Client:
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    timeout = httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT)
+    return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
+
+
+def first_model(client: httpx.Client) -> str:
+    with _explained():
+        reply = client.get("/v1/models")
+        _check(reply)
+        return str(reply.json()["data"][0]["id"])
+
+
+def talk(conversation: Conversation, console: Console) -> int:
+    """Reads lines until the input ends; returns an exit code. Ctrl-C ends the answer, or at the prompt the program."""
+    failed = False
+    while True:
+        try:
+            line = console.input("[bold]> [/bold]") if sys.stdin.isatty() else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            return int(failed)
+        if not line and not sys.stdin.isatty():
+            return int(failed)
+        if line.strip():
+            failed = not _answer(conversation, line.strip(), console)
+
+
+def _answer(conversation: Conversation, line: str, console: Console) -> bool:
+    answer = conversation.ask(line)
+    try:
+        for piece in answer:
+            console.file.write(piece)
+            console.file.flush()
+    except KeyboardInterrupt:
+        answer.close()  # hangs up, which ends the server's work
+        console.file.write(" [stopped]")
+    except ChatError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        return False
+    finally:
+        console.file.write("\n")
+    return True
+
+
+def _stream(client: httpx.Client, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
+    body = {"model": model, "messages": messages, "stream": True}
+    with _explained(), client.stream("POST", "/v1/chat/completions", json=body) as reply:
+        if reply.is_error:
+            reply.read()
+            _check(reply)
+        for line in reply.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == line:  # a ping or the blank line between events
+                continue
+            if data == "[DONE]":
+                return
+            yield _text(json.loads(data))
+    raise ChatError("the answer broke off")
+
+
+def _text(event: dict[str, Any]) -> str:
+    if "error" in event:
+        raise ChatError(event["error"]["message"])
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def _check(reply: httpx.Response) -> None:
+    if reply.is_error:
+        try:
+            message = reply.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"the server replied {reply.status_code}"
+        raise ChatError(message)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns a broken connection into one sentence."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ChatError(f"cannot reach the server: {error}") from error

@@ -1,0 +1,182 @@
+// The playground: one conversation with this server over its public API. Text is only ever set as text, never as HTML.
+
+const $ = (id) => document.getElementById(id);
+const messages = [];
+let apiKey = sessionStorage.getItem("longwave-key") ?? "";
+let running = null; // AbortController of the answer being written
+
+function headers() {
+  return { "content-type": "application/json", ...(apiKey ? { authorization: `Bearer ${apiKey}` } : {}) };
+}
+
+function askForKey() {
+  const dialog = $("key-dialog");
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => {
+      apiKey = $("key").value.trim();
+      sessionStorage.setItem("longwave-key", apiKey);
+      resolve(apiKey !== "");
+    }, { once: true });
+  });
+}
+
+// A request that asks for the key as often as the server refuses it.
+async function call(path, options = {}) {
+  for (;;) {
+    const reply = await fetch(path, { ...options, headers: headers() });
+    if (reply.status !== 401) return reply;
+    if (!(await askForKey())) throw new Error("This server asks for an API key.");
+  }
+}
+
+async function failure(reply) {
+  const body = await reply.json().catch(() => null);
+  return new Error(body?.error?.message ?? `The server replied ${reply.status}.`);
+}
+
+async function connect() {
+  try {
+    const reply = await call("/v1/models");
+    if (!reply.ok) throw await failure(reply);
+    const { data } = await reply.json();
+    $("model").replaceChildren(...data.map((model) => new Option(model.id)));
+    const length = data[0].max_model_len;
+    $("status").textContent = length ? `Ready. Up to ${length.toLocaleString()} tokens.` : "The model is loading…";
+    if (!length) setTimeout(connect, 1000);
+  } catch (error) {
+    $("status").textContent = error.message;
+  }
+}
+
+function addTurn(who, text) {
+  const turn = document.createElement("div");
+  turn.className = `turn ${who}`;
+  turn.dataset.who = who;
+  turn.textContent = text;
+  $("conversation").append(turn);
+  return turn;
+}
+
+async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The answer broke off.");
+    buffer += value;
+    const parts = buffer.split("\n\n");
+    buffer = parts.pop();
+    for (const part of parts) {
+      if (!part.startsWith("data: ")) continue; // a ping
+      const data = part.slice(6);
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      yield event;
+    }
+  }
+}
+
+function request() {
+  const system = $("system").value.trim();
+  const maxTokens = $("max-tokens").valueAsNumber;
+  return {
+    model: $("model").value,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    temperature: $("temperature").valueAsNumber || 0,
+    ...(Number.isInteger(maxTokens) ? { max_tokens: maxTokens } : {}),
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+}
+
+// Writes the answer into `turn` and returns its text; what arrived before a stop or a failure counts.
+async function write(turn, log) {
+  const start = performance.now();
+  let first = null;
+  let usage = null;
+  const reply = await call("/v1/chat/completions", {
+    method: "POST", body: JSON.stringify(request()), signal: running.signal,
+  });
+  if (!reply.ok) throw await failure(reply);
+  for await (const event of events(reply)) {
+    usage = event.usage ?? usage;
+    const piece = event.choices[0]?.delta.content;
+    if (!piece) continue;
+    first ??= performance.now();
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    turn.append(piece);
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  }
+  showMeasures(start, first, usage);
+}
+
+function showMeasures(start, first, usage) {
+  if (first === null || usage === null) return;
+  const tokens = usage.completion_tokens;
+  const rate = tokens > 1 ? (tokens - 1) / ((performance.now() - first) / 1000) : 0;
+  const cached = usage.prompt_tokens_details.cached_tokens;
+  $("measures").textContent =
+    `First token after ${((first - start) / 1000).toFixed(2)} s · ${rate.toFixed(1)} tokens/s · ` +
+    `${usage.prompt_tokens} prompt tokens (${cached} cached), ${tokens} generated`;
+}
+
+async function send(text) {
+  messages.push({ role: "user", content: text });
+  addTurn("user", text);
+  const turn = addTurn("assistant", "");
+  const log = $("conversation");
+  log.scrollTop = log.scrollHeight;
+  running = new AbortController();
+  setRunning(true);
+  let failed = null;
+  try {
+    await write(turn, log);
+  } catch (error) {
+    failed = error.name === "AbortError" ? null : error;
+  }
+  if (turn.textContent) messages.push({ role: "assistant", content: turn.textContent });
+  else messages.pop();
+  if (failed) addTurn("failed", failed.message);
+  else if (!turn.textContent) turn.remove();
+  setRunning(false);
+}
+
+function setRunning(yes) {
+  $("send").hidden = yes;
+  $("stop").hidden = !yes;
+  $("conversation").ariaBusy = String(yes);
+  if (!yes) { running = null; $("message").focus(); }
+}
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("message").value.trim();
+  if (!text || running) return;
+  $("message").value = "";
+  send(text);
+});
+$("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("composer").requestSubmit();
+});
+$("stop").addEventListener("click", () => running?.abort());
+$("clear").addEventListener("click", () => {
+  running?.abort();
+  messages.length = 0;
+  $("conversation").replaceChildren();
+  $("measures").textContent = "";
+});
+$("settings").addEventListener("submit", (event) => event.preventDefault());
+$("theme").addEventListener("click", () => {
+  const dark = getComputedStyle(document.documentElement).colorScheme === "dark"
+    || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("longwave-theme", document.documentElement.dataset.theme);
+});
+
+const theme = localStorage.getItem("longwave-theme");
+if (theme) document.documentElement.dataset.theme = theme;
+connect();
