@@ -1,0 +1,9 @@
+"""Why a model cannot be loaded. Messages are written for the person who started the server."""
+
+
+class ModelLoadError(RuntimeError):
+    """The model exists but cannot be served as it is; the message says why and what to do."""
+
+
+class ModelNotFoundError(ModelLoadError):
+    """No bundled model, folder or hub repository of that name."""

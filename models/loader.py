@@ -1,0 +1,187 @@
+"""A folder of Hugging Face files -> a model ready for the engine: weights, dtype, device, our attention. No generation.
+
+Only safetensors are read, and no code that comes with a model is ever run.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from models import patching
+from models.errors import ModelLoadError
+from models.host import usable_cpus
+from models.progress_bars import without_progress_bars
+from models.registry import ModelSource
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model in eval mode whose attention is `longwave_paged`."""
+
+    model: PreTrainedModel
+    config: PretrainedConfig  # of the text model
+    eos_token_ids: tuple[int, ...]
+    max_position_embeddings: int
+    vocab_size: int
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def load(
+    source: ModelSource,
+    *,
+    dtype: DTypeName = "auto",
+    device: str | torch.device = "cpu",
+    load_format: LoadFormat = "auto",
+) -> LoadedModel:
+    """Loads the weights, or with load_format "dummy" makes random ones of the config's shape directly on the device.
+
+    dtype "auto": float32 on a CPU; on CUDA the checkpoint's, and bfloat16 (float16 before Ampere) for a float32 one.
+    Raises ModelLoadError. Whether our attention can serve the family is for `models.runner` to say.
+    """
+    device = torch.device(device)
+    folder = source.fetch(weights=load_format == "auto")
+    config = _read_config(folder)
+    if load_format == "auto":
+        _require_safetensors(folder)
+    torch_dtype = _choose_dtype(dtype, config, device)
+    if device.type == "cpu":
+        # torch counts the host's cores, not the container's share of them.
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+    patching.register()
+    make = _load_weights if load_format == "auto" else _random_weights
+    with without_progress_bars():
+        model = make(folder, config, torch_dtype, device)
+    text_config = config.get_text_config()
+    return LoadedModel(
+        model=model.eval().requires_grad_(False),
+        config=text_config,
+        eos_token_ids=_eos_token_ids(folder, text_config),
+        max_position_embeddings=text_config.max_position_embeddings,
+        vocab_size=text_config.vocab_size,
+        name=source.name,
+    )
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, for the process that knows text. Raises ModelLoadError."""
+    folder = source.fetch(weights=False)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{source.name} has no tokenizer that transformers can read: {error}") from error
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        own_code = " (it brings code of its own, which is never run)" if "auto_map" in raw else ""
+        raise ModelLoadError(f"model_type {model_type!r} is not one that transformers knows{own_code}")
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelLoadError(f"the weights are quantised ({method}): only float32, bfloat16 and float16 are served")
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _require_safetensors(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
+    found = f"only {', '.join(others[:3])}" if others else "no weights"
+    raise ModelLoadError(
+        f"{folder} holds {found}: weights are read from *.safetensors alone (other formats can run code when loaded)"
+    )
+
+
+def _choose_dtype(name: DTypeName, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    if device.type == "cpu":
+        return torch.float32
+    checkpoint = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if checkpoint in (torch.bfloat16, torch.float16):
+        return checkpoint
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def _load_weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=patching.LONGWAVE_PAGED,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"transformers cannot load {folder}: {error}") from error
+    model: PreTrainedModel
+    model, report = loaded
+    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if lacking:  # transformers would go on with random weights in their place
+        raise ModelLoadError(f"{folder} lacks weights of {type(model).__name__}: {', '.join(lacking[:5])}")
+    placed: Any = model
+    placed.to(device)
+    return model
+
+
+def _random_weights(
+    _folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=patching.LONGWAVE_PAGED)
+    except ValueError as error:
+        raise ModelLoadError(f"transformers cannot make a {config.model_type} language model: {error}") from error
+    model.to_empty(device=device)
+    with _seeded(device), torch.no_grad():
+        model.init_weights()  # parameters, and the buffers that no checkpoint holds (rotary frequencies)
+    return model
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """The same random weights every time, without touching the process's random state."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """generation_config.json knows every end token of a chat model; config.json often only one."""
+    ids = config.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id or ids
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)

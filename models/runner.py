@@ -1,0 +1,194 @@
+"""Weights, pages and sampler behind one call: a StepBatch in, sampled tokens out. Knows no queue and no text."""
+
+from collections.abc import Sequence
+
+import torch
+
+from attention_backend import dispatch
+from attention_backend.problem import AttentionArgs
+from models.attention_sites import AttentionSite, find_attention_sites
+from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput
+from models.forward import PagedForward
+from models.inputs import StepInputs
+from models.kv_pool import (
+    KVCaches,
+    MemoryBudget,
+    allocate,
+    bytes_per_block,
+    count_blocks,
+    cpu_pool_bytes,
+    cuda_pool_bytes,
+)
+from models.loader import LoadedModel
+from models.patching import check_supported_for_serving, fix_longrope
+from models.sampling import Sampler
+from models.self_test import check_engine_path
+
+#: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
+_CPU_REHEARSAL_TOKENS = 32
+#: Rows of a call that stands for all prefills: more than a decode kernel takes.
+_PREFILL_ROWS = 256
+
+
+class ModelRunner:
+    """A slot (< max_num_seqs) belongs to one request from `add_request` to `remove_request`.
+
+    `num_blocks` counts block 0, the dummy page, which no request may own: the engine hands out 1 .. num_blocks - 1.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_blocks: int | None = None,
+        memory_budget: MemoryBudget | None = None,
+    ) -> None:
+        """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
+        request of max_model_len tokens fits.
+
+        `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool.
+        """
+        self.block_size = block_size
+        self.device = loaded.device
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._dtype = loaded.dtype
+        check_supported_for_serving(loaded.model, max_model_len)
+        fix_longrope(loaded.model, max_model_len)
+        self._sites = find_attention_sites(loaded.model)
+        check_engine_path(loaded.model, self._sites, block_size=block_size)
+        self._forward = PagedForward(loaded.model)
+        self._inputs = StepInputs(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_blocks_per_seq=self._blocks_for(max_model_len),
+            block_size=block_size,
+            device=self.device,
+        )
+        self._sampler = Sampler(
+            max_num_seqs=max_num_seqs,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            device=self.device,
+        )
+        self._kv_caches: KVCaches = []
+        if num_blocks is None:
+            num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
+        self.num_blocks = num_blocks
+        self._kv_caches = allocate(self._sites, num_blocks, block_size, self._dtype, self.device)
+        self.kernels = self._select_kernels()
+
+    def warm_up(self) -> None:
+        """Rehearses the largest prefill, a full decode step and sampling, so that every kernel is compiled."""
+        self._rehearse(self._largest_prefill())
+        self._rehearse(self._full_decode())
+
+    def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        """Raises ValueError for sampling parameters that name tokens outside of the vocabulary."""
+        self._sampler.add_request(slot, sampling, prompt_token_ids)
+        self._inputs.forget(slot)
+
+    def append_known(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Tokens that the request had generated before it was preempted: penalties count them."""
+        self._sampler.append_known(slot, token_ids)
+
+    def remove_request(self, slot: int) -> None:
+        self._sampler.remove_request(slot)
+        self._inputs.forget(slot)
+
+    @torch.inference_mode()
+    def execute(self, batch: StepBatch) -> StepOutput:
+        step = self._inputs.build(batch)
+        logits = self._forward.sampled_rows(step, self._kv_caches)
+        return self._sampler.sample(logits, step.sample_slots, step.sample_positions)
+
+    def _measure_num_blocks(self, budget: MemoryBudget) -> int:
+        pool = cpu_pool_bytes(budget) if self.device.type == "cpu" else self._measure_cuda_pool(budget)
+        return count_blocks(
+            pool,
+            bytes_per_block(self._sites, self.block_size, self._dtype),
+            block_size=self.block_size,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
+        )
+
+    def _measure_cuda_pool(self, budget: MemoryBudget) -> int:
+        """Runs the steps that need most memory on a pool of one page, which every block table names over and over."""
+        self._kv_caches = allocate(self._sites, 1, self.block_size, self._dtype, self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.warm_up()
+        free, total = torch.cuda.mem_get_info(self.device)
+        outside_torch = total - free - torch.cuda.memory_reserved(self.device)
+        peak = outside_torch + torch.cuda.max_memory_allocated(self.device)
+        self._kv_caches = []
+        torch.cuda.empty_cache()
+        return cuda_pool_bytes(budget, total=total, peak=peak)
+
+    def _largest_prefill(self) -> StepBatch:
+        """max_num_batched_tokens new tokens, each sequence at the end of the longest context."""
+        left = self._max_tokens if self.device.type == "cuda" else min(self._max_tokens, _CPU_REHEARSAL_TOKENS)
+        seqs: list[ScheduledSeq] = []
+        while left and len(seqs) < self._max_num_seqs:
+            new = min(left, self._max_model_len)
+            computed = self._max_model_len - new if self.device.type == "cuda" else 0
+            seqs.append(self._dummy_seq(len(seqs), new, computed))
+            left -= new
+        return StepBatch(tuple(seqs))
+
+    def _full_decode(self) -> StepBatch:
+        """One token of as many sequences as there may be, each at the end of the longest context."""
+        num_seqs = min(self._max_num_seqs, self._max_tokens) if self.device.type == "cuda" else 1
+        computed = self._max_model_len - 1 if self.device.type == "cuda" else 1
+        return StepBatch(tuple(self._dummy_seq(slot, 1, computed) for slot in range(num_seqs)))
+
+    def _dummy_seq(self, slot: int, new: int, computed: int) -> ScheduledSeq:
+        blocks = [0] * self._blocks_for(computed + new)
+        return ScheduledSeq(slot=slot, token_ids=[0] * new, num_computed=computed, block_ids=blocks, sample=True)
+
+    def _rehearse(self, batch: StepBatch) -> None:
+        """Runs a batch of dummy sequences that sample in the most expensive way. No request may be present."""
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20, seed=0)
+        for seq in batch.seqs:
+            self.add_request(seq.slot, sampling, [0])
+        self.execute(batch)
+        for seq in batch.seqs:
+            self.remove_request(seq.slot)
+
+    def _select_kernels(self) -> dict[str, str]:
+        """Which kernel serves each layer type, in prefill and in decode."""
+        names = {}
+        for site, (k_cache, v_cache) in zip(self._sites, self._kv_caches, strict=True):
+            for phase, rows in (("prefill", _PREFILL_ROWS), ("decode", 1)):
+                args = self._representative_args(site, k_cache.transpose(1, 2), v_cache.transpose(1, 2), rows)
+                names[f"{site.layer_type}/{phase}"] = dispatch.select(args).kernel
+        return names
+
+    def _representative_args(self, site: AttentionSite, k: torch.Tensor, v: torch.Tensor, rows: int) -> AttentionArgs:
+        def int32(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        return AttentionArgs(
+            q=torch.empty(rows, site.num_heads, site.head_dim, dtype=self._dtype, device=self.device),
+            k=k,
+            v=v,
+            softmax_scale=site.softmax_scale,
+            cu_seqlens_q=int32(0, rows),
+            max_seqlen_q=rows,
+            max_seqlen_k=self._max_model_len,
+            seqused_k=int32(rows),
+            block_table=torch.zeros(1, self._blocks_for(self._max_model_len), dtype=torch.int32, device=self.device),
+            sinks=torch.zeros(site.num_heads, device=self.device) if site.has_sinks else None,
+            window_left=site.window - 1,
+            window_right=0,
+            chunk_size=site.chunk_size,
+            softcap=site.softcap,
+        )
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,5 @@
+"""Logits to tokens, batched: penalties, filters, seeded noise, log probabilities. Knows no model and no text."""
+
+from models.sampling.sampler import Sampler
+
+__all__ = ["Sampler"]

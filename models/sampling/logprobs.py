@@ -1,0 +1,44 @@
+"""Log probabilities of sampled and most likely tokens, of the model's own distribution.
+
+They are taken before biases, penalties, temperature and filters (vLLM's `raw_logprobs`, its default).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.batch import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Still on the device: read back together with the tokens."""
+
+    chosen: Tensor  # float32 [m]
+    rank: Tensor  # int64 [m], 1 = most likely
+    top_ids: Tensor  # int64 [m, k]
+    top_logprobs: Tensor  # float32 [m, k]
+
+
+def logprob_rows(raw_logits: Tensor, token_ids: Tensor, k: int) -> LogprobRows:
+    """raw_logits float32 `[m, vocab]`, token_ids int64 `[m]`; k: the most alternatives any of these rows wants."""
+    total = raw_logits.logsumexp(-1, keepdim=True)
+    chosen = raw_logits.gather(1, token_ids[:, None])
+    top = raw_logits.topk(k)
+    return LogprobRows(
+        chosen=(chosen - total)[:, 0],
+        rank=(raw_logits > chosen).sum(-1) + 1,
+        top_ids=top.indices,
+        top_logprobs=top.values - total,
+    )
+
+
+def to_host(rows: LogprobRows, wanted: list[int]) -> list[TokenLogprobs]:
+    """wanted: alternatives of each row, `[m]`, each at most the k of `logprob_rows`."""
+    ids, values = rows.top_ids.tolist(), rows.top_logprobs.tolist()
+    packed = torch.stack([rows.chosen.double(), rows.rank.double()]).tolist()
+    return [
+        TokenLogprobs(chosen, int(rank), tuple(zip(i[:k], v[:k], strict=True)))
+        for chosen, rank, i, v, k in zip(*packed, ids, values, wanted, strict=True)
+    ]

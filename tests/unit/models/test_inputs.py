@@ -1,0 +1,102 @@
+"""The flat tensors of a step against a naive construction, token by token."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.batch import ScheduledSeq, StepBatch
+from models.inputs import StepInputs, StepTensors
+
+MAX_SEQS = 6
+MAX_TOKENS = 200
+MAX_BLOCKS = 40
+
+
+def _inputs(block_size: int) -> StepInputs:
+    return StepInputs(
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_blocks_per_seq=MAX_BLOCKS,
+        block_size=block_size,
+        device=torch.device("cpu"),
+    )
+
+
+def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
+    ids, positions, slot_mapping, cu_seqlens, sample_rows = [], [], [], [0], []
+    for seq in batch.seqs:
+        for i, token in enumerate(seq.token_ids):
+            position = seq.num_computed + i
+            ids.append(token)
+            positions.append(position)
+            slot_mapping.append(seq.block_ids[position // block_size] * block_size + position % block_size)
+        cu_seqlens.append(len(ids))
+        if seq.sample:
+            sample_rows.append(len(ids) - 1)
+    totals = [seq.num_computed + len(seq.token_ids) for seq in batch.seqs]
+    meta = step.metadata
+    assert step.input_ids.tolist() == [ids]
+    assert step.position_ids.tolist() == [positions]
+    assert meta.slot_mapping.tolist() == slot_mapping
+    assert meta.cu_seqlens_q.tolist() == cu_seqlens
+    assert meta.seq_lens.tolist() == totals
+    assert step.sample_rows.tolist() == sample_rows
+    assert step.sample_slots.tolist() == [seq.slot for seq in batch.seqs if seq.sample]
+    sampled = [total for seq, total in zip(batch.seqs, totals, strict=True) if seq.sample]
+    assert step.sample_positions.tolist() == sampled
+    for row, seq, total in zip(meta.block_table.tolist(), batch.seqs, totals, strict=True):
+        used = -(-total // block_size)
+        assert row[:used] == list(seq.block_ids[:used])
+    assert meta.max_seqlen_q == max(len(seq.token_ids) for seq in batch.seqs)
+    assert meta.max_seqlen_k == max(totals)
+    lengths = [len(seq.token_ids) for seq in batch.seqs]
+    assert lengths[: meta.num_decodes] == [1] * meta.num_decodes
+    assert 1 not in lengths[meta.num_decodes : meta.num_decodes + 1]
+    assert meta.cu_seqlens_q.dtype == meta.seq_lens.dtype == meta.block_table.dtype == torch.int32
+    assert step.input_ids.dtype == step.position_ids.dtype == meta.slot_mapping.dtype == torch.int64
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tensors_equal_a_naive_construction_over_many_steps(data: st.DataObject) -> None:
+    """Slots come, go on, are interrupted, restarted with other blocks and reused; the tables must follow."""
+    block_size = data.draw(st.sampled_from([4, 16]))
+    inputs = _inputs(block_size)
+    computed: dict[int, int] = {}
+    blocks: dict[int, list[int]] = {}
+    for _ in range(data.draw(st.integers(1, 8))):
+        slots = data.draw(st.lists(st.integers(0, MAX_SEQS - 1), min_size=1, max_size=MAX_SEQS, unique=True))
+        seqs = []
+        for slot in slots:
+            if slot not in computed or data.draw(st.booleans()) or computed[slot] > 100:
+                if data.draw(st.booleans()):
+                    inputs.forget(slot)
+                    computed[slot] = data.draw(st.integers(0, 30))  # a prefix hit
+                else:
+                    computed[slot] = 0
+                blocks[slot] = []
+                inputs.forget(slot)
+            new = data.draw(st.one_of(st.just(1), st.integers(1, 30)))
+            tokens = data.draw(st.lists(st.integers(0, 50_000), min_size=new, max_size=new))
+            needed = -(-(computed[slot] + new) // block_size) + data.draw(st.integers(0, 1))
+            while len(blocks[slot]) < needed:
+                blocks[slot].append(data.draw(st.integers(1, 9999)))
+            seqs.append(ScheduledSeq(slot, tokens, computed[slot], list(blocks[slot]), data.draw(st.booleans())))
+            computed[slot] += new
+        seqs.sort(key=lambda seq: len(seq.token_ids) > 1)
+        batch = StepBatch(tuple(seqs))
+        _check(inputs.build(batch), batch, block_size)
+
+
+def test_a_restarted_sequence_gets_its_new_blocks_without_being_forgotten() -> None:
+    inputs = _inputs(4)
+    for num_computed, block_ids in ((0, [7, 8]), (0, [3, 4])):
+        batch = StepBatch((ScheduledSeq(0, [1] * 8, num_computed, block_ids, True),))
+        _check(inputs.build(batch), batch, 4)
+
+
+def test_a_step_larger_than_the_limits_is_refused() -> None:
+    batch = StepBatch((ScheduledSeq(0, [1] * (MAX_TOKENS + 1), 0, list(range(1, 14)), True),))
+    with pytest.raises(ValueError, match=r"201 tokens in 1 sequences"):
+        _inputs(16).build(batch)

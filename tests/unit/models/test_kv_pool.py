@@ -1,0 +1,77 @@
+"""How many blocks fit, and what they look like."""
+
+import pytest
+import torch
+
+from models.attention_sites import AttentionSite
+from models.kv_pool import (
+    CPU_POOL_BYTES,
+    MemoryBudget,
+    PoolTooSmallError,
+    allocate,
+    bytes_per_block,
+    count_blocks,
+    cpu_pool_bytes,
+    cuda_pool_bytes,
+)
+
+
+def _site(layer_idx: int, num_kv_heads: int = 8, head_dim: int = 128, head_dim_v: int = 128) -> AttentionSite:
+    return AttentionSite(
+        layer_idx=layer_idx,
+        layer_type="full_attention",
+        num_heads=32,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        softmax_scale=1.0,
+        window=0,
+        chunk_size=0,
+        softcap=0.0,
+        has_sinks=False,
+    )
+
+
+def test_a_block_of_llama_8b_takes_128_kib_a_token() -> None:
+    sites = [_site(i) for i in range(32)]
+    assert bytes_per_block(sites, 64, torch.bfloat16) == 64 * 128 * 1024
+
+
+def test_layers_may_differ_in_heads_and_in_key_and_value_sizes() -> None:
+    sites = [_site(0, num_kv_heads=2, head_dim=24, head_dim_v=16), _site(1, num_kv_heads=1, head_dim=8, head_dim_v=8)]
+    assert bytes_per_block(sites, 16, torch.float32) == 16 * 4 * (2 * 40 + 16)
+    caches = allocate(sites, 5, 16, torch.float32, torch.device("cpu"))
+    assert [tuple(t.shape) for pair in caches for t in pair] == [
+        (5, 2, 16, 24),
+        (5, 2, 16, 16),
+        (5, 1, 16, 8),
+        (5, 1, 16, 8),
+    ]
+    assert sum(t.nbytes for pair in caches for t in pair) == 5 * bytes_per_block(sites, 16, torch.float32)
+
+
+def test_the_pool_takes_what_the_step_leaves_of_its_share_of_the_gpu() -> None:
+    gib = 2**30
+    assert cuda_pool_bytes(MemoryBudget(gpu_memory_utilization=0.5), total=100 * gib, peak=20 * gib) == 30 * gib
+    assert cuda_pool_bytes(MemoryBudget(gpu_memory_utilization=0.5), total=100 * gib, peak=60 * gib) == 0
+    assert cuda_pool_bytes(MemoryBudget(kv_cache_memory_bytes=7), total=100 * gib, peak=20 * gib) == 7
+
+
+def test_a_cpu_pool_is_modest_unless_asked_for() -> None:
+    assert 0 < cpu_pool_bytes(MemoryBudget()) <= CPU_POOL_BYTES
+    assert cpu_pool_bytes(MemoryBudget(kv_cache_memory_bytes=123)) == 123
+
+
+def test_blocks_that_no_sequence_could_use_are_not_allocated() -> None:
+    limits = {"block_size": 16, "max_num_seqs": 4, "max_model_len": 100}
+    assert count_blocks(10**12, 1000, **limits) == 4 * 7 + 1
+    assert count_blocks(20_999, 1000, **limits) == 20
+
+
+def test_a_pool_that_holds_one_full_sequence_and_the_dummy_page_is_enough() -> None:
+    assert count_blocks(8000, 1000, block_size=16, max_num_seqs=4, max_model_len=100) == 8
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused_with_what_would_fit() -> None:
+    with pytest.raises(PoolTooSmallError, match=r"room for 96 tokens .* less than max_model_len = 100"):
+        count_blocks(7999, 1000, block_size=16, max_num_seqs=4, max_model_len=100)

@@ -1,0 +1,208 @@
+"""Tokens through pages, batches and chunks equal transformers' own, and nothing around a request changes them."""
+
+from typing import Any
+
+import pytest
+import torch
+from batch_driver import GREEDY, eager_tokens, generate
+from tiny_models import as_loaded, random_model, tiny_config
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from models.batch import SamplingParams, ScheduledSeq, StepBatch
+from models.kv_pool import MemoryBudget, PoolTooSmallError
+from models.loader import LoadedModel, load_tokenizer
+from models.registry import ModelSource
+from models.runner import ModelRunner
+
+PROMPTS = ["What is the capital of France?", "Count to ten.", "Hi", "Who wrote Hamlet? Explain what the play is about."]
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def runner(bundled_model: LoadedModel) -> ModelRunner:
+    return ModelRunner(
+        bundled_model, block_size=16, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=80
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts(bundled_source: ModelSource) -> list[list[int]]:
+    tokenizer: Any = load_tokenizer(bundled_source)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in PROMPTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(bundled_model: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
+    return [eager_tokens(bundled_model.model, prompt, TOKENS) for prompt in prompts]
+
+
+UNTIL_THE_END = SamplingParams(temperature=0.0, min_tokens=TOKENS)
+
+
+def test_the_bundled_model_alone_answers_what_transformers_answers(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert generate(runner, [prompt], TOKENS, sampling=UNTIL_THE_END)[0].tokens == tokens
+
+
+@pytest.mark.parametrize("budget", [256, 48, 7])
+def test_the_bundled_model_batched_and_chunked_answers_the_same(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]], budget: int
+) -> None:
+    answers = generate(runner, prompts, TOKENS, sampling=UNTIL_THE_END, budget=budget)
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_the_bundled_model_preempted_answers_the_same(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    answers = generate(runner, prompts[:2], TOKENS, sampling=UNTIL_THE_END, budget=64, preempt_every=6)
+    assert [answer.tokens for answer in answers] == expected[:2]
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": tiny_config(),
+    "mistral": MistralConfig(**_SMALL, sliding_window=8),
+    "qwen3": Qwen3Config(**_SMALL),
+    "gemma2": Gemma2Config(**_SMALL, sliding_window=8, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    "gemma3": Gemma3TextConfig(
+        **_SMALL, sliding_window=8, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "gpt_oss": GptOssConfig(**_SMALL, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2),
+    "deepseek_v3": DeepseekV3Config(
+        vocab_size=120,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_what_transformers_answers(family: str) -> None:
+    model = random_model(FAMILIES[family])
+    runner = ModelRunner(
+        as_loaded(model), block_size=16, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, num_blocks=40
+    )
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 120, (n,), generator=generator).tolist() for n in (5, 33, 18, 50)]
+    wanted = [eager_tokens(model, prompt, 10) for prompt in prompts]
+    answers = generate(runner, prompts, 10, sampling=SamplingParams(temperature=0.0, min_tokens=10), budget=24)
+    assert [answer.tokens for answer in answers] == wanted
+
+
+def test_window_layers_and_full_layers_are_told_apart() -> None:
+    runner = ModelRunner(
+        as_loaded(random_model(FAMILIES["gemma3"])),
+        block_size=16,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+    )
+    assert {key.partition("/")[0] for key in runner.kernels} == {"sliding_attention", "full_attention"}
+    assert set(runner.kernels.values()) == {"cpu_reference"}
+
+
+SAMPLED = [
+    SamplingParams(seed=1),
+    SamplingParams(seed=2, temperature=0.7, top_p=0.9),
+    SamplingParams(seed=3, top_k=20, frequency_penalty=0.8),
+    SamplingParams(seed=4, min_p=0.02, repetition_penalty=1.3),
+    SamplingParams(seed=5, presence_penalty=1.0, logprobs=3),
+]
+RANDOM_PROMPTS = [[7, 8, 9], [20] * 30, list(range(3, 60)), [5], [99, 98, 97, 96]]
+
+
+def test_sampled_tokens_do_not_depend_on_batch_chunks_slots_or_preemption(tiny_runner: ModelRunner) -> None:
+    together = [out.tokens for out in generate(tiny_runner, RANDOM_PROMPTS, 15, sampling=SAMPLED)]
+    alone = [
+        generate(tiny_runner, [prompt], 15, sampling=[params])[0].tokens
+        for prompt, params in zip(RANDOM_PROMPTS, SAMPLED, strict=True)
+    ]
+    chunked = generate(tiny_runner, RANDOM_PROMPTS, 15, sampling=SAMPLED, budget=7, first_slot=9)
+    preempted = generate(tiny_runner, RANDOM_PROMPTS, 15, sampling=SAMPLED, preempt_every=12)
+    assert together == alone
+    assert together == [out.tokens for out in chunked]
+    assert together == [out.tokens for out in preempted]
+
+
+def test_logprobs_come_with_the_tokens_of_the_requests_that_asked(tiny_runner: ModelRunner) -> None:
+    outputs = generate(tiny_runner, RANDOM_PROMPTS, 4, sampling=SAMPLED)
+    assert [[entry is not None for entry in out.logprobs] for out in outputs] == [[False] * 4] * 4 + [[True] * 4]
+    for entry in outputs[4].logprobs:
+        assert entry is not None
+        assert len(entry.top) == 3
+        assert entry.logprob <= entry.top[0][1] <= 0
+        assert (entry.rank == 1) == (entry.logprob == entry.top[0][1])
+    assert all(out.finite == [True] * 4 for out in outputs)
+
+
+def test_a_step_in_which_no_prompt_ends_gives_no_tokens(tiny_runner: ModelRunner) -> None:
+    tiny_runner.add_request(0, GREEDY, [1] * 20)
+    output = tiny_runner.execute(StepBatch((ScheduledSeq(0, [1] * 5, 0, [1], False),)))
+    tiny_runner.remove_request(0)
+    assert output.token_ids == []
+
+
+def test_warming_up_changes_no_answer(tiny_runner: ModelRunner) -> None:
+    before = generate(tiny_runner, RANDOM_PROMPTS, 5, sampling=SAMPLED)
+    tiny_runner.warm_up()
+    assert generate(tiny_runner, RANDOM_PROMPTS, 5, sampling=SAMPLED) == before
+
+
+def test_the_pool_is_sized_by_the_budget_unless_blocks_are_given() -> None:
+    loaded = as_loaded(random_model(tiny_config()))
+    limits: dict[str, Any] = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    block_bytes = 3 * 2 * (16 + 16) * 16 * 4
+    budget = MemoryBudget(kv_cache_memory_bytes=10 * block_bytes)
+    assert ModelRunner(loaded, **limits, memory_budget=budget).num_blocks == 10
+    assert ModelRunner(loaded, **limits, memory_budget=budget, num_blocks=7).num_blocks == 7
+    assert ModelRunner(loaded, **limits).num_blocks == 4 * 4 + 1
+    with pytest.raises(PoolTooSmallError, match="max_model_len = 64"):
+        ModelRunner(loaded, **limits, memory_budget=MemoryBudget(kv_cache_memory_bytes=4 * block_bytes))
