@@ -9,7 +9,7 @@ from server.text.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no UTF-8 (yet)
 NUM_CONTEXT_TOKENS = 6  # prompt tokens that decide how the first generated one is spelled (leading spaces)
-LONGEST_UNFINISHED = 16  # tokens: no character is longer, so a longer tail of bad bytes is not going to become one
+LONGEST_UNFINISHED = 64  # tokens: a longer run of lone bytes is shown as it is, or a stream could stall for ever
 
 
 class Detokenizer(Protocol):
@@ -56,10 +56,13 @@ class WindowDetokenizer:
 
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
-        unfinished = len(self._window) - self._num_shown <= LONGEST_UNFINISHED
-        if unfinished and self._tokenizer.decode(self._window).endswith(REPLACEMENT):
-            return ""
-        return self._show()
+        may_wait = len(self._window) - self._num_shown < LONGEST_UNFINISHED
+        return "" if may_wait and self._is_unfinished(token_id) else self._show()
+
+    def _is_unfinished(self, token_id: int) -> bool:
+        """In a run of byte tokens, one bad byte makes all of them U+FFFD: none is certain before the run ends."""
+        is_byte = self._tokenizer.is_byte_fallback(token_id)
+        return is_byte or self._tokenizer.decode(self._window).endswith(REPLACEMENT)
 
     def _show(self) -> str:
         before = self._tokenizer.decode(self._window[: self._num_shown])

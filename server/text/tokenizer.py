@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 INLINE_CHARACTERS = 4096  # a text this short costs less on the event loop (about a millisecond) than a thread hop
 NUM_THREADS = 2
+BYTE_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
 
 T = TypeVar("T")
 
@@ -79,6 +80,10 @@ class TextTokenizer:
         """The token as the vocabulary spells it ("Ġhello")."""
         return self._tokens.id_to_token(token_id) or ""
 
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Whether it is SentencePiece's token for one byte: <0x0A>."""
+        return BYTE_FALLBACK.fullmatch(self.vocabulary_piece(token_id)) is not None
+
     async def in_thread(self, work: Callable[[], T], num_characters: int) -> T:
         """Runs `work` here if it is short, else on a thread."""
         if num_characters <= INLINE_CHARACTERS:
@@ -105,7 +110,7 @@ class TextTokenizer:
         piece = self.vocabulary_piece(token_id)
         if self.is_byte_level:
             return byte_level_bytes(piece)
-        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):  # SentencePiece's byte fallback
+        if self.is_byte_fallback(token_id):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode()
 

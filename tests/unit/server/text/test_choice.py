@@ -1,0 +1,55 @@
+import pytest
+
+from models.batch import TokenLogprobs
+from server.engine.messages import TokenDelta
+from server.errors import RequestFailedError
+from server.text.choice import ChoiceText
+from server.text.tokenizer import TextTokenizer
+
+EOS = 260
+
+
+def delta(text: bytes, **fields: object) -> TokenDelta:
+    return TokenDelta("r", list(text), **fields)
+
+
+def test_tokens_after_a_stop_string_do_not_count(tokenizer: TextTokenizer) -> None:
+    choice = ChoiceText(tokenizer, 0, stop=["lo"])
+    result = choice.feed(delta(b"hello world"))
+    assert (result.text, result.finish_reason, choice.num_tokens) == ("hel", "stop", 5)
+
+
+def test_a_stop_token_is_counted_and_not_shown(tokenizer: TextTokenizer) -> None:
+    choice = ChoiceText(tokenizer, 0)
+    result = choice.feed(TokenDelta("r", [104, 105, 33], None, "stop", 33))
+    assert (result.text, result.finish_reason, choice.num_tokens) == ("hi", "stop", 3)
+
+
+def test_a_stop_string_in_held_bytes_at_the_end_still_stops(tokenizer: TextTokenizer) -> None:
+    choice = ChoiceText(tokenizer, 0, stop=["\ufffd"])
+    assert choice.feed(delta(b"a\xe6", finish_reason="length")).finish_reason == "stop"
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: TextTokenizer) -> None:
+    choice = ChoiceText(tokenizer, 0, stop=["a"], min_tokens=3)
+    assert choice.feed(delta(b"aaa")).text == "aaa"
+    assert choice.feed(delta(b"ba")).finish_reason == "stop"
+
+
+def test_held_text_comes_out_when_the_length_ends_it(tokenizer: TextTokenizer) -> None:
+    choice = ChoiceText(tokenizer, 0, stop=["lot"])
+    assert choice.feed(delta(b"hello")).text == "hel"
+    assert choice.feed(delta(b"", finish_reason="length")).text == "lo"
+
+
+def test_logprobs_are_cut_with_the_text(tokenizer: TextTokenizer) -> None:
+    choice = ChoiceText(tokenizer, 0, stop=["b"])
+    logprobs = [TokenLogprobs(-1.0, 1, ((97, -1.0),)) for _ in range(3)]
+    result = choice.feed(delta(b"abc", logprobs=logprobs))
+    assert [detail.chosen.text for detail in result.details] == ["a", "b"]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_the_engine_gave_up_is_a_failure(tokenizer: TextTokenizer, reason: str) -> None:
+    with pytest.raises(RequestFailedError):
+        ChoiceText(tokenizer, 0).feed(delta(b"a", finish_reason=reason))

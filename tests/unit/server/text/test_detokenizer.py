@@ -1,0 +1,96 @@
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer_for
+from server.text.tokenizer import TextTokenizer
+
+NUM_SEQUENCES = 10_000
+
+
+def sentencepiece_like() -> TextTokenizer:
+    """Llama 2's kind: words with ▁, byte fallback, and a decoder that strips the first space."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ("▁", "▁hello", "▁world", "hello", "é", "日本", "🙂", "▁🙂", ".", "▁▁"):
+        vocabulary[piece] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return TextTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    )
+
+
+def sequences(seed: int, count: int, vocabulary: int, longest: int = 24) -> list[list[int]]:
+    """Random tokens, so mostly broken UTF-8, mixed with whole emoji and CJK."""
+    rng = random.Random(seed)
+    whole = ["🙂".encode(), "日本".encode(), "é".encode(), b"plain ", "👩‍👩‍👧".encode(), "\ufffd".encode()]
+    result = []
+    for _ in range(count):
+        tokens: list[int] = []
+        while len(tokens) < rng.randrange(1, longest):
+            tokens += rng.choice(whole) if rng.random() < 0.5 else [rng.randrange(vocabulary)]
+        result.append(tokens)
+    return result
+
+
+def pieces(detokenizer: Detokenizer, tokens: list[int], rng: random.Random) -> list[str]:
+    deltas, at = [], 0
+    while at < len(tokens):
+        size = rng.choice((1, 1, 1, 2, 5))
+        deltas.append(detokenizer.feed(tokens[at : at + size]))
+        at += size
+    return [*deltas, detokenizer.finish()]
+
+
+def test_deltas_join_to_the_decoding_of_all_tokens(tokenizer: TextTokenizer) -> None:
+    rng = random.Random(1)
+    for tokens in sequences(0, NUM_SEQUENCES, 261):
+        assert "".join(pieces(ByteDetokenizer(tokenizer), tokens, rng)) == tokenizer.decode(tokens), tokens
+
+
+def test_window_agrees_with_whole_decoding_for_byte_level_vocabularies(tokenizer: TextTokenizer) -> None:
+    rng = random.Random(2)
+    for tokens in sequences(3, 1000, 261):
+        assert "".join(pieces(WindowDetokenizer(tokenizer), tokens, rng)) == tokenizer.decode(tokens), tokens
+
+
+def test_deltas_join_for_vocabularies_with_byte_fallback() -> None:
+    tokenizer, rng = sentencepiece_like(), random.Random(4)
+    assert not tokenizer.is_byte_level
+    for _ in range(2000):
+        tokens = [rng.randrange(len(tokenizer.source)) for _ in range(rng.randrange(1, 20))]
+        if rng.random() < 0.5:
+            tokens += [3 + byte for byte in "🙂é".encode()]
+        assert "".join(pieces(WindowDetokenizer(tokenizer), tokens, rng)) == tokenizer.decode(tokens), tokens
+
+
+def test_half_a_character_is_never_shown(tokenizer: TextTokenizer) -> None:
+    for text in ("🙂", "日", "é", "a🙂b"):
+        detokenizer = detokenizer_for(tokenizer, ())
+        for byte in text.encode():
+            assert "\ufffd" not in detokenizer.feed([byte])
+        assert detokenizer.finish() == ""
+
+
+def test_window_shows_the_space_that_the_prompt_makes_visible() -> None:
+    tokenizer = sentencepiece_like()
+    hello, world = (tokenizer.source.convert_tokens_to_ids(piece) for piece in ("▁hello", "▁world"))
+    assert detokenizer_for(tokenizer, [hello]).feed([world]) == " world"
+    assert detokenizer_for(tokenizer, []).feed([world]) == "world"
+
+
+def test_endless_broken_bytes_are_not_held_for_ever() -> None:
+    tokenizer = sentencepiece_like()
+    detokenizer = WindowDetokenizer(tokenizer)
+    shown = "".join(detokenizer.feed([3 + 0xFF]) for _ in range(200))
+    assert len(shown) > 150
+
+
+@pytest.mark.parametrize("special", [258, 259, 260])
+def test_control_tokens_are_never_text(tokenizer: TextTokenizer, special: int) -> None:
+    assert detokenizer_for(tokenizer, ()).feed([104, special, 105]) == "hi"
