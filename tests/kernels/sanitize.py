@@ -1,0 +1,87 @@
+"""The kernels under compute-sanitizer: a small fixed grid, every kernel and every way of addressing at least once.
+
+    python -m tests.kernels.sanitize [memcheck] [racecheck] [synccheck] [initcheck]     all four without a name
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --grid          one, by hand
+
+Run from the checkout. Expected on an H200: memcheck a minute, the others a few, so one tool a command where time is
+limited. Exit code 0: no tool found anything; 1: one did; 2: compute-sanitizer or the GPU is missing.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+import typer
+
+from attention_backend import dispatch
+
+from .problems import Case, build
+from .test_kv_store import check_store
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FOUND = 99  # the exit code we ask of compute-sanitizer when it found something
+
+GRID = (
+    Case(128, 217, batch=2),
+    Case(150, 203, batch=6, layout="varlen", mask="sliding", dtype="fp16"),
+    Case(130, 140, batch=2, layout="padded", dim=72, dim_v=40),
+    Case(130, 140, batch=2, dim=128, dim_v=128, mask="window", score="softcap_alibi", keys="key_mask", sinks=True),
+    Case(130, 140, batch=2, dim=256, dim_v=256),
+    Case(130, 140, batch=2, dim=192, dim_v=128, keys="leftpad"),
+    Case(130, 140, batch=2, dim=96, dim_v=96, mask="full", keys="bias_float"),
+    Case(130, 140, batch=2, dim=32, dim_v=32, mask="full", keys="bias_element", layout="bhsd"),
+    Case(130, 140, batch=4, mask="full", keys="mask_desc"),
+    Case(130, 300, batch=6, layout="paged_varlen", page=64, mask="chunk"),
+    Case(130, 300, batch=3, layout="paged", page=1, hnd=False, dim=128, dim_v=128),
+    Case(64, 100, batch=2, dtype="fp32", score="softcap"),
+    Case(1, 900, batch=6, layout="paged", page=64, dim=128, dim_v=128, heads=8, kv_heads=2),
+    Case(1, 900, batch=3, layout="paged", page=16, dim=128, dim_v=128, heads=8, kv_heads=1, num_splits=3, sinks=True),
+    Case(5, 300, batch=3, layout="paged_varlen", page=48, dim=72, dim_v=72, mask="sliding", dtype="fp16"),
+    Case(2, 300, batch=3, heads=16, kv_heads=1, dim=256, dim_v=256, keys="leftpad", num_splits=1),
+)
+
+
+def run_grid(device: torch.device) -> int:
+    """Runs every case and the store once; returns how many problems ran."""
+    for case in GRID:
+        out, _ = dispatch.run(build(case, device))
+        assert bool(out.isfinite().all()), f"{case} gave NaN or Inf"
+    for dims in ((64, 64), (80, 80), (192, 128)):
+        check_store(70, 16, dims, torch.bfloat16, device)
+    return len(GRID) + 3
+
+
+def command(tool: str) -> list[str]:
+    """compute-sanitizer over this module's grid.
+
+    racecheck and synccheck skip torch's own kernels, which take most of the time; the other two need to see what
+    torch's kernels allocate and write.
+    """
+    skip = ["--kernel-name-exclude", "kns=at6native"] if tool in ("racecheck", "synccheck") else []
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), *skip]
+    return ["compute-sanitizer", *options, sys.executable, "-m", "tests.kernels.sanitize", "--grid"]
+
+
+def main(tools: Sequence[str]) -> int:
+    if list(tools) == ["--grid"]:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        typer.echo(f"{run_grid(device)} problems ran on {device}")
+        return 0
+    unknown = set(tools) - set(TOOLS)
+    if unknown or not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
+        reason = f"no tool named {sorted(unknown)}" if unknown else "this needs an NVIDIA GPU and compute-sanitizer"
+        typer.echo(f"{reason}; tools: {', '.join(TOOLS)}", err=True)
+        return 2
+    # torch's caching allocator hands out pieces of large blocks, in which no access is out of bounds.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    verdicts = {tool: subprocess.run(command(tool), env=environment, check=False).returncode for tool in tools or TOOLS}
+    for tool, code in verdicts.items():
+        typer.echo(f"{tool}: {'clean' if code == 0 else f'FAILED with exit code {code}'}")
+    return 1 if any(verdicts.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
