@@ -28,7 +28,8 @@ def server(bundled_model: Path) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="session")
 def chunking_server(bundled_model: Path) -> Iterator[ServerProcess]:
     """Every prompt takes several steps, mixed with others' decode rows; no prefix is ever reused."""
-    with ServerProcess(*FLAGS, "--max-num-batched-tokens", "24", "--no-enable-prefix-caching") as process:
+    limits = ("--max-num-seqs", "16", "--max-num-batched-tokens", "24")
+    with ServerProcess(*FLAGS, *limits, "--no-enable-prefix-caching") as process:
         yield process
 
 

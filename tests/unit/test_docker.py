@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
+from exported_metrics import exported_families
 
-from server.engine.messages import EngineReady, EngineStats
-from server.metrics import Metrics
 from server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -166,23 +164,4 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     asked = set(re.findall(r"(?:longwave:\w+|http_\w+)", queries))
 
     assert asked
-    assert asked <= exported_samples()
-
-
-def exported_samples() -> set[str]:
-    """Every sample name that a server with one finished request exports."""
-    stats = EngineStats(
-        num_running=0, num_waiting=0, num_blocks=2, num_free_blocks=2, prompt_tokens=0, generation_tokens=0,
-        num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, kernel_calls={"cpu_reference": 1},
-    )  # fmt: skip
-    metrics = Metrics("model", lambda: stats)
-    metrics.learn(
-        EngineReady(
-            model="model", device="cpu", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=[],
-            block_size=16, num_blocks=2, kernels={},
-        )
-    )  # fmt: skip
-    metrics.finished("stop")
-    metrics.observe_http("/v1/models", "GET", 200, 0.1)
-    families = text_string_to_metric_families(metrics.render().decode())
-    return {sample.name for family in families for sample in family.samples}
+    assert asked <= set().union(*exported_families().values())

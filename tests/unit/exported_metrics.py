@@ -1,0 +1,29 @@
+"""The names of everything a server exports, told by a registry that has seen one of each observation."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.engine.messages import EngineReady, EngineStats
+from server.metrics import Metrics
+
+
+def exported_families() -> dict[str, set[str]]:
+    """Metric name (counters with _total) -> its sample names; the `_created` twins left out."""
+    stats = EngineStats(
+        num_running=0, num_waiting=0, num_blocks=2, num_free_blocks=2, prompt_tokens=0, generation_tokens=0,
+        num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, kernel_calls={"cpu_reference": 1},
+    )  # fmt: skip
+    metrics = Metrics("model", lambda: stats)
+    metrics.learn(
+        EngineReady(
+            model="model", device="cpu", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=[],
+            block_size=16, num_blocks=2, kernels={},
+        )
+    )  # fmt: skip
+    metrics.finished("stop")
+    metrics.observe_http("/v1/models", "GET", 200, 0.1)
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name: {sample.name for sample in family.samples}
+        for family in families
+        if not family.name.endswith("_created")
+    }
