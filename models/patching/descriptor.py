@@ -83,9 +83,11 @@ def pad_rows(desc: Tensor, rule: MaskRule, key_mask: Tensor) -> None:
 
 def attach_key_mask(desc: Tensor, key_mask: Tensor) -> Tensor:
     """The rows layout with a key mask: int32 `[batch, 1, 1, 8 + ceil(seqlen_k / 4)]`."""
-    tail = -key_mask.shape[1] % _KEYS_PER_COLUMN
-    keys = torch.nn.functional.pad(key_mask, (0, tail)).contiguous().view(torch.int32)
-    return torch.cat([desc, keys], dim=-1)[:, None, None, :]
+    batch, seqlen_k = key_mask.shape
+    # Of our own making: a slice of one row counts as contiguous with strides that cannot be viewed as int32.
+    keys = key_mask.new_zeros(batch, -(-seqlen_k // _KEYS_PER_COLUMN) * _KEYS_PER_COLUMN)
+    keys[:, :seqlen_k] = key_mask
+    return torch.cat([desc, keys.view(torch.int32)], dim=-1)[:, None, None, :]
 
 
 def encode_packed(desc: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

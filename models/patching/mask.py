@@ -23,6 +23,9 @@ MASK_EDITORS = frozenset(
     | {"qwen4_exp", "qwen4_exp_text"}
 )
 
+#: Options that only say when a written-out mask could be left out, or repeat what the closure says.
+_HINTS = frozenset({"allow_is_bidirectional_skip", "allow_is_causal_skip", "allow_torch_fix", "local_size"})
+
 
 def longwave_mask(
     batch_size: int,
@@ -36,7 +39,7 @@ def longwave_mask(
     config: Any = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_skip_hints: Any,
+    **hints: Any,
 ) -> Tensor:
     """transformers' mask interface. `attention_mask` is the 2-D padding mask, bool `[batch, keys so far]`, or None.
 
@@ -45,6 +48,8 @@ def longwave_mask(
     model_type = getattr(config, "model_type", "unknown")
     if model_type in MASK_EDITORS:
         raise UnsupportedCallError(f"{model_type} computes with its attention mask and needs it written out")
+    if hints.keys() - _HINTS:
+        raise UnsupportedCallError(f"{model_type}: mask options {sorted(hints.keys() - _HINTS)} are not known here")
     device = torch.device(device)
     rule = classify(mask_function)
     if rule is None or (rule.sequence_ids is not None and attention_mask is not None):

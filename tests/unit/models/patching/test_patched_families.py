@@ -1,13 +1,17 @@
 """Every promised family gives eager attention's logits and tokens, whatever the padding and the cache."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from patching_families import CAUSAL, ENCODERS, SEQ2SEQ, Family, padding, tokens
 from torch import Tensor
+from transformers.masking_utils import create_chunked_causal_mask
 
 BATCH, LENGTH, NEW_TOKENS = 3, 40, 12
+# transformers 5.17 calls it with an argument that it does not take.
+CHUNKED_MASKS_FOR_GENERATE = "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
 TOLERANCE = {"atol": 3e-5, "rtol": 1e-4}
 
 
@@ -44,6 +48,8 @@ def test_logits_of_valid_positions_equal_eager(family: Family, side: str, device
 def test_greedy_generation_from_left_padded_prompts_equals_eager(
     family: Family, cache: str | None, device: torch.device
 ) -> None:
+    if cache == "static" and family.name == "llama4" and not CHUNKED_MASKS_FOR_GENERATE:
+        pytest.skip("this transformers cannot make chunked masks for a static cache, whatever the attention")
     ids, mask = tokens(BATCH, LENGTH).to(device), padding(BATCH, LENGTH, "left").to(device)
     expected, actual = both(
         family,

@@ -161,3 +161,24 @@ def test_families_that_compute_with_their_mask_are_refused() -> None:
     config = type("Config", (), {"model_type": "deepseek_v32"})()
     with pytest.raises(UnsupportedCallError, match="deepseek_v32 computes with its attention mask"):
         longwave_mask(1, 4, 4, config=config)
+
+
+def test_a_mask_option_it_does_not_know_is_refused() -> None:
+    with pytest.raises(UnsupportedCallError, match="global_tokens"):
+        longwave_mask(1, 4, 4, global_tokens=3)
+
+
+@pytest.mark.gpu
+def test_making_and_reading_a_padded_mask_never_waits_for_the_gpu() -> None:
+    padding = torch.ones(2, 64, dtype=torch.bool, device="cuda")
+    padding[0, :9] = False
+    offset = torch.tensor(0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask = longwave_mask(2, 64, 64, q_offset=offset, attention_mask=padding, device="cuda")
+        read = decode(mask, 2, 64, 64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert read.key_mask is not None
+    assert torch.equal(read.key_mask, padding)
+    assert read.desc[0, :2].tolist() == [9, 64]
