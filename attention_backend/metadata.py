@@ -15,7 +15,7 @@ class PagedMetadata:
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs]: keys of each sequence, this step's new tokens included
     block_table: Tensor  # int32 [num_seqs, max_blocks_per_seq]
-    slot_mapping: Tensor  # int64 [num_tokens]: block_id * block_size + offset of each new token; negative = do not store
+    slot_mapping: Tensor  # int64 [num_tokens]: block_id * block_size + offset of a new token; negative = do not store
     num_decodes: int
     max_seqlen_q: int  # the largest number of new tokens of a sequence
     max_seqlen_k: int  # the largest of seq_lens (an upper bound is allowed)

@@ -25,12 +25,14 @@ class AttentionArgs:
 
     * dense: q `[batch, seqlen_q, num_heads, head_dim]`, k `[batch, seqlen_k, num_kv_heads, head_dim]`,
       v `[batch, seqlen_k, num_kv_heads, head_dim_v]`
-    * varlen: q `[total_q, num_heads, head_dim]` with `cu_seqlens_q`; k, v `[total_k, num_kv_heads, *]` with `cu_seqlens_k`
+    * varlen: q `[total_q, num_heads, head_dim]` with `cu_seqlens_q`;
+      k, v `[total_k, num_kv_heads, *]` with `cu_seqlens_k`
     * paged: k, v `[num_blocks, block_size, num_kv_heads, *]` with `block_table` and `seqused_k`; q dense or varlen.
       (The engine's pool is `[num_blocks, num_kv_heads, block_size, head_dim]`; it is handed in as a transposed view.)
 
     The rule of visibility. Row i of sequence b stands at position `p = i + q_offset[b]`, where q_offset defaults to
-    `stop[b] - seqlen_q[b]` (bottom-right alignment; stop = seqused_k, or the sequence's number of keys). It sees key j iff
+    `stop[b] - seqlen_q[b]` (bottom-right alignment; stop = seqused_k, or the sequence's number of keys).
+    It sees key j iff
 
     * `start[b] <= j < stop[b]`                     (start = leftpad_k, default 0)
     * `j >= p - window_left`  when window_left  >= 0
@@ -109,7 +111,7 @@ class AttentionArgs:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """`[batch, num_heads, seqlen_q]` for dense queries, `[num_heads, total_q]` for varlen ones (FlashAttention's)."""
+        """FlashAttention's: `[batch, num_heads, seqlen_q]` for dense queries, `[num_heads, total_q]` for varlen ones."""
         if self.cu_seqlens_q is None:
             return (self.q.shape[0], self.num_heads, self.q.shape[1])
         return (self.num_heads, self.q.shape[0])
