@@ -45,11 +45,12 @@ class WindowDetokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window = list(context[-NUM_CONTEXT_TOKENS:])
+        self._window = [token for token in context[-NUM_CONTEXT_TOKENS:] if token not in tokenizer.special_ids]
         self._num_shown = len(self._window)  # tokens at the window's start whose text is shown
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return "".join(self._feed_one(token) for token in token_ids)
+        skipped = self._tokenizer.special_ids
+        return "".join(self._feed_one(token) for token in token_ids if token not in skipped)
 
     def finish(self) -> str:
         return self._show() if self._num_shown < len(self._window) else ""
