@@ -111,7 +111,7 @@ class AttentionArgs:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """FlashAttention's: `[batch, num_heads, seqlen_q]` for dense queries, `[num_heads, total_q]` for varlen ones."""
+        """FlashAttention's: `[batch, num_heads, seqlen_q]` for dense queries, `[num_heads, total_q]` for varlen."""
         if self.cu_seqlens_q is None:
             return (self.q.shape[0], self.num_heads, self.q.shape[1])
         return (self.num_heads, self.q.shape[0])
