@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from server.engine.request import Request
 
+MIN_CHUNK = 16  # tokens: less of a long prompt costs a step more than it gives the prompt
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of the budget
 
 
@@ -15,7 +16,7 @@ def _reserved(oldest_remaining: int, budget: int) -> int:
     return min(oldest_remaining, -(-budget // OLDEST_SHARE))
 
 
-def fits_budget(newcomer: Request, remaining: int, prefills: Sequence[Request], budget: int, min_chunk: int) -> bool:
+def fits_budget(newcomer: Request, remaining: int, prefills: Sequence[Request], budget: int) -> bool:
     """Whether a waiting request would get a useful share of this step beside those that have one already."""
     if budget <= 0:
         return False
@@ -28,10 +29,10 @@ def fits_budget(newcomer: Request, remaining: int, prefills: Sequence[Request], 
     for other in prefills:
         if other is not oldest and other.num_remaining <= remaining:
             left -= other.num_remaining
-    return left >= min(remaining, min_chunk)
+    return left >= min(remaining, MIN_CHUNK)
 
 
-def share_budget(prefills: Sequence[Request], budget: int, min_chunk: int) -> list[tuple[Request, int]]:
+def share_budget(prefills: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
     """Tokens for each prompt in this step; prompts without any are left out. At least one token is given."""
     oldest = min(prefills, key=lambda request: request.sequence_number)
     left = budget - _reserved(oldest.num_remaining, budget)
@@ -40,7 +41,7 @@ def share_budget(prefills: Sequence[Request], budget: int, min_chunk: int) -> li
         if request is oldest:
             continue
         count = min(request.num_remaining, left)
-        if count == request.num_remaining or count >= min_chunk:  # a sliver of a long prompt costs more than it gives
+        if count == request.num_remaining or count >= MIN_CHUNK:
             if count > 0:
                 shares.append((request, count))
             left -= count

@@ -27,6 +27,7 @@ class Request:
         "cache_salt",
         "chain",
         "first_token_time",
+        "last_hits",
         "last_token_time",
         "max_length",
         "num_bypassed",
@@ -69,6 +70,7 @@ class Request:
 
         self.num_bypassed = 0  # younger requests admitted while this one did not fit
         self.blocks_missed = 0  # free blocks that the last try to admit it would have needed
+        self.last_hits = -1  # blocks of it that were in the prefix cache at the last look; -1: never looked
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
 
         self.arrival_time = message.arrival_time or now

@@ -118,7 +118,7 @@ class Scheduler:
             return None
         counts = [1] * len(decodes)
         if prefills:
-            for request, count in share_budget(prefills, budget, self.cache.block_size):
+            for request, count in share_budget(prefills, budget):
                 decodes.append(request)
                 counts.append(count)
             if 1 in counts[-len(prefills) :]:  # last tokens of prompts belong to the one-token rows

@@ -11,8 +11,9 @@ from server.engine.prefill import fits_budget
 from server.engine.request import Request, by_age
 
 MAX_BYPASSES = 64  # younger requests that may be admitted past one that waits for blocks
-RETRY_STEPS = 16  # one that found no blocks is matched against the prefix cache again after so many steps
+RETRY_STEPS = 16  # one that did not fit is matched against the prefix cache again after so many steps
 LOOKAHEAD = 256  # requests looked at in one step
+HASHED_TOKENS = 65_536  # of newcomers' prompts in one step (one is always taken): running requests are not to wait
 WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
 
 
@@ -48,15 +49,26 @@ class WaitingQueue:
         from the queue afterwards."""
         self._num_steps += 1
         bypassed: Request | None = None  # the oldest that found no blocks
+        block_size = self.cache.block_size
+        num_hashed = 0
         for request in self._requests[:LOOKAHEAD]:
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
                 return
-            hits = self._hits_if_it_fits(request, len(running))
+            length = len(request.token_ids)
+            if request.last_hits < 0:
+                if num_hashed and num_hashed + length > HASHED_TOKENS:
+                    return
+                num_hashed += length
+            # What is known from the last look saves a new one; now and then its prefix may have come into the cache.
+            looks_again = request.last_hits < 0 or (self._num_steps + request.sequence_number) % RETRY_STEPS == 0
+            if not looks_again and not fits_budget(request, length - request.last_hits * block_size, prefills, budget):
+                continue
+            too_few = running and self.cache.num_free_blocks < request.blocks_missed
+            hits = None if too_few and not looks_again else self._hits_if_it_fits(request, len(running))
             if hits is None:
                 bypassed = bypassed or request
                 continue
-            remaining = len(request.token_ids) - len(hits) * self.cache.block_size
-            if not fits_budget(request, remaining, prefills, budget, self.cache.block_size):
+            if not fits_budget(request, length - len(hits) * block_size, prefills, budget):
                 continue
             if self._twin_is_ahead(request, len(hits), prefills):
                 continue
@@ -67,10 +79,8 @@ class WaitingQueue:
 
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
         free = self.cache.num_free_blocks
-        looks_again = (self._num_steps + request.sequence_number) % RETRY_STEPS == 0  # its prefix may be there now
-        if num_running and free < request.blocks_missed and not looks_again:
-            return None
         hits = self.cache.match(request)
+        request.last_hits = len(hits)
         needed = self.cache.blocks_to_admit(self.blocks_wanted(request), hits)
         if num_running:  # room for the running ones to grow, or the newcomer would be preempted at once
             needed += min(num_running, max(1, self.cache.pool.num_usable // WATERMARK))
