@@ -19,10 +19,14 @@ class Layer(nn.Module):
         self.is_causal = is_causal
 
 
-def qkv(batch: int = 2, heads: int = 4, kv_heads: int = 2, q: int = 5, k: int = 5, dim: int = 16) -> list[Tensor]:
+def qkv(
+    batch: int = 2, heads: int = 4, kv_heads: int = 2, q: int = 5, k: int = 5, dim: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(batch, heads, q, dim), (batch, kv_heads, k, dim), (batch, kv_heads, k, dim)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    query, key, value = (
+        torch.randn(batch, h, n, dim, generator=generator) for h, n in ((heads, q), (kv_heads, k), (kv_heads, k))
+    )
+    return query, key, value
 
 
 def standard(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
