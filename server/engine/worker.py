@@ -20,7 +20,7 @@ from server.engine.parent import die_with_parent
 from server.engine.runner import LoadedRunner, load
 from server.engine.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("server.engine.worker")  # __name__ is "__main__" in the process itself
 
 
 @dataclass(frozen=True, slots=True)

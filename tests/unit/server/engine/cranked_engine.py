@@ -21,6 +21,7 @@ from server.engine.messages import (
     ToEngine,
     TokenDelta,
 )
+from server.engine.request import RequestState
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
 
@@ -55,7 +56,7 @@ class Engine:
         caching: bool = True,
         queue_timeout: float | None = None,
     ) -> None:
-        self.runner = FakeRunner(num_blocks, block_size)
+        self.runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens=budget)
         self.cache = KVCache(num_blocks, block_size, enable_prefix_caching=caching)
         self.now = 0.0
         config = SchedulerConfig(
@@ -97,7 +98,9 @@ class Engine:
     def turn(self) -> None:
         self.num_turns += 1
         self.now += 1.0
+        decoding = {r.request_id: len(r.token_ids) for r in self.scheduler.running if r.num_remaining == 1}
         self.core.turn()
+        self._assert_decodes_went_on(decoding)
         for message in self.link.sent:
             match message:
                 case TokenDelta():
@@ -115,6 +118,12 @@ class Engine:
                 case _:
                     pytest.fail(f"unexpected {message}")
         self.link.sent.clear()
+
+    def _assert_decodes_went_on(self, decoding: dict[str, int]) -> None:
+        for name, before in decoding.items():
+            request = self.scheduler.requests.get(name)
+            if request is not None and request.state is RequestState.RUNNING:
+                assert len(request.token_ids) == before + 1, "a running decode had no token in a step"
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = 100_000) -> None:
         for _ in range(limit):

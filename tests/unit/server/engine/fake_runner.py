@@ -46,7 +46,8 @@ def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (E
 
 
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kernels = {"full_attention": "fake"}
@@ -85,6 +86,7 @@ class FakeRunner:
         assert batch.seqs
         lengths = [len(seq.token_ids) for seq in batch.seqs]
         assert sorted(lengths, key=lambda n: n != 1) == lengths, "one-token rows come first"
+        assert sum(lengths) <= self.max_num_batched_tokens
         assert len({seq.slot for seq in batch.seqs}) == len(lengths)
         self._trigger(batch)
         output = StepOutput([], [], [])
@@ -129,7 +131,7 @@ def load(config: EngineConfig) -> LoadedRunner:
     """The factory for EngineConfig.runner; `model` may name how loading fails."""
     if config.model == "missing":
         raise FileNotFoundError("no such model")
-    runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size)
+    runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size, config.max_num_batched_tokens)
     return LoadedRunner(
         runner=runner,
         model=config.model,

@@ -229,6 +229,30 @@ async def test_an_engine_that_dies_too_often_stays_dead() -> None:
 
 
 @in_loop
+async def test_many_deaths_leak_no_files_tasks_or_processes() -> None:
+    def held() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), len(asyncio.all_tasks())
+
+    client = EngineClient(config(), max_deaths=100)
+    await client.start()
+    await client.ready()
+    before, pids = held(), []
+    for _ in range(8):
+        stream = client.generate(request("a", [1], FOREVER))
+        await anext(stream)
+        assert client.pid is not None
+        pids.append(client.pid)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable):
+            await drain(stream)
+        await client.ready()
+    assert client.num_open == 0
+    await until(lambda: held() == before)
+    await client.shutdown()
+    assert not any(exists(pid) for pid in pids)
+
+
+@in_loop
 async def test_an_engine_that_can_not_start_says_why_and_is_not_tried_again() -> None:
     client = EngineClient(config(model="missing"))
     await client.start()
