@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import ARCHS
 from attention_backend.kernels.covering import covering_set
@@ -49,7 +50,7 @@ class Capability:
     device: str  # torch device type
     dtypes: tuple[torch.dtype, ...]
     serves: str  # in words, for errors, `longwave doctor` and the documentation
-    refusal: Callable[[AttentionArgs], str | None]
+    refusals: Callable[[AttentionArgs], Iterator[str]]
     archs: tuple[str, ...] = ()
 
     def refuses(self, args: AttentionArgs) -> str | None:
@@ -58,7 +59,7 @@ class Capability:
             return f"it runs on {self.device}, the tensors are on {args.q.device.type}"
         if args.dtype not in self.dtypes:
             return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {args.dtype}"
-        return self.refusal(args)
+        return next(self.refusals(args), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,38 +73,55 @@ class KernelSpec:
         return self.kernel if self.arch == "cpu" else f"{self.kernel}[{self.arch}]"
 
 
-def _any(args: AttentionArgs) -> str | None:  # noqa: ARG001
-    return None
+def _nothing(args: AttentionArgs) -> Iterator[str]:  # noqa: ARG001
+    yield from ()
 
 
-def _cuda(args: AttentionArgs) -> str | None:
+def _cuda(args: AttentionArgs) -> Iterator[str]:
     if max(args.head_dim, args.head_dim_v) > _MAX_HEAD_DIM:
-        return f"head_dim {args.head_dim}/{args.head_dim_v} is above {_MAX_HEAD_DIM}"
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is above {_MAX_HEAD_DIM}"
     if args.batch > _MAX_GRID or args.num_heads > _MAX_GRID:
-        return f"batch {args.batch} x {args.num_heads} heads is above {_MAX_GRID} in one of them"
+        yield f"batch {args.batch} or num_heads {args.num_heads} is above {_MAX_GRID}"
     if args.bias is not None and args.bias.dtype not in (torch.float32, args.dtype):
-        return f"the bias is {args.bias.dtype}, neither float32 nor {args.dtype}"
-    return None
+        yield f"the bias is {args.bias.dtype}, neither float32 nor {args.dtype}"
 
 
-def _tensor_cores(args: AttentionArgs) -> str | None:
+def _tensor_cores(args: AttentionArgs) -> Iterator[str]:
     if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
-        return f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
     if args.dtype == torch.bfloat16 and torch.cuda.get_device_capability(args.q.device) < (8, 0):
-        return "this GPU has no bfloat16 (it needs sm_80): use float16"
+        yield "this GPU has no bfloat16 (it needs sm_80): use float16"
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:-1]):
-            return f"{name} is not 16-byte aligned: strides {x.stride()} in elements"
-    return _cuda(args)
+        if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
+            yield f"{name} is not 16-byte aligned: strides {x.stride()} in elements"
+    yield from _cuda(args)
 
 
-def _few_rows(args: AttentionArgs) -> str | None:
+def _few_rows(args: AttentionArgs) -> Iterator[str]:
     rows = args.num_heads // args.num_kv_heads * args.seqlen_q
     if rows > _DECODE_ROWS:
-        return f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
+        yield f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
     if args.batch > _DECODE_SEQUENCES:
-        return f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
-    return _tensor_cores(args)
+        yield f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
+    yield from _tensor_cores(args)
+
+
+def _hopper(args: AttentionArgs) -> Iterator[str]:
+    if torch.cuda.get_device_capability(args.q.device) != (9, 0):
+        yield "this GPU is not a Hopper (sm_90)"
+    if args.head_dim != args.head_dim_v or args.head_dim not in sm90.HEAD_DIMS:
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not one of {', '.join(map(str, sm90.HEAD_DIMS))}"
+    for name, option in (("key mask", args.key_mask), ("ALiBi", args.alibi_slopes), ("bias", args.bias)):
+        if option is not None:
+            yield f"it has no {name}"
+    if args.softcap and args.head_dim == 64:
+        yield "softcap at head_dim 64 would spill registers"
+    if args.paged and sm90.page_rows(args.k.shape[1], sm90.MIN_BLOCK_N) is None:
+        yield f"pages of {args.k.shape[1]} tokens are not a multiple of {sm90.MIN_PAGE_ROWS}"
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if any(s <= 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+            yield f"{name} is expanded (strides {x.stride()}), which the TMA cannot read"
+    yield from _tensor_cores(args)
 
 
 _OPTIONS = (
@@ -120,6 +138,16 @@ TABLE = (
         f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}",
         _few_rows,
         ARCHS,
+    ),
+    Capability(
+        "flash_fwd_sm90",
+        "cuda",
+        _HALVES,
+        "head_dim 64, 128, 256 (keys and values alike) on Hopper; dense, varlen and paged (pages of a multiple of "
+        f"{sm90.MIN_PAGE_ROWS}); MHA, GQA, MQA; causal, full, windows, chunks, key padding, softcap (from 128), sinks; "
+        "Nq != Nk",
+        _hopper,
+        ("sm_90a",),
     ),
     Capability(
         "flash_fwd_sm80",
@@ -142,7 +170,7 @@ TABLE = (
         "cpu",
         (torch.float64, *_FLOATS),
         f"any head_dim; {_OPTIONS}",
-        _any,
+        _nothing,
     ),
 )
 
@@ -189,6 +217,10 @@ def _implementation(kernel: str) -> Callable[[AttentionArgs], Result]:
         from attention_backend.kernels import flash_decode
 
         return flash_decode.forward
+    if kernel == "flash_fwd_sm90":
+        from attention_backend.kernels import flash_fwd_sm90
+
+        return flash_fwd_sm90.forward
     from attention_backend.kernels import flash_fwd
 
     return flash_fwd.forward

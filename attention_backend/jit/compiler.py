@@ -14,7 +14,8 @@ from attention_backend.jit.sources import SourceSnapshot
 from attention_backend.jit.spec import KernelVariant
 
 #: Never -use_fast_math: kernels name the approximate instruction where they want one.
-FLAGS = ("-std=c++17", "-default-device", "--no-source-include", "--ptxas-options=-v")
+# --no-cache: where there is a driver, NVRTC keeps compiled programs in the driver's cache, and gives no log from there.
+FLAGS = ("-std=c++17", "-default-device", "--no-source-include", "--no-cache", "--ptxas-options=-v")
 
 _KEY_FORMAT = 1
 _LOG = logging.getLogger("attention_backend.jit")

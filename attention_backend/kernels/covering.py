@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.heuristics.sm90 import HEAD_DIMS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.variants import (
     Options,
@@ -15,6 +16,7 @@ from attention_backend.kernels.variants import (
     decode_variant,
     f32_variant,
     forward_variant,
+    hopper_variant,
     store_variant,
 )
 
@@ -36,6 +38,8 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
     for extra in _extras(main):
         yield forward_variant(extra, arch)[0]
         yield decode_variant(extra, arch, 8)[0]
+    if arch == "sm_90a":
+        yield from _hopper()
     for dtype in (main, other):
         yield combine_variant(dtype, arch)
     for dtype, rotary in ((main, 0), (main, 1), (main, 2), (other, 0), (torch.float32, 0), (torch.float32, 1)):
@@ -43,6 +47,16 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
     yield f32_variant(Options(torch.float32, 64, 64), arch)
     yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)
     yield f32_variant(Options(torch.float32, 256, 256, key_mask=True, softcap=True, alibi=True, bias=1), arch)
+
+
+def _hopper() -> Iterator[KernelVariant]:
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for head_dim in HEAD_DIMS:
+        yield hopper_variant(Options(bf16, head_dim, head_dim, paged=True), False, 64)[0]
+        yield hopper_variant(Options(fp16, head_dim, head_dim), True, 0)[0]
+        yield hopper_variant(Options(bf16, head_dim, head_dim), False, 0)[0]
+    for head_dim in (128, 256):
+        yield hopper_variant(Options(bf16, head_dim, head_dim, paged=True, softcap=True), False, 64)[0]
 
 
 def _extras(dtype: torch.dtype) -> Iterator[Options]:
