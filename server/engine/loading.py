@@ -67,7 +67,7 @@ def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
         return length
     room = (config.num_gpu_blocks_override - 1) * config.block_size
     if room < length:
-        logger.warning("max_model_len is %d instead of %d: %d blocks hold no more", room, length, room)
+        logger.warning("max_model_len is %d, not %d: the KV cache was given only so many blocks", room, length)
     return min(length, room)
 
 
