@@ -25,6 +25,7 @@ from transformers import (
 from models import patching
 from models.errors import ModelLoadError
 from models.host import usable_cpus
+from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
 from models.registry import ModelSource
 
@@ -77,9 +78,12 @@ def load(
     make = _load_weights if load_format == "auto" else _random_weights
     with without_progress_bars():
         model = make(folder, config, torch_dtype, device)
+    model.eval().requires_grad_(False)
+    if device.type == "cpu":
+        pack_linears(model)
     text_config = config.get_text_config()
     return LoadedModel(
-        model=model.eval().requires_grad_(False),
+        model=model,
         config=text_config,
         eos_token_ids=_eos_token_ids(folder, text_config),
         max_position_embeddings=text_config.max_position_embeddings,

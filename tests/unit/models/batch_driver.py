@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from models import patching
+from models.attention_sites import attention_implementation
 from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
 from models.runner import ModelRunner
 
@@ -97,8 +97,7 @@ def _step(runner: ModelRunner, requests: list[_Request], budget: int) -> StepOut
 def eager_tokens(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     """What transformers' own generate answers with eager attention, greedily, end tokens forbidden."""
     generator: Any = model
-    model.set_attn_implementation("eager")
-    try:
+    with attention_implementation(model, "eager"):
         output = generator.generate(
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -106,7 +105,5 @@ def eager_tokens(model: PreTrainedModel, prompt: Sequence[int], count: int) -> l
             min_new_tokens=count,
             do_sample=False,
         )
-    finally:
-        model.set_attn_implementation(patching.LONGWAVE_PAGED)
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

@@ -96,11 +96,12 @@ def test_the_converted_model_is_a_plain_dense_llama(bundled_source: ModelSource,
     folder = bundled_source.fetch()
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
-    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    weights = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in weights.values()) == 134_515_008
     assert bundled_model.eos_token_ids == (2,)
     assert (bundled_model.vocab_size, bundled_model.max_position_embeddings) == (49152, 8192)
     assert bundled_model.dtype == torch.float32
-    assert sum(parameter.numel() for parameter in bundled_model.model.parameters()) == 134_515_008
 
 
 def test_the_tokenizer_has_the_right_special_tokens_and_a_chat_template(bundled_source: ModelSource) -> None:

@@ -7,6 +7,7 @@ import torch
 from batch_driver import GREEDY, eager_tokens, generate
 from tiny_models import as_loaded, random_model, tiny_config
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -46,8 +47,12 @@ def prompts(bundled_source: ModelSource) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(bundled_model: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
-    return [eager_tokens(bundled_model.model, prompt, TOKENS) for prompt in prompts]
+def expected(bundled_source: ModelSource, prompts: list[list[int]]) -> list[list[int]]:
+    """By a model that nothing of ours has touched."""
+    model = AutoModelForCausalLM.from_pretrained(
+        bundled_source.fetch(), dtype=torch.float32, attn_implementation="eager"
+    )
+    return [eager_tokens(model, prompt, TOKENS) for prompt in prompts]
 
 
 UNTIL_THE_END = SamplingParams(temperature=0.0, min_tokens=TOKENS)

@@ -1,0 +1,45 @@
+"""Packed layers compute what the plain ones do."""
+
+import pytest
+import torch
+from tiny_models import random_model, tiny_config
+from torch import nn
+
+from models.packed_linear import PackedLinear, pack_linears
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 200])
+@pytest.mark.parametrize(("fan_in", "fan_out"), [(64, 96), (33, 7), (576, 1536)])
+def test_a_packed_layer_equals_the_plain_one(fan_in: int, fan_out: int, rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(fan_in, fan_out, bias=bias).requires_grad_(False)
+    x = torch.randn(1, rows, fan_in)
+    packed = PackedLinear(linear)
+    torch.testing.assert_close(packed(x), linear(x), atol=1e-5, rtol=1e-5)
+    assert torch.equal(packed.weight, linear.weight)
+
+
+def test_rows_that_are_a_slice_of_something_larger_are_read_right() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32).requires_grad_(False)
+    x = torch.randn(1, 6, 128)[..., 32:96]
+    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_models_logits_stay_and_tied_embeddings_too() -> None:
+    model = random_model(tiny_config(tie_word_embeddings=True)).requires_grad_(False)
+    model.set_attn_implementation("eager")
+    ids = torch.arange(10)[None]
+    before, embeddings = model(ids).logits, model.get_input_embeddings().weight
+    assert pack_linears(model) == 3 * 7 + 1
+    torch.testing.assert_close(model(ids).logits, before, atol=1e-4, rtol=1e-4)
+    assert model.get_input_embeddings().weight is embeddings
+    assert pack_linears(model) == 0
+
+
+def test_other_dtypes_and_subclasses_are_left_alone() -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    assert pack_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), Scaled(8, 8))) == 0
