@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 from benchmarks import machine
 from benchmarks.attention_cells import SECTIONS, Cell, quick, select
-from benchmarks.attention_contenders import FA2, OURS, REGISTRY, Call, Contender, Tensors, relative_error
+from benchmarks.attention_contenders import FA2, OURS, OURS_GENERIC, REGISTRY, Call, Contender, Tensors, relative_error
 from benchmarks.attention_report import Record, Report, Result
 from benchmarks.stopwatch import Stopwatch, alternate, copy_bandwidth
 
@@ -122,7 +122,7 @@ def main(
         raise typer.BadParameter(f"no contender named {sorted(unknown)}" if unknown else "no cell has these dimensions")
     watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), flush=flush)
     options = {"flush": flush, "rounds": rounds, "warm_up_ms": watch.warm_up_ms, "repeat_ms": watch.repeat_ms}
-    report = Report(machine.facts(commit), options, OURS, FA2, copy_bandwidth(watch))
+    report = Report(machine.facts(commit), options, OURS, OURS_GENERIC, FA2, copy_bandwidth(watch))
     facts = {name: report.machine[name] for name in ("gpu", "driver", "torch", "cuda", "cudnn", "commit")}
     typer.echo(f"{facts}\ndevice copy {report.copy_tb_per_s:.2f} TB/s (read + write)")
     for cell in cells:
@@ -132,7 +132,8 @@ def main(
         if out:
             report.write(out)
     summarise(report, sections)
-    if OURS in wanted and any(r.results[OURS].ms is None for r in report.records):
+    ours = [r.results[name] for r in report.records for name in (OURS, OURS_GENERIC) if name in r.results]
+    if any(result.ms is None for result in ours):
         raise typer.Exit(1)
 
 

@@ -18,7 +18,7 @@ from benchmarks.attention_cells import Cell
 
 Call = Callable[[], Tensor]  # returns [batch, seqlen_q, heads, head_dim]
 _TRUTH_ROWS = 256
-OURS, OURS_CONTIGUOUS, FA2 = "longwave", "longwave-contiguous", "fa2"
+OURS, OURS_GENERIC, OURS_CONTIGUOUS, FA2 = "longwave", "longwave-generic", "longwave-contiguous", "fa2"
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,15 @@ def longwave(cell: Cell, t: Tensors) -> Call:
             window_right=0 if cell.causal else -1,
         )
     return lambda: dispatch.run(args)[0]
+
+
+@contender(OURS_GENERIC, "forward")
+def longwave_generic(cell: Cell, t: Tensors) -> Call:
+    """The forward for every GPU from sm_75 on, where dispatch may prefer one for this GPU."""
+    from attention_backend.kernels import flash_fwd
+
+    args = _contiguous_args(cell, t)
+    return lambda: flash_fwd.forward(args)[0]
 
 
 @contender(OURS_CONTIGUOUS, "decode", "paged")

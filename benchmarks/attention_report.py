@@ -74,6 +74,7 @@ class Report:
     machine: Mapping[str, Any]
     options: Mapping[str, Any]
     ours: str
+    generic: str
     fa2: str
     copy_tb_per_s: float | None = None
     records: list[Record] = field(default_factory=list)
@@ -84,12 +85,12 @@ class Report:
 
     def _forward_goal(self, head_dim: int, causal: bool) -> Goal:
         ratios = [
-            r.ratio(self.ours, self.fa2)
+            r.ratio(self.generic, self.fa2)
             for r in self.records
             if r.cell.section == "forward" and r.cell.head_dim == head_dim and r.cell.causal == causal
             if r.cell.seqlen_q in _GOAL_SEQLENS and r.cell.heads == r.cell.kv_heads
         ]
-        name = f"forward / FA2, d={head_dim} {'causal' if causal else 'full'}, 2k to 16k"
+        name = f"generic forward / FA2, d={head_dim} {'causal' if causal else 'full'}, 2k to 16k"
         return Goal(name, FORWARD_GOAL, [x for x in ratios if x is not None])
 
     def _decode_goal(self, batch: int, context: int) -> Goal:

@@ -7,8 +7,16 @@ from collections.abc import Iterable
 
 import torch
 
+from attention_backend.heuristics import sm90
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
-from attention_backend.kernels.variants import Options, combine_variant, decode_variant, f32_variant, forward_variant
+from attention_backend.kernels.variants import (
+    Options,
+    combine_variant,
+    decode_variant,
+    f32_variant,
+    forward_variant,
+    hopper_variant,
+)
 
 from .problems import Case
 
@@ -32,10 +40,22 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
     options = options_of(case)
     if case.torch_dtype == torch.float32:
         return [f32_variant(options, arch)]
+    variants = [forward_variant(options, arch)[0]]
     rows = case.heads // case.kv_heads * case.sq
     if rows <= _DECODE_ROWS:
-        return [decode_variant(options, arch, rows)[0], combine_variant(case.torch_dtype, arch)]
-    return [forward_variant(options, arch)[0]]
+        variants += [decode_variant(options, arch, rows)[0], combine_variant(case.torch_dtype, arch)]
+    elif arch == "sm_90a" and _hopper_serves(case, options):
+        full = case.mask == "full" and case.keys != "mask_desc"
+        variants += [hopper_variant(options, full, case.page if options.paged else 0)[0]]
+    return variants
+
+
+def _hopper_serves(case: Case, options: Options) -> bool:
+    if case.dim != case.dim_v or case.dim not in sm90.HEAD_DIMS or (options.softcap and case.dim == 64):
+        return False
+    if options.key_mask or options.alibi or options.bias:
+        return False
+    return not options.paged or sm90.page_rows(case.page, sm90.MIN_BLOCK_N) is not None
 
 
 def compile_ahead(cases: Iterable[Case]) -> None:

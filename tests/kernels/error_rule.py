@@ -4,7 +4,7 @@ With `ref` the attention in float64 and `pt` plain torch in the input dtype: max
 3 with softcap, where atol is twice the rounding of adding and removing 0.3 in the input dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from attention_backend.problem import AttentionArgs
 
 from . import oracle
 
+Implementation = Callable[[AttentionArgs], tuple[Tensor, Tensor]]
 _MEAN_FROM = 4096  # elements from which a mean says something
 
 
@@ -32,10 +33,21 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def run(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """The problem through dispatch. Elements that the kernel does not write come back as NaN."""
+def kernels_for(args: AttentionArgs) -> dict[str, Implementation]:
+    """Dispatch's choice, and the generic forward where dispatch prefers a kernel for fewer problems."""
+    chosen = dispatch.select(args).kernel
+    kernels: dict[str, Implementation] = {chosen: dispatch.run}
+    if args.q.is_cuda and args.dtype != torch.float32 and chosen != "flash_fwd_sm80":
+        from attention_backend.kernels import flash_fwd
+
+        kernels["flash_fwd_sm80"] = flash_fwd.forward
+    return kernels
+
+
+def run(args: AttentionArgs, kernel: Implementation = dispatch.run) -> tuple[Tensor, Tensor]:
+    """The problem by a kernel, dispatch's choice by default. Elements that are not written come back as NaN."""
     with poisoned_memory():
-        out, lse = dispatch.run(args)
+        out, lse = kernel(args)
     assert out.shape == args.out_shape
     assert out.dtype == args.dtype
     assert lse.shape == args.lse_shape
@@ -75,12 +87,17 @@ def assert_lse_close(lse: Tensor, truth: Tensor) -> None:
 
 
 def check(args: AttentionArgs, result: tuple[Tensor, Tensor] | None = None) -> None:
-    """Runs `args` (unless a result is given) and holds out and lse to the rule."""
-    out, lse = run(args) if result is None else result
+    """Runs `args` by every kernel of `kernels_for` (unless a result is given) and holds out and lse to the rule."""
     truth, truth_lse = oracle.attention(args)
     same_dtype, _ = oracle.attention(args, args.dtype, reorder=True)
-    assert_out_close(out, truth, same_dtype, rtol=3.0 if args.softcap else 2.0)
-    assert_lse_close(lse, truth_lse)
+    results = {"given": result} if result else {name: run(args, kernel) for name, kernel in kernels_for(args).items()}
+    for name, (out, lse) in results.items():
+        try:
+            assert_out_close(out, truth, same_dtype, rtol=3.0 if args.softcap else 2.0)
+            assert_lse_close(lse, truth_lse)
+        except AssertionError as error:
+            error.add_note(f"kernel: {name}")
+            raise
 
 
 def _worst(difference: Tensor) -> tuple[int, ...]:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from attention_backend import dispatch
-
+from .error_rule import kernels_for
 from .problems import Case, build
 
 CASES = (
@@ -21,13 +20,14 @@ CASES = (
 
 def check_repeats(case: Case, device: torch.device, repeats: int) -> None:
     args = build(case, device)
-    want, want_lse = dispatch.run(args)
-    differing = torch.zeros((), dtype=torch.int64, device=device)
-    for _ in range(repeats):
-        out, lse = dispatch.run(args)
-        # Counted on the device: a host sync after every call would hide races between calls.
-        differing += (out != want).any() | (lse != want_lse).any()
-    assert int(differing) == 0, f"{int(differing)} of {repeats} repeats differ"
+    for name, kernel in kernels_for(args).items():
+        want, want_lse = kernel(args)
+        differing = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(repeats):
+            out, lse = kernel(args)
+            # Counted on the device: a host sync after every call would hide races between calls.
+            differing += (out != want).any() | (lse != want_lse).any()
+        assert int(differing) == 0, f"{name}: {int(differing)} of {repeats} repeats differ"
 
 
 @pytest.mark.gpu

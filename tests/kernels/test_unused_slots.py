@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from .error_rule import run
+from .error_rule import kernels_for, run
 from .problems import Case, build, fill_unseen
 
 CPU = torch.device("cpu")
@@ -24,22 +24,28 @@ CASES = (
     Case(130, 300, batch=3, keys="seqused", mask="chunk"),
     Case(77, 300, batch=3, layout="padded", dim=72, dim_v=40, mask="sliding"),
     Case(100, 300, batch=3, keys="seqused", score="softcap_alibi"),
+    Case(200, 300, batch=6, layout="varlen", keys="seqused", dim=128, dim_v=128),
+    Case(200, 300, batch=6, layout="varlen", mask="sliding"),
+    Case(200, 300, batch=3, keys="seqused", dim=256, dim_v=256, mask="full"),
+    Case(200, 300, batch=3, layout="paged", dim=256, dim_v=256, page=128),
+    Case(200, 300, batch=3, layout="paged_varlen", dim=128, dim_v=128, mask="full"),
 )
 SMALL = tuple(c.with_shape(min(c.sq, 9), min(c.sk, 70)) for c in CASES)
 
 
 def check_unused_slots(case: Case, device: torch.device) -> None:
     args = build(case, device)
-    fill_unseen(args, 0.0, 0.0)
-    want, want_lse = run(args)
-    assert bool(want.isfinite().all())
     big = 1e38 if case.torch_dtype == torch.bfloat16 else torch.finfo(case.torch_dtype).max
-    for value in (math.nan, math.inf, -math.inf, big, -big):
-        for k_value, v_value in ((value, value), (0.0, value), (value, 0.0)):
-            fill_unseen(args, k_value, v_value)
-            out, lse = run(args)
-            assert torch.equal(out, want), f"unused slots with k={k_value}, v={v_value} changed the output"
-            assert torch.equal(lse, want_lse), f"unused slots with k={k_value}, v={v_value} changed lse"
+    for name, kernel in kernels_for(args).items():
+        fill_unseen(args, 0.0, 0.0)
+        want, want_lse = run(args, kernel)
+        assert bool(want.isfinite().all())
+        for value in (math.nan, math.inf, -math.inf, big, -big):
+            for k_value, v_value in ((value, value), (0.0, value), (value, 0.0)):
+                fill_unseen(args, k_value, v_value)
+                out, lse = run(args, kernel)
+                assert torch.equal(out, want), f"{name}: unused slots with k={k_value}, v={v_value} changed the output"
+                assert torch.equal(lse, want_lse), f"{name}: unused slots with k={k_value}, v={v_value} changed lse"
 
 
 @pytest.mark.gpu
