@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .problems import block_table, generator, randn
 from .public import flash_attn_func, flash_attn_with_kvcache
-from .test_paged_attention import BATCHES, SMALL, step
+from .test_paged_attention import BATCHES, SMALL, Step, step
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -60,29 +60,28 @@ def test_a_graph_follows_lengths_that_change_between_replays(page: int, splits: 
 
 @pytest.mark.gpu
 def test_an_engine_step_replays_with_other_lengths_and_pages(cuda: torch.device) -> None:
-    first, second = step([(1, 300), (1, 10), (1, 64)], cuda), step([(1, 5), (1, 319), (1, 128)], cuda)
-    num_blocks = max(first.k_cache.shape[0], second.k_cache.shape[0])
-    caches = [torch.zeros((num_blocks, *first.k_cache.shape[1:]), dtype=BF16, device=cuda) for _ in range(2)]
-    table = torch.zeros((3, 16), dtype=torch.int32, device=cuda)
-    meta = replace(first.metadata, block_table=table, max_seqlen_k=16 * 64)
-    static = replace(first, k_cache=caches[0], v_cache=caches[1], metadata=meta)
-
-    def load(other: object) -> None:
-        assert isinstance(other, type(first))
-        for name in ("q", "k", "v"):
-            getattr(static, name).copy_(getattr(other, name))
-        for cache, source in zip(caches, (other.k_cache, other.v_cache), strict=True):
-            cache[: source.shape[0]].copy_(source)
-        meta.seq_lens.copy_(other.metadata.seq_lens)
-        meta.slot_mapping.copy_(other.metadata.slot_mapping)
-        table[:, : other.metadata.block_table.shape[1]].copy_(other.metadata.block_table)
-
+    steps = [step([(1, 300), (1, 10), (1, 64)], cuda), step([(1, 5), (1, 319), (1, 128)], cuda)]
+    num_blocks = max(s.k_cache.shape[0] for s in steps)
+    k_cache, v_cache = (torch.zeros((num_blocks, *steps[0].k_cache.shape[1:]), dtype=BF16, device=cuda) for _ in "kv")
+    q, k, v = (torch.zeros_like(x) for x in (steps[0].q, steps[0].k, steps[0].v))
+    meta = replace(
+        steps[0].metadata,
+        seq_lens=torch.ones_like(steps[0].metadata.seq_lens),
+        slot_mapping=torch.full_like(steps[0].metadata.slot_mapping, -1),
+        block_table=torch.zeros((3, 16), dtype=torch.int32, device=cuda),
+        max_seqlen_k=16 * 64,
+    )
+    static = Step(q, k, v, k_cache, v_cache, meta)
     graph, out = captured(static.attend)
-    for other in (second, first, second):
-        keep = replace(other, q=other.q.clone(), k=other.k.clone(), v=other.v.clone())
-        load(keep)
+    for now in (*steps, steps[0]):
+        for target, source in ((q, now.q), (k, now.k), (v, now.v)):
+            target.copy_(source)
+        k_cache[: now.k_cache.shape[0]], v_cache[: now.v_cache.shape[0]] = now.k_cache, now.v_cache
+        meta.seq_lens.copy_(now.metadata.seq_lens)
+        meta.slot_mapping.copy_(now.metadata.slot_mapping)
+        meta.block_table[:, : now.metadata.block_table.shape[1]] = now.metadata.block_table
         graph.replay()
-        torch.testing.assert_close(out, keep.attend(), atol=4e-3, rtol=1e-2)  # tables of other widths split differently
+        torch.testing.assert_close(out, now.attend(), atol=4e-3, rtol=1e-2)  # tables of other widths split differently
 
 
 @pytest.mark.gpu
