@@ -1,6 +1,6 @@
 """The two ways a Hugging Face model can be refused. Knows no model."""
 
-from attention_backend.dispatch import UnsupportedError
+from attention_backend import UnsupportedError
 
 
 class UnsupportedModelError(NotImplementedError):
