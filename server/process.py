@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.lifecycle import Lifecycle, Phase
+from server.settings import Settings
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept
 CLOSE_GRACE = 5  # seconds uvicorn waits for handlers after the drain
@@ -24,6 +25,7 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.access_log = False  # uvicorn's would hold raw paths and queries; server.middleware writes ours
         self._asking: asyncio.TimerHandle | None = None
         self._expect_request()
 
@@ -71,16 +73,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
-    """Runs until a signal or a failed start; returns the process's exit code."""
-    return asyncio.run(_serve(app, lifecycle, listener, on_ready))
-
-
-async def _serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
-    header_timeout = lifecycle.settings.header_timeout
-    config = uvicorn.Config(
+def uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
-        http=type("Protocol", (ImpatientProtocol,), {"header_timeout": header_timeout}),
+        http=type("Protocol", (ImpatientProtocol,), {"header_timeout": settings.header_timeout}),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -89,7 +85,15 @@ async def _serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_rea
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=CLOSE_GRACE,
     )
-    server = Server(config)
+
+
+def serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
+    """Runs until a signal or a failed start; returns the process's exit code."""
+    return asyncio.run(_serve(app, lifecycle, listener, on_ready))
+
+
+async def _serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
+    server = Server(uvicorn_config(app, lifecycle.settings))
     ending = _EndOnSignals(server, lifecycle)
     watching = asyncio.create_task(_watch(server, lifecycle, on_ready))
     try:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from models.batch import SamplingParams
 from server.schemas.wire import ModelName, RequestModel, TokenId
@@ -90,11 +90,6 @@ class SamplingFields(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop_is_a_list_of_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _options_have_a_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
@@ -107,7 +102,7 @@ class SamplingFields(RequestModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return tuple(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def include_usage(self) -> bool:

@@ -35,7 +35,7 @@ class Generator:
         self._metrics = metrics
         self._max_n = max_n
         self._open: set[Generation] = set()
-        self._num_active = 0  # open ones, and those still being tokenised
+        self.num_active = 0  # open ones, and those still being tokenised
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -132,13 +132,13 @@ class Generator:
 
     @contextmanager
     def _active(self) -> Iterator[None]:
-        self._num_active += 1
+        self.num_active += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._num_active -= 1
-            if not self._num_active:
+            self.num_active -= 1
+            if not self.num_active:
                 self._idle.set()
 
 

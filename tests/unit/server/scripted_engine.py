@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +18,7 @@ from server.app import create_app
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
 from server.errors import EngineUnavailable, LongwaveError
 from server.lifecycle import Lifecycle
-from server.process import ImpatientProtocol, Server
+from server.process import Server, uvicorn_config
 from server.settings import Settings
 from server.text.tokenizer import BYTE_OF_CHARACTER
 
@@ -93,7 +92,7 @@ class ScriptedEngine:
             MODEL, "cpu", "float32", MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 64, 100, {"full": "cpu_reference"}
         )
 
-    async def shutdown(self, timeout: float = 0.0) -> None:  # noqa: ARG002
+    async def shutdown(self, timeout: float = 0.0) -> None:
         self.was_shut_down = True
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -173,10 +172,7 @@ def live_server(*, wait: bool = True, engine: ScriptedEngine | None = None, **ch
     engine = engine or ScriptedEngine()
     lifecycle = Lifecycle(settings(**changes), engine, tiny_tokenizer)
     listener = socket.create_server(("127.0.0.1", 0))
-    protocol = type("Protocol", (ImpatientProtocol,), {"header_timeout": lifecycle.settings.header_timeout})
-    config = uvicorn.Config(create_app(lifecycle), http=protocol, ws="none", log_config=None, lifespan="on",
-                            timeout_graceful_shutdown=2)  # fmt: skip
-    server = Server(config)
+    server = Server(uvicorn_config(create_app(lifecycle), lifecycle.settings))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:

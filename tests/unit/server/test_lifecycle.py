@@ -1,0 +1,191 @@
+"""Starting, draining and ending, on real sockets and with real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from scripted_engine import LIMIT, Script, ScriptedEngine, live_server, wait_until
+
+from server.errors import EngineUnavailable
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def probes(client: httpx.Client) -> dict[str, int]:
+    return {name: client.get(f"/health/{name}").status_code for name in ("live", "ready", "startup")}
+
+
+def test_probes_while_loading_and_after() -> None:
+    engine = ScriptedEngine()
+    engine.load.clear()
+    with live_server(wait=False, engine=engine) as server, server.client() as client:
+        assert probes(client) == {"live": 200, "ready": 503, "startup": 503}
+        reply = client.post("/v1/chat/completions", json=CHAT)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert client.get("/v1/models").json()["data"][0]["max_model_len"] is None
+        engine.load.set()
+        wait_until(lambda: server.lifecycle.is_ready)
+        assert probes(client) == {"live": 200, "ready": 200, "startup": 200}
+        assert client.get("/health").status_code == 200
+
+
+def test_a_failed_start_is_never_live() -> None:
+    engine = ScriptedEngine()
+    engine.load_failure = EngineUnavailable("no such model")
+    with live_server(wait=False, engine=engine) as server, server.client() as client:
+        wait_until(lambda: server.lifecycle.phase == "failed")
+        assert probes(client) == {"live": 503, "ready": 503, "startup": 503}
+
+
+def test_a_silent_or_dead_engine_is_not_live() -> None:
+    with live_server() as server, server.client() as client:
+        server.engine.heartbeat_age = 31.0
+        assert probes(client)["live"] == 503
+        server.engine.heartbeat_age = 0.0
+        server.engine.alive = False
+        assert probes(client)["live"] == 503
+
+
+def test_draining_refuses_new_work_and_finishes_what_runs() -> None:
+    with live_server(shutdown_timeout=LIMIT) as server, server.client() as client:
+        server.engine.script = Script(hold_after=5)
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as reply:
+            wait_until(lambda: server.engine.held)
+            drained = threading.Thread(target=lambda: server.run(server.lifecycle.drain()))
+            drained.start()
+            wait_until(lambda: server.lifecycle.phase == "draining")
+            with server.client() as other:
+                refused = other.post("/v1/chat/completions", json=CHAT)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_is_draining")
+                assert "retry-after" in refused.headers
+                assert probes(other) == {"live": 200, "ready": 503, "startup": 200}
+            assert drained.is_alive()
+            server.engine.resume.set()
+            assert list(reply.iter_lines())[-2] == "data: [DONE]"
+        drained.join(LIMIT)
+        assert not drained.is_alive()
+
+
+def test_what_outlives_the_budget_gets_an_error_event() -> None:
+    with live_server(shutdown_timeout=0.0) as server, server.client() as client:
+        server.engine.script = Script(ends=False)
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as reply:
+            received = reply.iter_lines()
+            next(received)
+            server.run(server.lifecycle.drain())
+            last = [line for line in received if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "server_is_draining"
+        assert len(server.engine.aborted) == 1
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = [{here!r}]
+import scripted_engine as fake
+from server import process
+from server.app import create_app
+from server.lifecycle import Lifecycle
+engine = fake.ScriptedEngine()
+engine.script = fake.Script(text=b"x" * 300, ends={ends})
+engine.load_failure = {failure}
+settings = fake.settings(shutdown_timeout={budget})
+listener = process.listen("127.0.0.1", 0)
+lifecycle = Lifecycle(settings, engine, fake.tiny_tokenizer)
+port = listener.getsockname()[1]
+code = process.serve(create_app(lifecycle), lifecycle, listener, lambda: print(port, flush=True))
+print("engine shut down", engine.was_shut_down, flush=True)
+sys.exit(code)
+"""
+
+
+@contextmanager
+def program(*, budget: float, ends: bool = False, failure: str = "None") -> Iterator[subprocess.Popen[str]]:
+    text = PROGRAM.format(here=str(HERE), budget=budget, ends=ends, failure=failure)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+    try:
+        with process:
+            yield process
+            assert process.wait(LIMIT * 2) is not None
+    finally:
+        process.kill()
+
+
+def port_of(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def test_sigterm_lets_streams_finish_and_exits_0() -> None:
+    with program(budget=60.0, ends=True) as process:
+        url = f"http://127.0.0.1:{port_of(process)}"
+        body = {**CHAT, "n": 8}
+        with (
+            httpx.Client(base_url=url, timeout=LIMIT * 2) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as reply,
+        ):
+            received = reply.iter_lines()
+            next(received)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in received if line]
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(LIMIT * 2) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "engine shut down True\n"
+
+
+def test_sigterm_past_the_budget_sends_an_error_event_and_exits_0() -> None:
+    with program(budget=0.1) as process:
+        url = f"http://127.0.0.1:{port_of(process)}"
+        with (
+            httpx.Client(base_url=url, timeout=LIMIT * 2) as client,
+            client.stream("POST", "/v1/chat/completions", json=CHAT) as reply,
+        ):
+            received = reply.iter_lines()
+            next(received)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in received if line]
+        assert "server_is_draining" in rest[-1]
+        assert process.wait(LIMIT * 2) == 0
+
+
+def test_a_second_sigterm_ends_at_once() -> None:
+    with program(budget=3600.0) as process:
+        url = f"http://127.0.0.1:{port_of(process)}"
+        with (
+            httpx.Client(base_url=url, timeout=LIMIT * 2) as client,
+            client.stream("POST", "/v1/chat/completions", json=CHAT) as reply,
+        ):
+            received = reply.iter_lines()  # kept: dropping it would hang up
+            next(received)
+            process.send_signal(signal.SIGTERM)
+            with httpx.Client(base_url=url, timeout=LIMIT) as other:
+                wait_until(lambda: other.get("/health/ready").status_code == 503)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 0
+        assert process.stdout is not None
+        assert "engine shut down True" in process.stdout.read()
+
+
+def test_a_model_that_cannot_load_ends_the_process_with_1() -> None:
+    failure = "fake.EngineUnavailable('no such model')"
+    with program(budget=1.0, failure=failure) as process:
+        assert process.wait(LIMIT * 2) == 1
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with program(budget=3600.0) as process:
+        port_of(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT) == 0

@@ -1,0 +1,213 @@
+"""Keys, bodies, ids and the log, on a real socket."""
+
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scripted_engine import LIMIT, LiveServer, live_server, wait_until
+
+from server.app import create_app
+from server.middleware import OPEN_PATHS
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+LIMITS = {"max_body_bytes": 2048, "body_timeout": 0.3, "header_timeout": 0.3}
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    with live_server(api_key="first-key,second-key") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[LiveServer]:
+    with live_server(**LIMITS) as server:
+        yield server
+
+
+def exchange(server: LiveServer, request: bytes) -> bytes:
+    """Everything the server says until it closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT) as connection:
+        connection.sendall(request)
+        received = b""
+        try:
+            while chunk := connection.recv(65536):
+                received += chunk
+        except ConnectionResetError:  # it closed with our bytes unread
+            pass
+    return received
+
+
+def walk(routes: list[Any]) -> Iterator[Any]:
+    """Plain routes; newer FastAPI keeps included routers as they are."""
+    for route in routes:
+        inner = getattr(route, "original_router", None)
+        yield from [route] if inner is None else walk(inner.routes)
+
+
+def test_every_route_but_probes_and_page_asks_for_a_key(locked: LiveServer) -> None:
+    routes = list(walk(create_app(locked.lifecycle).routes))
+    assert {route.path for route in routes} >= OPEN_PATHS | {"/v1/chat/completions", "/metrics", "/openapi.json"}
+    with locked.client() as client:
+        for route in routes:
+            for method in route.methods:
+                path = re.sub(r"{.*}", "x", route.path)
+                reply = client.request(method, path)
+                if path in OPEN_PATHS:
+                    assert reply.status_code == 200, path
+                else:
+                    assert reply.status_code == 401, path
+        assert client.get("/no/such/route").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "Bearer", "Bearer wrong", "Bearer first-ke", "Bearer first-key2", "Basic first-key", "first-key",
+     "Bearer first-key,second-key", "Bearer ünï"],
+)  # fmt: skip
+def test_wrong_keys_are_401_in_openais_shape(locked: LiveServer, value: str) -> None:
+    with locked.client() as client:
+        reply = client.get("/v1/models", headers={"authorization": value.encode()})
+    assert reply.status_code == 401
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_each_key_opens_and_has_a_prefix_cache_of_its_own(locked: LiveServer) -> None:
+    locked.engine.requests.clear()
+    with locked.client() as client:
+        for key in ("first-key", "second-key", "first-key"):
+            headers = {"authorization": f"bearer {key}"}
+            assert client.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
+    first, second, again = [request.cache_salt for request in locked.engine.requests]
+    assert first == again
+    assert first != second
+    assert len(first) == 32
+
+
+def test_without_keys_everything_is_open_and_unsalted(server: LiveServer) -> None:
+    with server.client() as client:
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert client.get("/metrics").status_code == 200
+    assert server.engine.requests[0].cache_salt == b""
+
+
+def test_request_ids_are_returned_and_hostile_ones_replaced(server: LiveServer) -> None:
+    with server.client() as client:
+        assert client.get("/health", headers={"x-request-id": "mine-1.2"}).headers["x-request-id"] == "mine-1.2"
+        for hostile in ("a b", "x" * 129, "new\tline", "<script>", ""):
+            given = client.get("/health", headers={"x-request-id": hostile}).headers["x-request-id"]
+            assert re.fullmatch(r"[0-9a-f]{32}", given)
+        assert client.get("/nothing").headers["x-request-id"]
+
+
+def test_unknown_routes_and_methods_have_openais_shape(server: LiveServer) -> None:
+    with server.client() as client:
+        missing, method = client.get("/v2/nothing"), client.get("/v1/chat/completions")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_url")
+    assert (method.status_code, method.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert method.headers["allow"] == "POST"
+    assert set(missing.json()["error"]) == set(method.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_declared_body_over_the_limit_is_413_unread(narrow: LiveServer) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    received = exchange(narrow, head + b"content-length: 1000000000\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 413")
+    assert b"payload_too_large" in received
+    assert b"connection: close" in received.lower()
+
+
+def test_a_chunked_body_over_the_limit_is_413(narrow: LiveServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    received = exchange(narrow, head + b"transfer-encoding: chunked\r\n\r\n" + (b"400\r\n" + b"x" * 1024 + b"\r\n") * 3)
+    assert received.startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_at_the_limit_is_read(narrow: LiveServer) -> None:
+    body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
+    body += b" " * (2048 - len(body))
+    with narrow.client() as client:
+        headers = {"content-type": "application/json"}
+        assert client.post("/v1/completions", content=body, headers=headers).status_code == 200
+        assert client.post("/v1/completions", content=body + b" ", headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+def test_encoded_bodies_are_415(server: LiveServer, encoding: str) -> None:
+    with server.client() as client:
+        headers = {"content-encoding": encoding, "content-type": "application/json"}
+        reply = client.post("/v1/completions", content=b"{}", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_bodies_that_are_no_json_are_415(server: LiveServer, media_type: str) -> None:
+    with server.client() as client:
+        reply = client.post("/v1/completions", content=b'{"model":"tiny"}', headers={"content-type": media_type})
+    assert reply.status_code == 415
+
+
+def test_a_body_that_drips_is_408_and_closed(narrow: LiveServer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    start = time.monotonic()
+    received = exchange(narrow, head)
+    assert received.startswith(b"HTTP/1.1 408")
+    assert time.monotonic() - start < LIMIT
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n"])
+def test_a_connection_that_does_not_ask_is_closed(narrow: LiveServer, begun: bytes) -> None:
+    assert exchange(narrow, begun) == b""
+
+
+def test_a_second_request_that_drips_is_closed(narrow: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", narrow.port), timeout=LIMIT) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /hea")
+        while connection.recv(65536):  # the first reply's rest, then the end
+            pass
+
+
+def test_huge_headers_are_refused(server: LiveServer) -> None:
+    received = exchange(server, b"GET /health HTTP/1.1\r\nx-long: " + b"a" * 200_000 + b"\r\n\r\n")
+    assert received == b"" or received.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+
+
+def test_our_bugs_are_500_without_details(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_model: str | None) -> None:
+        raise RuntimeError("secret detail at 0x7f00deadbeef")
+
+    monkeypatch.setattr(server.lifecycle, "accepting", broken)
+    with server.client() as client:
+        reply = client.post("/v1/chat/completions", json=CHAT)
+    assert reply.status_code == 500
+    error = reply.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "server_error")
+    assert reply.headers["x-request-id"] in error["message"]
+    assert not re.search(r"secret|Traceback|site-packages|0x[0-9a-f]{8,}", reply.text)
+    assert "secret detail" in caplog.text  # the log has it
+
+
+def test_prompts_keys_and_queries_are_not_logged(locked: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "canary-prompt"}], "user": "canary-user"}
+    with locked.client(headers={"authorization": "Bearer first-key"}) as client:
+        client.post("/v1/chat/completions?key=canary-query", json=body)
+        client.post("/v1/chat/completions", json={**body, "temperature": "canary-value"})
+        client.get("/canary-path")
+        metrics = client.get("/metrics").text
+    wait_until(lambda: "/metrics" in caplog.text)
+    ours = "\n".join(record.getMessage() for record in caplog.records if not record.name.startswith("http"))
+    assert "POST /v1/chat/completions 200" in ours
+    for text in (ours, metrics):
+        assert "canary" not in text
+        assert "first-key" not in text
