@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from server.engine.config import EngineConfig
 from server.engine.messages import (
@@ -162,12 +163,11 @@ class EngineClient:
             await asyncio.wait((reader, end), return_when=asyncio.FIRST_COMPLETED)
             if not end.done():
                 reader.result()  # the reader never returns: raises what stopped it
+            await _cancel(reader)  # first: two readers of one socket would take each other's frames
             while messages := await engine.receive(0.0):
                 self._dispatch(messages, engine)
         finally:
-            reader.cancel()
-            end.cancel()
-            await asyncio.wait((reader, end))
+            await _cancel(reader, end)
             self._lose()
             await engine.close()
 
@@ -226,3 +226,9 @@ class EngineClient:
             logger.critical("the engine ended %d times in %.0f s and stays down", len(self._deaths), self.death_window)
             return False
         return True
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -3,8 +3,9 @@ nothing of the model but the Runner in front of it. Decides what a failure costs
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Protocol
 
 from models.batch import ScheduledSeq, StepBatch
@@ -18,6 +19,7 @@ from server.engine.messages import (
     Shutdown,
     ToEngine,
 )
+from server.engine.request import Request, RequestState
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Event, ScheduledStep, Scheduler
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.1  # seconds, while stepping
 IDLE_INTERVAL = 1.0  # seconds between heartbeats with nothing to do
-MAX_FAILED_STEPS = 5  # in a row: an engine that only fails is to be replaced
+MAX_FAILED_STEPS = 20  # in a row: an engine that only fails is to be replaced
 
 
 class EngineLost(Exception):  # noqa: N818 - what happened, not what was asked
@@ -137,14 +139,25 @@ class EngineCore:
             return []
         self._checked = False
         self._step_tokens = step.total_tokens
+        events: list[Event] = []
         for request in step.admitted:
-            split = request.num_prompt_tokens
-            self.runner.add_request(request.slot, request.sampling, request.token_ids[:split])
-            if request.num_generated:  # it was preempted
-                self.runner.append_known(request.slot, request.token_ids[split:])
-        events = self._execute(step)
+            try:
+                self._introduce(request)
+            except Exception as error:  # of this request alone: its parameters, or no memory for its tables
+                events += self._fail([request], error)
+        if events:
+            step = _rows(step, [request.state is RequestState.RUNNING for request in step.requests])
+        if step.requests:
+            events += self._execute(step)
         self._forget_slots()
         return events
+
+    def _introduce(self, request: Request) -> None:
+        """Gives the runner what it must know of a request in a new slot."""
+        split = request.num_prompt_tokens
+        self.runner.add_request(request.slot, request.sampling, request.token_ids[:split])
+        if request.num_generated:  # it was preempted
+            self.runner.append_known(request.slot, request.token_ids[split:])
 
     def _execute(self, step: ScheduledStep) -> list[Event]:
         """Nothing of a step that failed counts as computed, so its rows can simply run again in smaller batches."""
@@ -153,7 +166,10 @@ class EngineCore:
         except self.loaded.out_of_memory as error:
             logger.warning("out of memory in a step of %d rows: %s", len(step.requests), type(error).__name__)
         except Exception as error:
-            return self._failed(step, error)
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise EngineLost(f"{self._failed_steps} steps failed in a row: {type(error).__name__}") from error
+            return self._fail(step.requests, error)
         else:
             self._failed_steps = 0
             return self.scheduler.postprocess(step, output)
@@ -162,19 +178,17 @@ class EngineCore:
         if len(step.requests) == 1:
             message = "The server has not enough memory for this request now."
             return self.scheduler.fail(step.requests, "server_is_overloaded", message)
-        half = len(step.requests) // 2
-        return self._execute(_rows(step, slice(0, half))) + self._execute(_rows(step, slice(half, None)))
+        first_half = [row < len(step.requests) // 2 for row in range(len(step.requests))]
+        return self._execute(_rows(step, first_half)) + self._execute(_rows(step, [not row for row in first_half]))
 
-    def _failed(self, step: ScheduledStep, error: Exception) -> list[Event]:
-        logger.error("a step of %d rows failed", len(step.requests), exc_info=error)
+    def _fail(self, requests: list[Request], error: Exception) -> list[Event]:
+        """Fails these requests. Raises EngineLost instead when the device is past use."""
+        logger.error("%d requests failed", len(requests), exc_info=error)
         try:
             self.loaded.probe()
         except Exception as lost:
             raise EngineLost(f"the device is lost: {type(lost).__name__}") from lost
-        self._failed_steps += 1
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            raise EngineLost(f"{self._failed_steps} steps failed in a row: {type(error).__name__}") from error
-        return self.scheduler.fail(step.requests, "server_error", "The server failed while it ran this request.")
+        return self.scheduler.fail(requests, "server_error", "The server failed while it ran this request.")
 
     def _forget_slots(self) -> None:
         for slot in self.scheduler.take_released_slots():
@@ -192,5 +206,7 @@ def _batch(step: ScheduledStep) -> StepBatch:
     return StepBatch(tuple(seqs))
 
 
-def _rows(step: ScheduledStep, rows: slice) -> ScheduledStep:
-    return replace(step, requests=step.requests[rows], num_tokens=step.num_tokens[rows])
+def _rows(step: ScheduledStep, wanted: Sequence[bool]) -> ScheduledStep:
+    return replace(
+        step, requests=list(compress(step.requests, wanted)), num_tokens=list(compress(step.num_tokens, wanted))
+    )

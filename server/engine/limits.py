@@ -38,7 +38,13 @@ def _problems(request: Request, config: SchedulerConfig, cache: KVCache) -> list
         room = usable * cache.block_size
         text = f"The prompt and its completion need {stored} tokens of KV cache; this server has room for {room}."
         problems.append(("context_length_exceeded", text))
-    for name, ids in (("The prompt", request.token_ids), ("logit_bias", request.sampling.logit_bias)):
+    sampling = request.sampling
+    named = {
+        "The prompt": request.token_ids,
+        "logit_bias": sampling.logit_bias,
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name, ids in named.items():
         if ids and (min(ids) < 0 or max(ids) > most):
             problems.append(("unsupported_parameter", f"{name} has a token id outside of 0 to {most}."))
     return problems

@@ -22,6 +22,7 @@ NAN = 31_001  # the row's logits are not finite
 RAISE = 31_002  # the step raises
 OUT_OF_MEMORY = 31_003  # the step runs out of memory
 DIE = 31_004  # the process is killed
+REFUSED = 31_006  # the runner does not take the request
 LOST = 31_005  # the step raises, and the device is gone
 
 
@@ -65,6 +66,8 @@ class FakeRunner:
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         assert slot not in self.slots, "slot added twice"
+        if REFUSED in prompt_token_ids:
+            raise ValueError("injected")
         assert prompt_token_ids
         self.slots[slot] = sampling
         self.lengths[slot] = len(prompt_token_ids)
@@ -73,7 +76,7 @@ class FakeRunner:
         self.lengths[slot] += len(token_ids)
 
     def remove_request(self, slot: int) -> None:
-        del self.slots[slot]
+        self.slots.pop(slot, None)
 
     def probe(self) -> None:
         if self.lost:

@@ -85,6 +85,22 @@ def test_an_error_in_a_step_fails_its_requests_and_the_engine_goes_on() -> None:
     engine.assert_nothing_is_held()
 
 
+def test_a_request_that_the_runner_refuses_fails_alone() -> None:
+    rng = random.Random(0)
+    engine = Engine(budget=512)
+    prompts = {name: tokens(rng, 20) for name in "abc"}
+    for name, prompt in prompts.items():
+        engine.add(f"refused {name}", [*tokens(rng, 20), fake_runner.REFUSED])
+        engine.add(name, prompt)
+    engine.run()
+    assert answers(engine, sorted(prompts), prompts, 8)
+    assert sorted(engine.failures) == ["refused a", "refused b", "refused c"]
+    for number in range(2 * MAX_FAILED_STEPS):
+        engine.add(f"refused {number}", [fake_runner.REFUSED])
+        engine.run()
+    engine.assert_nothing_is_held()
+
+
 def test_a_lost_device_ends_the_engine_without_another_answer() -> None:
     engine = Engine()
     engine.add("a", tokens(random.Random(0), 20), max_tokens=50)

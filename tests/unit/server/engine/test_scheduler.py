@@ -232,6 +232,7 @@ def test_a_request_that_can_never_fit_fails_at_once() -> None:
     engine.add("empty", [])
     engine.add("vocabulary", [1, 32_000])
     engine.add("bias", [1], logit_bias={-1: 1.0})
+    engine.add("stop", [1], stop_token_ids=(32_000,))
     engine.add("fits", tokens(rng, 150), max_tokens=11)
     engine.run()
     assert {name: failure.code for name, failure in engine.failures.items()} == {
@@ -240,6 +241,7 @@ def test_a_request_that_can_never_fit_fails_at_once() -> None:
         "empty": "server_error",
         "vocabulary": "unsupported_parameter",
         "bias": "unsupported_parameter",
+        "stop": "unsupported_parameter",
     }
     assert len(engine.tokens["fits"]) == 11
     engine.assert_nothing_is_held()
