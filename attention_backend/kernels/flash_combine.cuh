@@ -4,6 +4,7 @@
 // Compile-time: BF16.
 #include "parts/element.cuh"
 #include "parts/seqlen.cuh"
+#include "parts/softmax.cuh"
 
 // The same fields, in the same order, as attention_backend/kernels/params.py: CombineParams.
 struct CombineParams {
@@ -40,8 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) flash_combine(const CombinePar
       for (int s = lane; s < count; s += 32) l += exp2_approx(lse[static_cast<int64>(s) * p.group_rows] - m);
 #pragma unroll
     for (int d = 16; d; d /= 2) l += __shfl_xor_sync(~0u, l, d);
-    if (p.sinks && sees) l += exp2_approx(p.sinks[head] * kLog2e - m);
-    const float inverse = sees ? 1.f / l : 0.f;
+    const RowEnd end = end_row(m, l, p.sinks ? p.sinks + head : nullptr);
     element* to = p.out + (packed ? 0 : batch * p.out_batch) + static_cast<int64>(seq.q_begin + query) * p.out_row +
                   head * p.out_head;
     for (int d = lane; d < p.head_dim_v; d += 32) {
@@ -51,10 +51,9 @@ extern "C" __global__ void __launch_bounds__(256) flash_combine(const CombinePar
         for (int s = 0; s < count; s++)
           o += exp2_approx(lse[static_cast<int64>(s) * p.group_rows] - m) *
                out[static_cast<int64>(s) * p.group_rows * p.head_dim_v + d];
-      to[d] = from_float(o * inverse);
+      to[d] = from_float(o * end.factor);
     }
     if (lane == 0)
-      p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + query] =
-          sees ? (m + log2f(l)) * kLn2 : -kInfinity;
+      p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + query] = end.lse * kLn2;
   }
 }

@@ -14,6 +14,7 @@
 #include "parts/mma_sm80.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
+#include "parts/softmax.cuh"
 
 // The same fields, in the same order, as attention_backend/kernels/params.py: DecodeParams. Strides are in elements.
 struct DecodeParams {
@@ -309,9 +310,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
         l += weight[w] * all_sum[w * ROWS + r];
       }
       const bool whole = segment.num_segments == 1;
-      const float top = m * score.scale_log2;
-      if (whole && p.sinks && sees) l += exp2_approx(p.sinks[head] * kLog2e - top);
-      const float inverse = sees ? 1.f / l : 0.f;
+      const RowEnd end = end_row(m * score.scale_log2, l, whole && p.sinks ? p.sinks + head : nullptr);
       const int64 slot_row = static_cast<int64>(segment.slot) * p.group_rows + row_begin + r;
       element* out = p.out + (packed ? 0 : segment.batch * p.out_batch) +
                      static_cast<int64>(seq.q_begin + query) * p.out_row + head * p.out_head;
@@ -320,16 +319,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
 #pragma unroll
         for (int w = 0; w < NUM_WARPS; w++) o += weight[w] * all_acc[(w * ROWS + r) * kPitchAcc + d];
         if (whole)
-          out[d] = from_float(o * inverse);
+          out[d] = from_float(o * end.factor);
         else
-          p.partial_out[slot_row * p.head_dim_v + d] = o * inverse;
+          p.partial_out[slot_row * p.head_dim_v + d] = o * end.factor;
       }
       if (lane == 0) {
-        const float lse = sees ? top + log2f(l) : -kInfinity;
         if (whole)
-          p.lse[(packed ? seq.q_begin : segment.batch * p.lse_batch) + head * p.lse_head + query] = lse * kLn2;
+          p.lse[(packed ? seq.q_begin : segment.batch * p.lse_batch) + head * p.lse_head + query] = end.lse * kLn2;
         else
-          p.partial_lse[slot_row] = lse;
+          p.partial_lse[slot_row] = end.lse;
       }
     }
     __syncthreads();  // the rings and the query rows are free again

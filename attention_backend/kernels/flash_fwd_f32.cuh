@@ -123,12 +123,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_fwd_f32(const Forwa
   for (int d = 1; d < 8; d *= 2) l += __shfl_xor_sync(~0u, l, d);
   if (row > last_row) return;
   const bool sees = m != -kInfinity;
-  if (p.sinks && sees) l += expf(p.sinks[head] - m);
+  // A sink may be far larger than any score: the larger of both is what is taken out of the sum.
+  const float sink = p.sinks ? p.sinks[head] : -kInfinity, all = fmaxf(m, sink);
+  const float weight = sees ? expf(m - all) : 0.f;
+  l = l * weight + (sees ? expf(sink - all) : 0.f);
   if (c == 0)
-    p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] = sees ? m + logf(l) : -kInfinity;
+    p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] = sees ? all + logf(l) : -kInfinity;
   element* out =
       p.out + (packed ? 0 : batch * p.out_batch) + (seq.q_begin + static_cast<int64>(row)) * p.out_row + head * p.out_head;
 #pragma unroll
   for (int j = 0; j < HEAD_DIM_V / 8; j++)
-    if (c + 8 * j < p.head_dim_v) out[c + 8 * j] = sees ? acc[j] / l : 0.f;
+    if (c + 8 * j < p.head_dim_v) out[c + 8 * j] = sees ? acc[j] * weight / l : 0.f;
 }

@@ -13,6 +13,7 @@
 #include "parts/mma_sm80.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
+#include "parts/softmax.cuh"
 
 constexpr int kThreads = NUM_WARPS * 32;
 constexpr int kRowsPerWarp = 16 * ROW_TILES;
@@ -275,17 +276,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
       float l = row_sum[x][half];
       l += __shfl_xor_sync(~0u, l, 1);
       l += __shfl_xor_sync(~0u, l, 2);
-      const float m = row_max[x][half] * score.scale_log2;  // log2 of the largest term
-      const bool sees = row_max[x][half] != -kInfinity;
-      if (p.sinks && sees) l += exp2_approx(p.sinks[head] * kLog2e - m);
-      const float inverse = sees ? 1.f / l : 0.f;
+      const RowEnd end = end_row(row_max[x][half] * score.scale_log2, l, p.sinks ? p.sinks + head : nullptr);
       if (lane % 4 == 0 && row <= last_row)
-        p.lse[(p.sequence.cu_seqlens_q ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] =
-            sees ? m * kLn2 + logf(l) : -kInfinity;
+        p.lse[(p.sequence.cu_seqlens_q ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] = end.lse * kLn2;
 #pragma unroll
       for (int i = 0; i < HEAD_DIM_V / 8; i++)
         *reinterpret_cast<uint32*>(stage + r * ValueCopy::kPitch + i * 16 + lane % 4 * 4) =
-            pack2(acc[x][i][half * 2] * inverse, acc[x][i][half * 2 + 1] * inverse);
+            pack2(acc[x][i][half * 2] * end.factor, acc[x][i][half * 2 + 1] * end.factor);
     }
   __syncwarp();
   constexpr int kChunks = HEAD_DIM_V / 8;

@@ -10,6 +10,7 @@
 #include "parts/forward_params.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
+#include "parts/softmax.cuh"
 #include "parts/tma.cuh"
 #include "parts/wgmma_sm90.cuh"
 
@@ -267,18 +268,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     float l = row_sum[half];
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
-    const float top = row_max[half] * score.scale_log2;
-    const bool sees = row_max[half] != -kInfinity;
-    if (p.sinks && sees) l += exp2_approx(p.sinks[head] * kLog2e - top);
-    const float inverse = sees ? 1.f / l : 0.f;
+    const RowEnd end = end_row(row_max[half] * score.scale_log2, l, p.sinks ? p.sinks + head : nullptr);
     const int row = row0 + half * 8;
     if (row > last_row) continue;
     if (lane % 4 == 0)
-      p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] =
-          sees ? top * kLn2 + logf(l) : -kInfinity;
+      p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] = end.lse * kLn2;
     uint32* to = reinterpret_cast<uint32*>(out + (seq.q_begin + static_cast<int64>(row)) * p.out_row);
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 8; i++)
-      to[i * 4] = pack2(acc[i * 4 + half * 2] * inverse, acc[i * 4 + half * 2 + 1] * inverse);
+      to[i * 4] = pack2(acc[i * 4 + half * 2] * end.factor, acc[i * 4 + half * 2 + 1] * end.factor);
   }
 }

@@ -1,0 +1,19 @@
+// The end of a row's running softmax: what its unnormalised output is multiplied by, and its log-sum-exp.
+#pragma once
+
+#include "parts/element.cuh"
+
+struct RowEnd {
+  float factor;
+  float lse;  // log2
+};
+
+// `top` is log2 of the row's largest term (-inf if it sees nothing), `sum` the sum of its terms over 2^top. A sink, a
+// logit that joins the denominator only, may be far larger than any score: the larger of both is what is taken out.
+__device__ __forceinline__ RowEnd end_row(float top, float sum, const float* sink) {
+  if (top == -kInfinity) return {0.f, -kInfinity};
+  const float sink_log2 = sink ? *sink * kLog2e : -kInfinity;
+  const float all = fmaxf(top, sink_log2), weight = exp2_approx(top - all);
+  const float total = sum * weight + exp2_approx(sink_log2 - all);
+  return {weight / total, all + log2f(total)};
+}
