@@ -1,6 +1,7 @@
 """The ASGI application: routers, middleware, lifespan. No logic."""
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -9,9 +10,22 @@ from server.lifecycle import Lifecycle
 from server.middleware import Authentication, BodyLimit, RequestContext
 
 
+class Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI announces its own 422 on every route; ours answer 400, in OpenAI's shape."""
+        if not self.openapi_schema:
+            schema = super().openapi()
+            for methods in schema["paths"].values():
+                for operation in methods.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+        return super().openapi()
+
+
 def create_app(lifecycle: Lifecycle) -> FastAPI:
     settings = lifecycle.settings
-    app = FastAPI(
+    app = Application(
         title="Longwave",
         version=_version(),
         description="Long-context generation behind an OpenAI-compatible API.",

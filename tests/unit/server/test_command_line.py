@@ -1,0 +1,134 @@
+import io
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from scripted_engine import LiveServer, Script, live_server, wait_until
+from typer.testing import CliRunner
+
+from server.cli import app
+from server.terminal import Conversation, connect, talk
+
+runner = CliRunner()
+
+
+def test_bad_flags_are_listed_together_and_exit_3() -> None:
+    result = runner.invoke(app, ["serve", "--port", "99999", "--kv-cache-dtype", "fp8", "--api-key", "changeme"])
+    assert result.exit_code == 3
+    assert [line.split(":")[1].strip() for line in result.stderr.splitlines()] == ["port", "api-key", "kv-cache-dtype"]
+
+
+def test_a_model_that_does_not_exist_exits_3() -> None:
+    result = runner.invoke(app, ["serve", "no-such-model"])
+    assert result.exit_code == 3
+    assert "no-such-model" in result.stderr
+
+
+def test_a_taken_port_is_known_before_anything_loads(server: LiveServer) -> None:
+    result = runner.invoke(app, ["serve", "--port", str(server.port)])
+    assert result.exit_code == 1
+    assert "cannot listen" in result.stderr
+
+
+def test_a_model_named_twice_is_refused() -> None:
+    assert runner.invoke(app, ["serve", "one", "--model", "two"]).exit_code == 3
+
+
+def test_chat_reads_a_pipe_and_keeps_the_conversation(server: LiveServer) -> None:
+    result = runner.invoke(app, ["chat", "--url", server.url, "--system", "be brief"], input="hi\n\nagain\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "hello world\nhello world\n"
+    first, second = [
+        bytes(token for token in request.prompt_token_ids if token < 256) for request in server.engine.requests
+    ]
+    assert b"be brief" in first
+    assert b"again" in second
+    assert b"o world" in second
+
+
+def test_chat_says_what_the_server_refused_and_exits_1() -> None:
+    with live_server(api_key="right") as server:
+        result = runner.invoke(app, ["chat", "--url", server.url, "--api-key", "wrong"], input="hi\n")
+        assert result.exit_code == 1
+        assert "Incorrect API key" in result.stderr
+        result = runner.invoke(app, ["chat", "--url", server.url + "/v1", "--api-key", "right"], input="hi\n")
+        assert result.stdout == "hello world\n"
+
+
+def test_chat_with_nobody_there_is_one_sentence() -> None:
+    result = runner.invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="hi\n")
+    assert result.exit_code == 1
+    assert "cannot reach the server" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_chat_reports_a_failure_in_the_middle(server: LiveServer) -> None:
+    server.engine.script = Script(fail_after=5)
+    result = runner.invoke(app, ["chat", "--url", server.url], input="hi\n")
+    assert result.exit_code == 1
+    assert result.stdout == "hello\n"
+    assert "The engine stopped." in result.stderr
+
+
+class _InterruptedOutput(io.StringIO):
+    """Ctrl-C after some text."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue().count("h") == 1 and text == "e":
+            super().write(text)
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.engine.script = Script(ends=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    output = _InterruptedOutput()
+    with connect(server.url, None) as client:
+        conversation = Conversation(client, "tiny")
+        assert talk(conversation, Console(file=output)) == 0
+    assert output.getvalue() == "he [stopped]\n"
+    assert conversation.messages == []
+    wait_until(lambda: len(server.engine.aborted) == 1)
+
+
+def test_doctor_works_without_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("server.doctor._layers", lambda _model: [])  # the bundled model: tests/integration
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    said: dict[str, Any] = json.loads(result.stdout)
+    assert said["gpus"] == []
+    assert any("no usable NVIDIA GPU" in problem for problem in said["problems"])
+    assert any(line.startswith("cpu_reference") for line in said["kernels"])
+    assert {"torch", "transformers", "cupy-cuda13x"} <= said["packages"].keys()
+    assert "There is no usable NVIDIA GPU" in " ".join(runner.invoke(app, ["doctor"]).stdout.split())
+
+
+def test_doctor_reports_a_model_it_cannot_find() -> None:
+    result = runner.invoke(app, ["doctor", "--json", "--model", "no-such-model"])
+    assert result.exit_code == 0
+    assert any("no-such-model" in problem for problem in json.loads(result.stdout)["problems"])
+
+
+def test_kernels_of_an_unknown_architecture_are_refused() -> None:
+    result = runner.invoke(app, ["kernels", "build", "--arch", "sm_1"])
+    assert result.exit_code == 1
+    assert "sm_90a" in result.stderr
+
+
+def test_the_curl_line_works(capsys: pytest.CaptureFixture[str]) -> None:
+    import shlex
+
+    from server.cli import _announce
+
+    with live_server() as server:
+        _announce(server.lifecycle, server.port)
+        command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+        assert command[0] == "curl"
+        body = json.loads(command[command.index("-d") + 1])
+        assert httpx.post(command[1], json=body).json()["choices"][0]["message"]["content"] == "hello world"
+    assert threading.active_count() < 50

@@ -1,0 +1,46 @@
+import pytest
+
+from server import errors
+from server.errors import LongwaveError, from_code
+
+
+def tree(root: type[LongwaveError]) -> list[type[LongwaveError]]:
+    return [root, *(error for child in root.__subclasses__() for error in tree(child))]
+
+
+@pytest.mark.parametrize("kind", tree(LongwaveError), ids=lambda kind: kind.__name__)
+def test_every_error_has_openais_four_keys(kind: type[LongwaveError]) -> None:
+    body = kind("what happened").body()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"] == "what happened"
+
+
+@pytest.mark.parametrize("kind", tree(LongwaveError), ids=lambda kind: kind.__name__)
+def test_the_docstring_draws_the_tree(kind: type[LongwaveError]) -> None:
+    assert kind.__name__ in str(errors.__doc__)
+    if kind is not LongwaveError:
+        line = next(line for line in str(errors.__doc__).splitlines() if f" {kind.__name__} " in line)
+        assert str(kind.status) in line
+
+
+@pytest.mark.parametrize("kind", tree(LongwaveError), ids=lambda kind: kind.__name__)
+def test_only_503_says_when_to_come_back(kind: type[LongwaveError]) -> None:
+    headers = kind("x").headers()
+    assert ("retry-after" in headers) == (kind("x").status == 503)
+
+
+def test_retry_after_is_spread() -> None:
+    waits = {errors.ServerOverloaded("x").retry_after for _ in range(500)}
+    assert waits == set(range(1, 11))
+
+
+@pytest.mark.parametrize("kind", tree(LongwaveError)[1:], ids=lambda kind: kind.__name__)
+def test_a_code_that_crossed_a_process_border_gives_the_error_back(kind: type[LongwaveError]) -> None:
+    if kind.code is not None and kind is not errors.RequestFailedError:
+        assert type(from_code(kind.code, "x")) is kind
+
+
+def test_unknown_codes_are_failures_of_ours() -> None:
+    assert type(from_code("server_error", "x")) is errors.RequestFailedError
+    assert type(from_code("never heard of", "x")) is errors.RequestFailedError

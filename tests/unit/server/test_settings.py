@@ -1,0 +1,104 @@
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from server.engine.config import EngineConfig
+from server.settings import ClientSettings, ConfigurationError, Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith("LONGWAVE_")]:
+        monkeypatch.delenv(name)
+
+
+def problems(**flags: Any) -> list[str]:
+    with pytest.raises(ConfigurationError) as error:
+        load_settings(flags)
+    assert error.value.exit_code == 3
+    return error.value.problems
+
+
+def test_the_default_is_the_bundled_model_on_localhost() -> None:
+    settings = load_settings({})
+    assert (settings.model, settings.host, settings.port) == ("SmolLM2-135M-Instruct", "127.0.0.1", 8000)
+    assert settings.api_key == ()
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    listed = problems(port=70_000, gpu_memory_utilization=2, block_size=5, kv_cache_dtype="fp8", nonsense=1)
+    assert len(listed) == 5
+    for name in ("port:", "gpu-memory-utilization:", "block-size:", "kv-cache-dtype:", "nonsense:"):
+        assert any(line.startswith(name) for line in listed), name
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "int8", ""])
+def test_unserved_kv_dtypes_name_what_is_served(dtype: str) -> None:
+    (line,) = problems(kv_cache_dtype=dtype)
+    assert "auto, bfloat16, float16, float32" in line
+
+
+@pytest.mark.parametrize("key", ["", "changeme", "a,,b", "with space", "ta\tb", "ключ", "x" * 513])
+def test_empty_and_placeholder_keys_are_refused_without_being_shown(key: str) -> None:
+    (line,) = problems(api_key=key)
+    assert line.startswith("api-key:")
+    if len(key) > 10:
+        assert key not in line
+
+
+def test_one_key_or_several() -> None:
+    settings = load_settings({"api_key": "key-1,key-2"})
+    assert [key.get_secret_value() for key in settings.api_key] == ["key-1", "key-2"]
+    assert "key-1" not in repr(settings)
+
+
+def test_flags_come_before_variables_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PORT": "9000", "MAX_NUM_SEQS": "8", "BLOCK_SIZE": "32", "API_KEY": "a,b",
+                        "ENABLE_PREFIX_CACHING": "false"}.items():  # fmt: skip
+        monkeypatch.setenv(f"LONGWAVE_{name}", value)
+    settings = load_settings({"port": 9001})
+    assert (settings.port, settings.max_num_seqs, settings.block_size) == (9001, 8, 32)
+    assert len(settings.api_key) == 2
+    assert settings.enable_prefix_caching is False
+    assert ClientSettings().key == "a"
+
+
+def test_the_engines_own_rules_are_checked_here_too() -> None:
+    (line,) = problems(max_num_seqs=4000, max_num_batched_tokens=2048)
+    assert "max_num_batched_tokens must be at least max_num_seqs" in line
+
+
+def test_the_engine_gets_every_field_it_shares_with_settings() -> None:
+    settings = load_settings({"max_model_len": 100, "num_gpu_blocks_override": 7, "kv_cache_memory_bytes": 2**30})
+    config = settings.engine_config()
+    for field in dataclasses.fields(EngineConfig):
+        if field.name in Settings.model_fields:
+            assert getattr(config, field.name) == getattr(settings, field.name), field.name
+
+
+def test_every_number_is_bounded() -> None:
+    for name, field in Settings.model_fields.items():
+        if field.annotation in (int, float, int | None):
+            bounds = {type(rule).__name__ for rule in field.metadata}
+            assert bounds & {"Ge", "Gt"}, name
+            assert bounds & {"Le", "Lt"}, name
+
+
+NUMBERS = sorted(name for name, field in Settings.model_fields.items() if field.annotation in (int, float, int | None))
+
+
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(NUMBERS), st.one_of(st.integers(), st.floats(), st.text(), st.none())))
+def test_any_configuration_is_accepted_or_refused_with_reasons(flags: dict[str, Any]) -> None:
+    try:
+        listed = ["accepted: " + load_settings(flags).model]
+    except ConfigurationError as error:
+        listed = error.problems
+    assert listed
+    assert all(": " in line for line in listed)
