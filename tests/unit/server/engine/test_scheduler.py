@@ -1,12 +1,15 @@
 """Answers must not depend on what else runs, nor on how it is cut up; nothing leaks; nobody starves."""
 
+import math
 import random
+import time
 from collections.abc import Iterable
 
 import pytest
 from cranked_engine import Engine, tokens
 from fake_runner import expected
 
+from models.batch import StepOutput
 from server.engine import kv_cache
 from server.engine.limits import SchedulerConfig
 
@@ -301,3 +304,33 @@ def test_one_tenants_flood_pushes_out_its_own_blocks_first() -> None:
     engine.add("again", kept, salt=b"quiet")
     engine.run()
     assert engine.cached["again"] == 160
+
+
+def fastest_step(num_requests: int, context: int) -> float:
+    """Seconds of schedule() and postprocess() together, the best of many steps: what the work itself costs."""
+    engine = Engine(num_requests * (context // 64 + 4) + 200, 64, budget=8192, max_num_seqs=num_requests)
+    rng = random.Random(0)
+    for number in range(num_requests):
+        steps = 120 + context * num_requests // 8192
+        engine.add(f"r{number}", tokens(rng, context), max_tokens=steps, ignore_eos=True)
+    engine.run(until=lambda: len(engine.tokens) == num_requests)
+    best = math.inf
+    for _ in range(60):
+        start = time.perf_counter()
+        step = engine.scheduler.schedule()
+        middle = time.perf_counter()
+        assert step is not None
+        assert len(step.requests) == num_requests
+        output = StepOutput([5] * num_requests, [None] * num_requests, [True] * num_requests)
+        resumed = time.perf_counter()
+        engine.scheduler.postprocess(step, output)
+        best = min(best, middle - start + time.perf_counter() - resumed)
+    return best
+
+
+def test_a_step_of_256_decodes_costs_under_two_milliseconds_here() -> None:
+    assert fastest_step(256, 16) < 0.002
+
+
+def test_the_cost_of_a_step_does_not_grow_with_the_context() -> None:
+    assert fastest_step(64, 8192) < 3 * fastest_step(64, 16)
