@@ -14,7 +14,7 @@ from benchmarks import attention, machine
 from benchmarks.attention_cells import Cell, decode_cells, forward_cells, paged_cells, quick, select
 from benchmarks.attention_contenders import FA2, OURS, OURS_GENERIC, REGISTRY, Contender, Tensors, relative_error
 from benchmarks.attention_report import Record, Report, Result
-from benchmarks.stopwatch import Call, alternate, repeats
+from benchmarks.stopwatch import Call, Stopwatch, alternate, repeats
 
 CPU = torch.device("cpu")
 SMALL = Cell("forward", 2, 24, 24, 4, 2, 16, True)
@@ -134,6 +134,34 @@ def test_a_contender_that_fails_is_recorded_with_its_reason(make: object, reason
     calls, result = attention.prepare(SMALL, [Tensors.random(SMALL, CPU)], contender)
     assert calls == []
     assert result == Result(None, reason)
+
+
+class InstantWatch(Stopwatch):
+    """Runs every call once and says it took a millisecond."""
+
+    def __post_init__(self) -> None:
+        self.runs = 0
+
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        for call in calls:
+            call()
+            self.runs += 1
+        return [1.0] * len(calls)
+
+
+@pytest.mark.parametrize("cell", [SMALL, SMALL_DECODE, SMALL_CHUNK], ids=lambda c: c.section)
+def test_a_cell_is_timed_on_every_input_set_and_reported(cell: Cell, report: Report, tmp_path: Path) -> None:
+    watch = InstantWatch(CPU)
+    contenders = [REGISTRY["longwave"], Contender("peer", (cell.section,), _broken), Contender("other", ("x",), _wrong)]
+    record = attention.time_cell(cell, contenders, watch, rounds=2)
+    assert watch.runs == 2 * attention.input_sets(cell)
+    assert record.results["longwave"].ms == 1.0
+    assert record.results["peer"].reason == "NotImplementedError: no kernel for this"
+    assert "other" not in record.results
+    assert "longwave 1.0000 ms" in attention.progress(record)
+    report.records.append(record)
+    report.write(tmp_path / "results.json")
+    assert "longwave" in report.table(cell.section)
 
 
 def test_contenders_take_turns_and_the_median_of_all_rounds_counts() -> None:
