@@ -1,5 +1,7 @@
 """GET /metrics: Prometheus."""
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse
 
@@ -10,6 +12,9 @@ from server.schemas.failure import READ_FAILURES
 router = APIRouter(tags=["metrics"])
 
 
-@router.get("/metrics", response_class=PlainTextResponse, responses=READ_FAILURES)
+TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
+
+@router.get("/metrics", response_model=None, responses=READ_FAILURES | TEXT)
 async def metrics(lifecycle: LifecycleDep) -> PlainTextResponse:
     return PlainTextResponse(lifecycle.metrics.render(), headers={"content-type": CONTENT_TYPE})
