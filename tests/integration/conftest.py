@@ -10,7 +10,9 @@ from .eager_answers import EagerAnswers
 from .server_process import ServerProcess
 
 MAX_MODEL_LEN = 1024
-FLAGS = ("--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN))
+#: Small steps and a small pool: servers share two cores and start quickly.
+SMALL = ("--dtype", "float32", "--max-num-seqs", "32", "--max-num-batched-tokens", "256")
+FLAGS = (*SMALL, "--kv-cache-memory-bytes", str(400 << 20), "--max-model-len", str(MAX_MODEL_LEN))
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +22,6 @@ def eager(bundled_model: Path) -> EagerAnswers:
 
 @pytest.fixture(scope="session")
 def server(bundled_model: Path) -> Iterator[ServerProcess]:
-    """The defaults."""
     with ServerProcess(*FLAGS) as process:
         yield process
 
@@ -37,7 +38,7 @@ def chunking_server(bundled_model: Path) -> Iterator[ServerProcess]:
 def tight_server(bundled_model: Path) -> Iterator[ServerProcess]:
     """KV blocks for about three of the tests' requests: running ones are preempted and recomputed."""
     pool = ("--block-size", "16", "--num-gpu-blocks-override", "30")
-    with ServerProcess("--dtype", "float32", "--max-model-len", "320", *pool) as process:
+    with ServerProcess(*SMALL, "--max-model-len", "320", *pool) as process:
         yield process
 
 

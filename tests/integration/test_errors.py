@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from .conftest import MAX_MODEL_LEN
+from .conftest import FLAGS, MAX_MODEL_LEN
 from .questions import CAPITAL, MODEL
 from .server_process import ServerProcess
 
@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": CAPITAL}]
 
 @pytest.fixture(scope="module")
 def guarded_server(bundled_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("--dtype", "float32", "--max-model-len", "256", api_key=KEY) as process:
+    with ServerProcess(*FLAGS, api_key=KEY) as process:
         yield process
 
 

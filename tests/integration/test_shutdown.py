@@ -5,6 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from .conftest import FLAGS
 from .questions import CAPITAL, MODEL
 from .server_process import ServerProcess, wait_until
 
@@ -20,7 +21,7 @@ BODY = {
 
 
 def test_a_running_stream_finishes_and_the_server_exits_with_0(bundled_model: Path) -> None:
-    with ServerProcess("--dtype", "float32", "--max-model-len", "512") as server:
+    with ServerProcess(*FLAGS) as server:
         url = f"{server.url}/v1/chat/completions"
         with httpx.stream("POST", url, json=BODY, timeout=60) as reply:
             lines = reply.iter_lines()
@@ -38,7 +39,7 @@ def test_a_running_stream_finishes_and_the_server_exits_with_0(bundled_model: Pa
 
 
 def test_an_idle_server_exits_with_0(bundled_model: Path) -> None:
-    with ServerProcess("--dtype", "float32", "--max-model-len", "512") as server:
+    with ServerProcess(*FLAGS) as server:
         server.terminate()
 
         assert server.wait() == 0
