@@ -14,6 +14,7 @@ from attention_backend.problem import UNBOUNDED, AttentionArgs
 from models.patching.descriptor import Descriptor, decode, hides_keys, is_descriptor, sequence_rows
 from models.patching.errors import UnsupportedCallError
 from models.patching.keywords import refuse_dropout, refuse_unknown
+from models.patching.layout import tokens_first
 
 #: The largest position bias (T5) served: 2^29 elements, 1 GiB of bf16. The model writes it out itself, N x N a head.
 MAX_BIAS_ELEMENTS = 2**29
@@ -46,9 +47,9 @@ def longwave_attention(
     refuse_unknown(module, keywords)
     refuse_dropout(module, dropout)
     args = AttentionArgs(
-        q=query.transpose(1, 2),
-        k=key.transpose(1, 2),
-        v=value.transpose(1, 2),
+        q=tokens_first(query),
+        k=tokens_first(key),
+        v=tokens_first(value),
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.reshape(-1),

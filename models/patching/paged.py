@@ -13,6 +13,7 @@ from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.patching.errors import UnsupportedCallError
 from models.patching.keywords import refuse_dropout, refuse_unknown
+from models.patching.layout import tokens_first
 
 
 def longwave_paged_attention(
@@ -50,9 +51,9 @@ def longwave_paged_attention(
     assert isinstance(layer, int)
     k_cache, v_cache = kv_caches[layer]
     out = attention_backend.paged_attention(
-        query[0].transpose(0, 1),  # [tokens, heads, head_dim], a view
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        tokens_first(query)[0],  # [tokens, heads, head_dim], a view
+        tokens_first(key)[0],
+        tokens_first(value)[0],
         k_cache,
         v_cache,
         paged_metadata,

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.patching import UnsupportedCallError
 from models.patching.attention import MAX_BIAS_ELEMENTS, longwave_attention
+from models.patching.layout import tokens_first
 from models.patching.mask import longwave_mask
 
 
@@ -105,6 +106,21 @@ def test_a_position_bias_beyond_the_limit_is_refused() -> None:
 def test_an_integer_mask_that_is_not_ours_is_refused() -> None:
     with pytest.raises(UnsupportedCallError, match="int64"):
         longwave_attention(Layer(), *qkv(), torch.ones(2, 1, 5, 5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "tokens_first"])
+def test_inputs_are_viewed_not_copied(layout: str) -> None:
+    states = qkv()[0] if layout == "heads_first" else qkv()[0].transpose(1, 2).contiguous().transpose(1, 2)
+    assert tokens_first(states).data_ptr() == states.data_ptr()
+
+
+def test_a_last_dimension_with_gaps_is_computed_too() -> None:
+    inputs = qkv()
+    strided = [states.mT.contiguous().mT for states in inputs]
+    assert strided[0].stride(-1) != 1
+    expected, _ = longwave_attention(Layer(), *inputs, None)
+    actual, _ = longwave_attention(Layer(), *strided, None)
+    torch.testing.assert_close(actual, expected)
 
 
 class LargestTensor(TorchDispatchMode):
