@@ -113,7 +113,9 @@ def _announce(lifecycle: "Lifecycle", port: int) -> None:
     url = f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
     name = settings.model_names[0]
     kernels = ", ".join(f"{layer}: {kernel}" for layer, kernel in sorted(ready.kernels.items()))
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Say hello in one sentence."}]})
+    body = json.dumps(
+        {"model": name, "messages": [{"role": "user", "content": "Say hello in one sentence."}], "temperature": 0}
+    )
     key = ' -H "Authorization: Bearer $LONGWAVE_API_KEY"' if settings.api_key else ""
     quoted = body.replace("'", "'\\''")
     typer.echo(
@@ -129,13 +131,14 @@ def chat(
     api_key: Annotated[str | None, Flag(help="Default: LONGWAVE_API_KEY.")] = None,
     model: Annotated[str | None, Flag(help="Default: the server's first.")] = None,
     system: Annotated[str | None, Flag(help="Instructions for the whole conversation.")] = None,
+    temperature: Annotated[float, Flag(min=0, max=2, help="Small models ramble when it is high.")] = 0.2,
 ) -> None:
     """Talk to a server in the terminal. Ctrl-C stops an answer, Ctrl-D ends."""
     from server.terminal import ChatError, Conversation, connect, first_model, talk
 
     with connect(url, api_key or ClientSettings().key) as client:
         try:
-            conversation = Conversation(client, model or first_model(client))
+            conversation = Conversation(client, model or first_model(client), temperature)
         except ChatError as error:
             _refuse([str(error)], EXIT_FAILED)
         if system is not None:

@@ -131,10 +131,9 @@ class Lifecycle:
                 await asyncio.wait_for(self.generator.idle(), CUT_GRACE)
 
     async def _come_up(self) -> None:
-        loading = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
         try:
-            ready = await self.engine.ready()
-            tokenizer = TextTokenizer(await loading)
+            ready, source = await asyncio.gather(self.engine.ready(), asyncio.to_thread(self._load_tokenizer))
+            tokenizer = TextTokenizer(source)
         except asyncio.CancelledError:
             raise
         except LongwaveError as error:
@@ -150,8 +149,6 @@ class Lifecycle:
             )
             if self.phase is Phase.STARTING:
                 await self._enter(Phase.SERVING)
-        finally:
-            loading.cancel()
 
     async def _fail(self, message: str) -> None:
         logger.critical("cannot serve: %s", message)

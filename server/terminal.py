@@ -22,13 +22,15 @@ class ChatError(Exception):
 class Conversation:
     client: httpx.Client
     model: str
+    temperature: float = 1.0
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Pieces of the answer. An answer that is given up or fails leaves no trace in the conversation."""
         question = {"role": "user", "content": text}
         pieces = []
-        for piece in _stream(self.client, self.model, [*self.messages, question]):
+        body = {"model": self.model, "messages": [*self.messages, question], "temperature": self.temperature}
+        for piece in _stream(self.client, {**body, "stream": True}):
             pieces.append(piece)
             yield piece
         self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
@@ -78,8 +80,7 @@ def _answer(conversation: Conversation, line: str, console: Console) -> bool:
     return True
 
 
-def _stream(client: httpx.Client, model: str, messages: list[dict[str, str]]) -> Iterator[str]:
-    body = {"model": model, "messages": messages, "stream": True}
+def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
     with _explained(), client.stream("POST", "/v1/chat/completions", json=body) as reply:
         if reply.is_error:
             reply.read()

@@ -21,6 +21,8 @@ class TextTokenizer:
     """One model's vocabulary. `source` is a transformers fast tokenizer (for its chat template and special tokens)."""
 
     def __init__(self, source: Any) -> None:
+        if not hasattr(source, "backend_tokenizer"):
+            raise ValueError("the model has no tokenizer.json: only tokenizers of the tokenizers library are served")
         self.source = source
         self._tokens: Tokenizer = Tokenizer.from_str(source.backend_tokenizer.to_str())
         self._tokens.no_truncation()
