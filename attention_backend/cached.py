@@ -1,0 +1,214 @@
+"""Attention over KV caches: FlashAttention's flash_attn_with_kvcache, and the engine's paged_attention.
+
+Both write new keys and values first, then attend. Knows no scheduler and waits for no CUDA device.
+"""
+
+import torch
+from torch import Tensor
+
+from attention_backend import ops
+from attention_backend.checks import check_device, check_tensor, check_window
+from attention_backend.interface import Window, attention_with_lse, default_scale, is_local, window_right
+from attention_backend.metadata import PagedMetadata
+from attention_backend.problem import UNBOUNDED, AttentionArgs
+from attention_backend.reference import rotary
+
+
+def paged_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: PagedMetadata,
+    *,
+    softmax_scale: float,
+    window_left: int = UNBOUNDED,
+    chunk_size: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Stores this step's keys and values in their pages, then causal attention of every row through the block table.
+
+    q `[T, Hq, D]`, k_new `[T, Hkv, D]`, v_new `[T, Hkv, Dv]`; caches `[num_blocks, Hkv, block_size, D or Dv]`, changed
+    in place. Returns `[T, Hq, Dv]`. Not differentiable.
+    """
+    _check_paged(q, k_new, v_new, k_cache, v_cache, metadata)
+    check_window("window_left", window_left)
+    return ops.paged_attention_op(
+        q,
+        k_new,
+        v_new,
+        k_cache,
+        v_cache,
+        metadata.cu_seqlens_q,
+        metadata.seq_lens,
+        metadata.block_table,
+        metadata.slot_mapping,
+        metadata.num_decodes,
+        metadata.max_seqlen_q,
+        metadata.max_seqlen_k,
+        softmax_scale,
+        window_left,
+        chunk_size,
+        softcap,
+        sinks,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    chunk_size: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q `[batch, seqlen_q, num_heads, head_dim]` against a cache, which first gets k and v `[batch, seqlen_new, ...]`.
+
+    The cache is `[batch_cache, seqlen_cache, num_kv_heads, *]`, or with `block_table` pages
+    `[num_blocks, page_size, num_kv_heads, *]` (any strides: the engine's pool fits as a transposed view).
+    `cache_seqlens` counts the keys before the new ones. Rotary turns k and q: new key i by `cache_seqlens + i`, and
+    query i too if attention is causal or local, else every query by `cache_seqlens`.
+    """
+    lengths = _cache_lengths(q, k_cache, k, v, cache_seqlens, block_table)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin go together")
+    if rotary_cos is not None and k is None:
+        raise ValueError("rotary_cos without k: rotary is applied to new keys and their queries only")
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx picks rows of a dense cache; with block_table reorder the table instead")
+    if cache_batch_idx is not None:
+        # A dense cache is a paged one whose pages are whole rows.
+        check_tensor("cache_batch_idx", cache_batch_idx, torch.int32, (q.shape[0],), q.device)
+        block_table = cache_batch_idx.unsqueeze(1)
+    used = lengths
+    if k is not None and v is not None:
+        if rotary_cos is not None and rotary_sin is not None:
+            steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
+            positions = lengths.unsqueeze(1) + steps
+            q_steps = steps[: q.shape[1]] if is_local(causal, window_size) else torch.zeros_like(steps[: q.shape[1]])
+            q = rotary.apply(q, rotary_cos, rotary_sin, lengths.unsqueeze(1) + q_steps, rotary_interleaved)
+            k = rotary.apply(k, rotary_cos, rotary_sin, positions[:, : k.shape[1]], rotary_interleaved)
+        slots = _slots(lengths, k.shape[1], k_cache, block_table)
+        ops.store_kv_op(
+            k.flatten(0, 1), v.flatten(0, 1), k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots.flatten()
+        )
+        used = lengths + k.shape[1]
+    out, lse = attention_with_lse(
+        AttentionArgs(
+            q,
+            k_cache,
+            v_cache,
+            default_scale(softmax_scale, q),
+            max_seqlen_k=0 if block_table is None else block_table.shape[1] * k_cache.shape[1],
+            seqused_k=used,
+            leftpad_k=cache_leftpad,
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            window_left=window_size[0],
+            window_right=window_right(causal, window_size),
+            chunk_size=chunk_size,
+            softcap=softcap,
+            num_splits=num_splits,
+        )
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def _cache_lengths(
+    q: Tensor,
+    k_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    block_table: Tensor | None,
+) -> Tensor:
+    """int32 `[batch]`: keys in the cache before the new ones."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v go together")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k needs cache_seqlens: where in the cache the new keys go")
+    if k is not None and v is not None:
+        for name, new in (("k", k), ("v", v)):
+            if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2] != k_cache.shape[2]:
+                raise ValueError(
+                    f"{name} must be [{q.shape[0]}, seqlen_new, {k_cache.shape[2]}, dim], got {tuple(new.shape)}"
+                )
+            check_device(name, new, q.device)
+    if isinstance(cache_seqlens, Tensor):
+        check_tensor("cache_seqlens", cache_seqlens, torch.int32, (q.shape[0],), q.device)
+        return cache_seqlens
+    if cache_seqlens is None and block_table is not None:
+        raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
+    length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+
+
+def _slots(lengths: Tensor, num_new: int, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """int64 `[batch, num_new]`: the slots after the first `lengths`. Past the end of the cache: -1 on CUDA, an error
+    on the CPU, where looking costs nothing."""
+    block_size = k_cache.shape[1]
+    capacity = block_size * (1 if block_table is None else block_table.shape[1])
+    positions = lengths.long().unsqueeze(1) + torch.arange(num_new, device=lengths.device)
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and bool((positions >= capacity).any()):
+        raise ValueError(f"the cache holds {capacity} keys a sequence, the new ones would end at {positions.max() + 1}")
+    inside = positions < capacity
+    positions = positions.clamp_max(capacity - 1)
+    if block_table is None:
+        rows = torch.arange(lengths.shape[0], device=lengths.device).unsqueeze(1)
+    else:
+        rows = block_table.long().gather(1, positions // block_size)
+    return torch.where(inside, rows * block_size + positions % block_size, -1)
+
+
+def _check_paged(
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: PagedMetadata
+) -> None:
+    if q.dim() != 3 or k_new.dim() != 3 or v_new.dim() != 3:
+        raise ValueError(
+            f"q, k_new and v_new must be [tokens, heads, dim], got {tuple(q.shape)}, {tuple(k_new.shape)}, "
+            f"{tuple(v_new.shape)}"
+        )
+    if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache and v_cache must be [num_blocks, num_kv_heads, block_size, dim], "
+            f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    fits = k_new.shape[1:] == (k_cache.shape[1], k_cache.shape[3]) and v_new.shape[1:] == (
+        v_cache.shape[1],
+        v_cache.shape[3],
+    )
+    if not fits:
+        raise ValueError(
+            f"new keys {tuple(k_new.shape)} and values {tuple(v_new.shape)} do not fit caches "
+            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+    if q.shape[2] != k_new.shape[2] or q.shape[1] % k_new.shape[1]:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(k_new.shape)}: head_dim, or head ratio")
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise TypeError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
+    if metadata.block_table.dtype != torch.int32 or metadata.slot_mapping.dtype != torch.int64:
+        raise TypeError(
+            f"block_table must be int32 and slot_mapping int64, got {metadata.block_table.dtype} and "
+            f"{metadata.slot_mapping.dtype}"
+        )
+    if metadata.slot_mapping.shape[0] != k_new.shape[0]:
+        raise ValueError(f"slot_mapping has {metadata.slot_mapping.shape[0]} slots for {k_new.shape[0]} new keys")

@@ -1,0 +1,114 @@
+"""Argument checks of the public functions, from shapes and dtypes alone: they never read a tensor's values.
+
+Raises ValueError for shapes, devices and numbers, TypeError for dtypes. Knows no kernel.
+"""
+
+import torch
+from torch import Tensor
+
+from attention_backend.problem import DESC_COLUMNS, UNBOUNDED, AttentionArgs
+
+
+def check_args(args: AttentionArgs) -> None:
+    """Refuses an `AttentionArgs` that does not describe a problem."""
+    q, k, v = args.q, args.k, args.v
+    q_dim = 3 if args.cu_seqlens_q is not None else 4
+    k_dim = 3 if args.cu_seqlens_k is not None else 4
+    layouts = {3: "[total, heads, dim]", 4: "[batch, seqlen, heads, dim]"}
+    for name, x, dim in (("q", q, q_dim), ("k", k, k_dim), ("v", v, k_dim)):
+        if x.dim() != dim:
+            raise ValueError(f"{name} must be {layouts[dim]} here, got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"the last dimension of {name} must be contiguous, got strides {x.stride()}")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"q, k and v must be floating point, got {q.dtype}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
+    if q_dim == 4 and k_dim == 4 and args.block_table is None and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same batch, got {q.shape[0]} and {k.shape[0]}")
+    _check_numbers(args)
+    _check_lengths(args)
+    _check_scores(args)
+
+
+def check_window(name: str, value: int) -> None:
+    if value < UNBOUNDED:
+        raise ValueError(f"{name} must be -1 (no bound) or at least 0, got {value}")
+
+
+def check_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
+    """`None` in the shape is any size."""
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+    wrong = x.dim() != len(shape) or any(w is not None and s != w for s, w in zip(x.shape, shape, strict=True))
+    if wrong:
+        wanted = ", ".join("any" if s is None else str(s) for s in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {tuple(x.shape)}")
+    check_device(name, x, device)
+
+
+def check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, q is on {device}")
+
+
+def _check_numbers(args: AttentionArgs) -> None:
+    check_window("window_left", args.window_left)
+    check_window("window_right", args.window_right)
+    for name, value in (("chunk_size", args.chunk_size), ("softcap", args.softcap), ("num_splits", args.num_splits)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def _check_lengths(args: AttentionArgs) -> None:
+    device, batch = args.q.device, args.batch
+    check_device("k", args.k, device)
+    check_device("v", args.v, device)
+    if args.block_table is not None:
+        if args.cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k says where keys lie in [total_k, ...]; with block_table pass seqused_k")
+        check_tensor("block_table", args.block_table, torch.int32, (batch, None), device)
+        if args.seqused_k is None and args.mask_desc is None:
+            raise ValueError("block_table needs seqused_k: how many keys each sequence has")
+    for name, lengths in (("cu_seqlens_q", args.cu_seqlens_q), ("cu_seqlens_k", args.cu_seqlens_k)):
+        if lengths is not None:
+            check_tensor(name, lengths, torch.int32, (batch + 1,), device)
+    for name, lengths in (("seqused_k", args.seqused_k), ("leftpad_k", args.leftpad_k)):
+        if lengths is not None:
+            check_tensor(name, lengths, torch.int32, (batch,), device)
+    if args.mask_desc is not None:
+        check_tensor("mask_desc", args.mask_desc, torch.int32, (batch, DESC_COLUMNS), device)
+
+
+def _check_scores(args: AttentionArgs) -> None:
+    device, batch = args.q.device, args.batch
+    if args.key_mask is not None:
+        keys = args.k.shape[1] if args.k.dim() == 4 and args.block_table is None else None
+        check_tensor("key_mask", args.key_mask, torch.bool, (batch, keys), device)
+    if args.alibi_slopes is not None:
+        shape: tuple[int, ...] = (args.num_heads,) if args.alibi_slopes.dim() == 1 else (batch, args.num_heads)
+        check_tensor("alibi_slopes", args.alibi_slopes, torch.float32, shape, device)
+    if args.sinks is not None:
+        check_tensor("sinks", args.sinks, args.sinks.dtype, (args.num_heads,), device)
+        _check_floating("sinks", args.sinks)
+    if args.bias is not None:
+        if args.cu_seqlens_q is not None or args.cu_seqlens_k is not None or args.block_table is not None:
+            raise ValueError("bias is for dense q, k and v only: varlen and paged keys have no rectangle to add it to")
+        _check_floating("bias", args.bias)
+        full = (batch, args.num_heads, args.q.shape[1], args.k.shape[1])
+        shape = tuple(args.bias.shape)
+        fits = len(shape) == 4 and shape[3] == full[3] and all(s in (1, f) for s, f in zip(shape, full, strict=True))
+        if not fits:
+            raise ValueError(f"bias must be [1 or {full[0]}, 1 or {full[1]}, 1 or {full[2]}, {full[3]}], got {shape}")
+        check_device("bias", args.bias, device)
+
+
+def _check_floating(name: str, x: Tensor) -> None:
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")

@@ -1,0 +1,145 @@
+"""The public functions on keys handed in whole: FlashAttention's two, and the general door. One operator each.
+
+FlashAttention 2.x: argument order, layouts, defaults and semantics (causal is bottom-right, ALiBi is two-sided).
+"""
+
+from torch import Tensor
+
+from attention_backend import ops
+from attention_backend.checks import check_args
+from attention_backend.dispatch import UnsupportedError
+from attention_backend.problem import UNBOUNDED, AttentionArgs
+
+Window = tuple[int, int]
+#: out, or (out, lse, S_dmask) with S_dmask always None, as FlashAttention returns without dropout.
+FlashResult = Tensor | tuple[Tensor, Tensor, None]
+
+
+def attention(args: AttentionArgs) -> Tensor:
+    """Attention as `AttentionArgs` describes it: `args.out_shape`. Differentiable in q, k, v, bias and sinks.
+
+    Raises ValueError and TypeError for arguments that make no problem, UnsupportedError for one that nothing serves.
+    """
+    return attention_with_lse(args)[0]
+
+
+def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """As `attention`, with the log of every row's softmax denominator, `args.lse_shape`."""
+    check_args(args)
+    out, lse = ops.attention_op(
+        args.q, args.k, args.v, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q,
+        args.max_seqlen_k, args.seqused_k, args.leftpad_k, args.block_table, args.mask_desc, args.key_mask, args.bias,
+        args.alibi_slopes, args.sinks, args.window_left, args.window_right, args.chunk_size, args.softcap,
+        args.num_splits,
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    chunk_size: int = 0,
+) -> FlashResult:
+    """q `[batch, seqlen_q, num_heads, head_dim]`, k, v `[batch, seqlen_k, num_kv_heads, *]` -> out shaped like q.
+
+    Every path of ours gives the same bits each time, so `deterministic` changes nothing.
+    """
+    del deterministic
+    refuse_dropout(dropout_p)
+    out, lse = attention_with_lse(
+        AttentionArgs(
+            q,
+            k,
+            v,
+            default_scale(softmax_scale, q),
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            window_left=window_size[0],
+            window_right=window_right(causal, window_size),
+            chunk_size=chunk_size,
+            softcap=softcap,
+        )
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    chunk_size: int = 0,
+) -> FlashResult:
+    """q `[total_q, num_heads, head_dim]`, k, v `[total_k, num_kv_heads, *]`, cu_seqlens int32 `[batch + 1]`.
+
+    With `block_table` k and v are pages `[num_blocks, page_size, num_kv_heads, *]` and cu_seqlens_k tells lengths only.
+    lse is `[num_heads, total_q]`.
+    """
+    del deterministic
+    refuse_dropout(dropout_p)
+    out, lse = attention_with_lse(
+        AttentionArgs(
+            q,
+            k,
+            v,
+            default_scale(softmax_scale, q),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k if block_table is None else None,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            seqused_k=None if block_table is None else cu_seqlens_k[1:] - cu_seqlens_k[:-1],
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            window_left=window_size[0],
+            window_right=window_right(causal, window_size),
+            chunk_size=chunk_size,
+            softcap=softcap,
+        )
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def default_scale(softmax_scale: float | None, q: Tensor) -> float:
+    return float(q.shape[-1]) ** -0.5 if softmax_scale is None else float(softmax_scale)
+
+
+def window_right(causal: bool, window_size: Window) -> int:
+    return 0 if causal else window_size[1]
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise UnsupportedError(
+            f"dropout_p={dropout_p} is not served: attention is computed without dropout (dropout_p=0.0), "
+            "with softmax_scale, causal, window_size, softcap, alibi_slopes, sinks and chunk_size"
+        )
+
+
+def is_local(causal: bool, window_size: Window) -> bool:
+    return causal or window_size != (UNBOUNDED, UNBOUNDED)

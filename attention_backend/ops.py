@@ -1,0 +1,215 @@
+"""The torch.library operators `longwave::*`: fakes for the compiler, gradients for autograd, devices by dispatch.
+
+Arguments are flat because a schema is; they were checked by the public functions and are not checked again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention_backend import dispatch
+from attention_backend.problem import AttentionArgs
+from attention_backend.reference import cpu, kv_cache
+
+_FIELDS = AttentionArgs.__slots__  # the order of the operator's arguments
+
+
+@torch.library.custom_op("longwave::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    mask_desc: Tensor | None,
+    key_mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    window_left: int,
+    window_right: int,
+    chunk_size: int,
+    softcap: float,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """`AttentionArgs`, field by field -> (out, lse)."""
+    return dispatch.run(
+        AttentionArgs(
+            q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k,
+            block_table, mask_desc, key_mask, bias, alibi_slopes, sinks, window_left, window_right, chunk_size,
+            softcap, num_splits,
+        )
+    )  # fmt: skip
+
+
+@attention_op.register_fake
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    args = AttentionArgs(q, k, v, *options)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=lse_dtype)
+
+
+@torch.library.custom_op("longwave::attention_backward", mutates_args=())
+def attention_backward_op(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    block_table: Tensor | None,
+    mask_desc: Tensor | None,
+    key_mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    window_left: int,
+    window_right: int,
+    chunk_size: int,
+    softcap: float,
+    num_splits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dbias, dsinks), the last two empty where the problem has none."""
+    args = AttentionArgs(
+        q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k,
+        block_table, mask_desc, key_mask, bias, alibi_slopes, sinks, window_left, window_right, chunk_size,
+        softcap, num_splits,
+    )  # fmt: skip
+    gradients = cpu.backward(args, out, lse, grad_out, grad_lse)
+    dbias = q.new_empty(0) if gradients.dbias is None else gradients.dbias
+    dsinks = q.new_empty(0) if gradients.dsinks is None else gradients.dsinks
+    return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks
+
+
+@attention_backward_op.register_fake
+def _attention_backward_fake(
+    grad_out: Tensor,  # noqa: ARG001
+    grad_lse: Tensor,  # noqa: ARG001
+    out: Tensor,  # noqa: ARG001
+    lse: Tensor,  # noqa: ARG001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+) -> tuple[Tensor, ...]:
+    args = AttentionArgs(q, k, v, *options)
+    dbias, dsinks = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (args.bias, args.sinks))
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+    ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, *tensors = ctx.saved_tensors
+    inputs = [option if x is None else x for x, option in zip(tensors, ctx.options, strict=True)]
+    dq, dk, dv, dbias, dsinks = attention_backward_op(grad_out, grad_lse, out, lse, *inputs)
+    found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}
+    needed = zip(_FIELDS, ctx.needs_input_grad, strict=True)
+    return tuple(found.get(name) if need else None for name, need in needed)
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    if k.device.type == "cuda":
+        from attention_backend.kernels import kv_cache_store
+
+        kv_cache_store.store(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        kv_cache.store(k, v, k_cache, v_cache, slot_mapping)
+
+
+@torch.library.custom_op("longwave::store_kv", mutates_args=("k_cache", "v_cache"))
+def store_kv_op(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """k, v `[T, Hkv, *]` into caches `[num_blocks, Hkv, block_size, *]`; see reference.kv_cache.store."""
+    _store(k, v, k_cache, v_cache, slot_mapping)
+
+
+@store_kv_op.register_fake
+def _store_kv_fake(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    del k, v, k_cache, v_cache, slot_mapping
+
+
+@torch.library.custom_op("longwave::paged_attention", mutates_args=("k_cache", "v_cache"))
+def paged_attention_op(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    num_decodes: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    chunk_size: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """See `attention_backend.paged_attention`."""
+    _store(k_new, v_new, k_cache, v_cache, slot_mapping)
+    num_seqs, k, v = seq_lens.shape[0], k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+
+    def attend(rows: Tensor, first: int, last: int, cu_seqlens: Tensor | None) -> Tensor:
+        return dispatch.run(
+            AttentionArgs(
+                rows,
+                k,
+                v,
+                softmax_scale,
+                cu_seqlens_q=cu_seqlens,
+                max_seqlen_q=max_seqlen_q if cu_seqlens is not None else 1,
+                max_seqlen_k=max_seqlen_k,
+                seqused_k=seq_lens[first:last],
+                block_table=block_table[first:last],
+                sinks=sinks,
+                window_left=window_left,
+                window_right=0,
+                chunk_size=chunk_size,
+                softcap=softcap,
+            )
+        )[0]
+
+    if num_decodes == num_seqs == q.shape[0]:
+        return attend(q.unsqueeze(1), 0, num_seqs, None).squeeze(1)
+    if num_decodes == 0:
+        return attend(q, 0, num_seqs, cu_seqlens_q)
+    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
+    out[:num_decodes] = attend(q[:num_decodes].unsqueeze(1), 0, num_decodes, None).squeeze(1)
+    if num_decodes < num_seqs:  # a decode is one row, so row numbers drop by the number of decodes
+        out[num_decodes:] = attend(q[num_decodes:], num_decodes, num_seqs, cu_seqlens_q[num_decodes:] - num_decodes)
+    return out
+
+
+@paged_attention_op.register_fake
+def _paged_attention_fake(
+    q: Tensor,
+    k_new: Tensor,  # noqa: ARG001
+    v_new: Tensor,
+    *options: Any,  # noqa: ARG001
+) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v_new.shape[-1]))
