@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
@@ -34,7 +35,7 @@ class TextTokenizer:
         added = self._tokens.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)  # never shown
         self.control_ids = self._control_ids()
-        self._control_text = self._control_pattern()
+        self._control_texts = self._control_texts_by_start()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._bytes: dict[int, bytes] = {}
 
@@ -58,12 +59,10 @@ class TextTokenizer:
 
     def spells_control_token(self, text: str) -> bool:
         """Whether `encode` could find a control token in `text`, before or after the tokenizer's normalisation."""
-        if self._control_text is None:
-            return False
-        if self._control_text.search(text):
+        if self._holds_control_text(text):
             return True
         normalizer = self._tokens.normalizer
-        return normalizer is not None and self._control_text.search(normalizer.normalize_str(text)) is not None
+        return normalizer is not None and self._holds_control_text(normalizer.normalize_str(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokens.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -103,10 +102,14 @@ class TextTokenizer:
         # <unk> is what honest text becomes when a vocabulary lacks a character; it controls nothing.
         return frozenset(special - {unknown})
 
-    def _control_pattern(self) -> re.Pattern[str] | None:
-        texts = [self._tokens.id_to_token(token_id) for token_id in self.control_ids]
-        spelled = sorted({text for text in texts if text}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, spelled))) if spelled else None
+    def _holds_control_text(self, text: str) -> bool:
+        """Plain searches, not one regular expression: on megabytes, that would keep the GIL for a second."""
+        return any(start in text and any(whole in text for whole in texts) for start, texts in self._control_texts)
+
+    def _control_texts_by_start(self) -> list[tuple[str, list[str]]]:
+        """A vocabulary may have hundreds of them, but they begin in few ways ("<|")."""
+        texts = sorted(text for text in map(self._tokens.id_to_token, self.control_ids) if text)
+        return [(start, list(group)) for start, group in groupby(texts, key=lambda text: text[:2])]
 
     def _bytes_of(self, token_id: int) -> bytes:
         piece = self.vocabulary_piece(token_id)
