@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 #: Candidates looked at before a row is sorted in full (only where reading one flag back costs nothing: on the CPU).
-_PREFIX = 1024
+_PREFIXES = (1024, 8192)
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
@@ -27,16 +27,26 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor, *, largest_k
     if largest_k is not None:
         candidates = logits.topk(min(largest_k, vocab_size)).values
         threshold, _ = _thresholds(candidates, total, top_k, top_p, vocab_size)
-    elif logits.device.type == "cpu" and vocab_size > _PREFIX:
-        threshold, covered = _thresholds(logits.topk(_PREFIX).values, total, top_k, top_p, vocab_size)
-        rest = (~covered).nonzero().flatten()
-        if rest.numel():
-            ordered = logits[rest].sort(-1, descending=True).values
-            threshold[rest], _ = _thresholds(ordered, total[rest], top_k[rest], top_p[rest], vocab_size)
+    elif logits.device.type == "cpu":
+        threshold = _thresholds_by_prefixes(logits, total, top_k, top_p)
     else:
         ordered = logits.sort(-1, descending=True).values
         threshold, _ = _thresholds(ordered, total, top_k, top_p, vocab_size)
     return logits.masked_fill_(logits < threshold[:, None], -torch.inf)
+
+
+def _thresholds_by_prefixes(logits: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    vocab_size = logits.shape[1]
+    threshold = torch.empty_like(total)
+    rows = torch.arange(len(logits))
+    for width in (*(prefix for prefix in _PREFIXES if prefix < vocab_size), vocab_size):
+        left = logits if len(rows) == len(logits) else logits[rows]
+        ordered = left.topk(width).values if width < vocab_size else left.sort(-1, descending=True).values
+        threshold[rows], covered = _thresholds(ordered, total[rows], top_k[rows], top_p[rows], vocab_size)
+        rows = rows[~covered]
+        if rows.numel() == 0:
+            break
+    return threshold
 
 
 def _thresholds(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
