@@ -4,6 +4,7 @@ const $ = (id) => document.getElementById(id);
 const messages = [];
 let apiKey = sessionStorage.getItem("longwave-key") ?? "";
 let running = null; // AbortController of the answer being written
+let conversation = 0; // counts up when a new one begins, so that an old answer cannot end up in it
 
 function headers() {
   return { "content-type": "application/json", ...(apiKey ? { authorization: `Bearer ${apiKey}` } : {}) };
@@ -123,6 +124,7 @@ function showMeasures(start, first, usage) {
 }
 
 async function send(text) {
+  const mine = conversation;
   messages.push({ role: "user", content: text });
   addTurn("user", text);
   const turn = addTurn("assistant", "");
@@ -136,11 +138,12 @@ async function send(text) {
   } catch (error) {
     failed = error.name === "AbortError" ? null : error;
   }
+  setRunning(false);
+  if (mine !== conversation) return;
   if (turn.textContent) messages.push({ role: "assistant", content: turn.textContent });
   else messages.pop();
   if (failed) addTurn("failed", failed.message);
   else if (!turn.textContent) turn.remove();
-  setRunning(false);
 }
 
 function setRunning(yes) {
@@ -165,6 +168,7 @@ $("message").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running?.abort());
 $("clear").addEventListener("click", () => {
   running?.abort();
+  conversation += 1;
   messages.length = 0;
   $("conversation").replaceChildren();
   $("measures").textContent = "";
