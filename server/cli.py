@@ -114,7 +114,7 @@ def _announce(lifecycle: "Lifecycle", port: int) -> None:
     name = settings.model_names[0]
     kernels = ", ".join(f"{layer}: {kernel}" for layer, kernel in sorted(ready.kernels.items()))
     body = json.dumps(
-        {"model": name, "messages": [{"role": "user", "content": "Say hello in one sentence."}], "temperature": 0}
+        {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     )
     key = ' -H "Authorization: Bearer $LONGWAVE_API_KEY"' if settings.api_key else ""
     quoted = body.replace("'", "'\\''")
