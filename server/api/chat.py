@@ -20,6 +20,7 @@ async def create_chat_completion(
     body: ChatCompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
 ) -> Response:
     """Answers a conversation; with `stream`, as server-sent events of chat.completion.chunk objects."""
+    generator = lifecycle.accepting(body.model)
     job = Job(
         request_id=origin.new_id("chatcmpl"),
         prompts=(body.prompt(),),
@@ -31,7 +32,6 @@ async def create_chat_completion(
         cache_salt=origin.cache_salt,
         prompt_field="messages",
     )
-    generation = await until_disconnect(request.receive, lifecycle.accepting(body.model).open(job))
     reply = ChatReply(
         id=job.request_id,
         model=body.model,
@@ -40,5 +40,6 @@ async def create_chat_completion(
         logprobs=bool(body.logprobs),
         include_usage=body.include_usage,
     )
+    generation = await until_disconnect(request.receive, generator.open(job))
     interval = lifecycle.settings.ping_interval
     return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)

@@ -20,6 +20,7 @@ async def create_completion(
     body: CompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
 ) -> Response:
     """Continues one or several prompts, texts or token ids; with `stream`, as server-sent events."""
+    generator = lifecycle.accepting(body.model)
     job = Job(
         request_id=origin.new_id("cmpl"),
         prompts=body.prompts(),
@@ -30,15 +31,14 @@ async def create_completion(
         stop=body.stops,
         cache_salt=origin.cache_salt,
     )
-    generator = lifecycle.accepting(body.model)
-    generation = await until_disconnect(request.receive, generator.open(job))
     reply = CompletionReply(
         id=job.request_id,
         model=body.model,
         created=origin.created,
-        echoes=generator.prompt_texts(job) if body.echo else [""] * job.num_choices,
+        echoes=await generator.prompt_texts(job) if body.echo else [""] * job.num_choices,
         logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
     )
+    generation = await until_disconnect(request.receive, generator.open(job))
     interval = lifecycle.settings.ping_interval
     return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)

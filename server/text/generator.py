@@ -62,13 +62,9 @@ class Generator:
         reservation.callback(self._open.discard, generation)
         return generation
 
-    def prompt_texts(self, job: Job) -> list[str]:
+    async def prompt_texts(self, job: Job) -> list[str]:
         """For each choice of a text job, its prompt as text."""
-        texts = [
-            prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-            for prompt in job.prompts
-            if not isinstance(prompt, ChatPrompt)
-        ]
+        texts = [await self._text(prompt) for prompt in job.prompts]
         return [text for text in texts for _ in range(job.n)]
 
     async def idle(self) -> None:
@@ -106,6 +102,12 @@ class Generator:
             for at, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
             for choice in range(job.n)
         ]
+
+    async def _text(self, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokens = await self.encode(prompt)
+        return await self.tokenizer.in_thread(partial(self.tokenizer.decode, tokens), len(tokens))
 
     def _max_tokens(self, job: Job, num_prompt_tokens: int) -> int:
         """Checks that the request can ever fit; where the caller named no limit, all the room there is."""
