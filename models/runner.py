@@ -76,6 +76,7 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             device=self.device,
         )
+        self._warm = False
         self._kv_caches: KVCaches = []
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
@@ -84,9 +85,12 @@ class ModelRunner:
         self.kernels = self._select_kernels()
 
     def warm_up(self) -> None:
-        """Rehearses the largest prefill, a full decode step and sampling, so that every kernel is compiled."""
+        """Rehearses the largest prefill, a full decode step and sampling, so that every kernel is compiled. Once."""
+        if self._warm:
+            return
         self._rehearse(self._largest_prefill())
         self._rehearse(self._full_decode())
+        self._warm = True
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         """Raises ValueError for sampling parameters that name tokens outside of the vocabulary."""
