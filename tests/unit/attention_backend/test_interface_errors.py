@@ -1,0 +1,141 @@
+"""Every refusal of the public functions says what was wrong and what would be right."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_backend import (
+    AttentionArgs,
+    PagedMetadata,
+    UnsupportedError,
+    attention,
+    dispatch,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    paged_attention,
+)
+
+
+def i32(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int32)
+
+
+def base() -> AttentionArgs:
+    return AttentionArgs(torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8), 0.3)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": torch.randn(3, 4, 8)}, ValueError, r"q must be \[batch, seqlen, heads, dim\]"),
+    ({"q": torch.randn(2, 3, 4, 8).half()}, TypeError, "one dtype"),
+    ({"q": torch.randn(2, 3, 8, 4).mT}, ValueError, "last dimension of q must be contiguous"),
+    ({n: torch.ones(2, 5, 2, 8, dtype=torch.int32) for n in "qkv"}, TypeError, "floating point"),
+    ({"v": torch.randn(2, 6, 2, 8)}, ValueError, "k and v must agree"),
+    ({"q": torch.randn(2, 3, 4, 16)}, ValueError, "same head_dim, got 16 and 8"),
+    ({"q": torch.randn(2, 3, 3, 8)}, ValueError, "multiple of num_kv_heads, got 3 and 2"),
+    ({"q": torch.randn(1, 3, 4, 8)}, ValueError, "same batch, got 1 and 2"),
+    ({"k": torch.randn(2, 5, 2, 8, device="meta")}, ValueError, "k is on meta"),
+    ({"window_left": -2}, ValueError, "window_left must be -1"),
+    ({"window_right": -7}, ValueError, "window_right must be -1"),
+    ({"chunk_size": -1}, ValueError, "chunk_size must be at least 0"),
+    ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
+    ({"num_splits": -1}, ValueError, "num_splits must be at least 0"),
+    ({"block_table": i32(2, 1)}, ValueError, "block_table needs seqused_k"),
+    ({"block_table": i32(2, 1).long(), "seqused_k": i32(2)}, TypeError, r"block_table must be torch.int32"),
+    ({"block_table": i32(3, 1), "seqused_k": i32(2)}, ValueError, r"block_table must have shape \[2, any\]"),
+    ({"seqused_k": i32(2).long()}, TypeError, "seqused_k must be torch.int32"),
+    ({"leftpad_k": i32(3)}, ValueError, r"leftpad_k must have shape \[2\]"),
+    ({"mask_desc": i32(2, 6)}, ValueError, r"mask_desc must have shape \[2, 8\]"),
+    ({"key_mask": i32(2, 5)}, TypeError, "key_mask must be torch.bool"),
+    ({"key_mask": i32(2, 4).bool()}, ValueError, r"key_mask must have shape \[2, 5\]"),
+    ({"alibi_slopes": torch.rand(4).double()}, TypeError, "alibi_slopes must be torch.float32"),
+    ({"alibi_slopes": torch.rand(3, 4)}, ValueError, r"alibi_slopes must have shape \[2, 4\]"),
+    ({"sinks": torch.rand(3)}, ValueError, r"sinks must have shape \[4\]"),
+    ({"sinks": i32(4)}, TypeError, "sinks must be floating point"),
+    ({"bias": torch.rand(2, 4, 3, 4)}, ValueError, r"bias must be \[1 or 2, 1 or 4, 1 or 3, 5\]"),
+    ({"bias": i32(2, 4, 3, 5)}, TypeError, "bias must be floating point"),
+    ({"bias": torch.rand(2, 4, 3, 5), "block_table": i32(2, 1), "seqused_k": i32(2)}, ValueError, "bias is for dense"),
+    ({"bias": torch.rand(2, 4, 3, 5, device="meta")}, ValueError, "bias is on meta"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused_precisely(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention(replace(base(), **changes))
+
+
+def test_cu_seqlens_are_int32() -> None:
+    q, k, v = (x.flatten(0, 1) for x in (base().q, base().k, base().v))
+    good, bad = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([0, 10])
+    with pytest.raises(TypeError, match=r"cu_seqlens_k must be torch.int32, got torch.int64"):
+        flash_attn_varlen_func(q, k, v, good, bad, 6, 10)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be torch.int32"):
+        flash_attn_varlen_func(q, k, v, bad, good, 6, 10)
+
+
+def test_cu_seqlens_k_and_a_block_table_exclude_each_other() -> None:
+    args = replace(base(), k=torch.randn(5, 2, 8), v=torch.randn(5, 2, 8), cu_seqlens_k=i32(3))
+    with pytest.raises(ValueError, match="with block_table pass seqused_k"):
+        attention(replace(args, block_table=i32(2, 1), seqused_k=i32(2)))
+
+
+def test_dropout_is_refused_with_what_is_served() -> None:
+    args = base()
+    with pytest.raises(UnsupportedError, match=r"dropout_p=0.1 is not served.*window_size, softcap"):
+        flash_attn_func(args.q, args.k, args.v, 0.1)
+
+
+def test_a_device_that_nothing_serves_is_refused_with_what_is_served() -> None:
+    args = base()
+    with pytest.raises(UnsupportedError, match="cpu_reference"):
+        dispatch.run(replace(args, q=args.q.to("meta")))
+
+
+BAD_CACHE_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"k": torch.randn(2, 1, 2, 8)}, ValueError, "k and v go together"),
+    ({n: torch.randn(2, 1, 2, 8) for n in "kv"}, ValueError, "k needs cache_seqlens"),
+    ({"rotary_cos": torch.randn(9, 4)}, ValueError, "go together"),
+    ({"rotary_cos": torch.randn(9, 4), "rotary_sin": torch.randn(9, 4)}, ValueError, "rotary_cos without k"),
+    ({"block_table": i32(2, 1)}, ValueError, "block_table needs cache_seqlens"),
+    ({"block_table": i32(2, 1), "cache_batch_idx": i32(2), "cache_seqlens": 3}, ValueError, "reorder the table"),
+    ({"cache_batch_idx": i32(2).long()}, TypeError, "cache_batch_idx must be torch.int32"),
+    ({"cache_seqlens": i32(2).long()}, TypeError, "cache_seqlens must be torch.int32"),
+    ({**{n: torch.randn(2, 1, 3, 8) for n in "kv"}, "cache_seqlens": 1}, ValueError, r"k must be \[2, seqlen_new, 2"),
+    ({**{n: torch.randn(2, 3, 2, 8) for n in "kv"}, "cache_seqlens": 4}, ValueError, "holds 5 keys.*end at 7"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_CACHE_CALLS)
+def test_bad_cache_calls_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    args = base()
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(args.q, args.k, args.v, **changes)
+
+
+BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": torch.randn(1, 1, 4, 8)}, ValueError, r"must be \[tokens, heads, dim\]"),
+    ({"k_cache": torch.randn(3, 2, 15, 8)}, ValueError, r"must be \[num_blocks, num_kv_heads, block_size, dim\]"),
+    ({"v_new": torch.randn(1, 3, 8)}, ValueError, "do not fit caches"),
+    ({"q": torch.randn(1, 3, 8)}, ValueError, "head ratio"),
+    ({"q": torch.randn(1, 4, 8).half()}, TypeError, "the caches are"),
+    ({"block_table": i32(1, 3).long()}, TypeError, "block_table must be int32"),
+    ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError, "2 slots for 1 new keys"),
+    ({"window_left": -3}, ValueError, "window_left must be -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_STEPS)
+def test_bad_steps_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    step: dict[str, Any] = {
+        **{"q": torch.randn(1, 4, 8), "k_new": torch.randn(1, 2, 8), "v_new": torch.randn(1, 2, 8)},
+        **{"k_cache": torch.randn(3, 2, 16, 8), "v_cache": torch.randn(3, 2, 16, 8), "block_table": i32(1, 3)},
+        **{"slot_mapping": torch.zeros(1, dtype=torch.int64), "window_left": -1, **changes},
+    }
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    metadata = PagedMetadata(cu, i32(1), step.pop("block_table"), step.pop("slot_mapping"), 1, 1, 1)
+    with pytest.raises(error, match=message):
+        paged_attention(**step, metadata=metadata, softmax_scale=0.3)
