@@ -11,7 +11,6 @@ from attention_backend.checks import check_device, check_tensor, check_window
 from attention_backend.interface import Window, attention_with_lse, default_scale, is_local, window_right
 from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import UNBOUNDED, AttentionArgs
-from attention_backend.reference import rotary
 
 
 def paged_attention(
@@ -92,6 +91,8 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos and rotary_sin go together")
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos without k: rotary is applied to new keys and their queries only")
+    if rotary_cos is not None and rotary_sin is not None:
+        _check_rotary(q, rotary_cos, rotary_sin)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx picks rows of a dense cache; with block_table reorder the table instead")
     if cache_batch_idx is not None:
@@ -100,16 +101,18 @@ def flash_attn_with_kvcache(
         block_table = cache_batch_idx.unsqueeze(1)
     used = lengths
     if k is not None and v is not None:
+        slots = _slots(lengths, k.shape[1], k_cache, block_table).flatten()
+        new = (k.flatten(0, 1), v.flatten(0, 1), k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots)
         if rotary_cos is not None and rotary_sin is not None:
-            steps = torch.arange(max(q.shape[1], k.shape[1]), device=q.device)
-            positions = lengths.unsqueeze(1) + steps
-            q_steps = steps[: q.shape[1]] if is_local(causal, window_size) else torch.zeros_like(steps[: q.shape[1]])
-            q = rotary.apply(q, rotary_cos, rotary_sin, lengths.unsqueeze(1) + q_steps, rotary_interleaved)
-            k = rotary.apply(k, rotary_cos, rotary_sin, positions[:, : k.shape[1]], rotary_interleaved)
-        slots = _slots(lengths, k.shape[1], k_cache, block_table)
-        ops.store_kv_op(
-            k.flatten(0, 1), v.flatten(0, 1), k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots.flatten()
-        )
+            steps = torch.arange(max(q.shape[1], k.shape[1]), dtype=torch.int32, device=q.device)
+            turning = steps[: q.shape[1]] if is_local(causal, window_size) else torch.zeros_like(steps[: q.shape[1]])
+            q_positions, k_positions = (lengths.unsqueeze(1) + s for s in (turning, steps[: k.shape[1]]))
+            q = ops.rotate_and_store_op(
+                q.flatten(0, 1), *new, q_positions.flatten(), k_positions.flatten(), rotary_cos, rotary_sin,
+                rotary_interleaved,
+            ).view(q.shape)  # fmt: skip
+        else:
+            ops.store_kv_op(*new)
         used = lengths + k.shape[1]
     out, lse = attention_with_lse(
         AttentionArgs(
@@ -160,6 +163,16 @@ def _cache_lengths(
         raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
     length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+
+
+def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= q.shape[-1] or cos.shape[0] == 0:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must both be [seqlen_ro, rotary_dim / 2] with rotary_dim <= {q.shape[-1]}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_tensor(name, table, q.dtype, (None, None), q.device)
 
 
 def _slots(lengths: Tensor, num_new: int, k_cache: Tensor, block_table: Tensor | None) -> Tensor:

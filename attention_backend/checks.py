@@ -61,6 +61,8 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
 def _check_numbers(args: AttentionArgs) -> None:
     check_window("window_left", args.window_left)
     check_window("window_right", args.window_right)
+    if not 0 < args.softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale must be positive and finite, got {args.softmax_scale}")
     for name, value in (("chunk_size", args.chunk_size), ("softcap", args.softcap), ("num_splits", args.num_splits)):
         if value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import ARCHS
@@ -36,10 +37,6 @@ _MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
 _MAX_GRID = 65535  # blocks in y and z
 _DECODE_ROWS = 64
 _DECODE_SEQUENCES = 4096
-
-
-class UnsupportedError(NotImplementedError):
-    """No kernel serves this problem. The message lists each kernel and what it refused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_backend import dispatch
 from attention_backend.problem import AttentionArgs
-from attention_backend.reference import cpu, kv_cache
+from attention_backend.reference import cpu, kv_cache, rotary
 
 _FIELDS = AttentionArgs.__slots__  # the order of the operator's arguments
 
@@ -149,6 +149,34 @@ def _store_kv_fake(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     del k, v, k_cache, v_cache, slot_mapping
 
 
+def _rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> Tensor:
+    """Stores rotated keys, and returns rotated queries; see kernels.kv_cache_store.rotate_and_store."""
+    if k.device.type == "cuda":
+        from attention_backend.kernels import kv_cache_store
+
+        return kv_cache_store.rotate_and_store(
+            q, k, v, k_cache, v_cache, slot_mapping, q_positions, k_positions, cos, sin, interleaved
+        )
+    kv_cache.store(rotary.apply(k, cos, sin, k_positions, interleaved), v, k_cache, v_cache, slot_mapping)
+    return rotary.apply(q, cos, sin, q_positions, interleaved)
+
+
+def _rotate_and_store_fake(q: Tensor, *others: Any) -> Tensor:  # noqa: ARG001
+    return q.new_empty(q.shape)
+
+
 def _paged_attention(
     q: Tensor,
     k_new: Tensor,
@@ -223,4 +251,5 @@ def _define(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any
 
 _library = torch.library.Library("longwave", "FRAGMENT")
 store_kv_op = _define("store_kv", _store_kv, _store_kv_fake)
+rotate_and_store_op = _define("rotate_and_store", _rotate_and_store, _rotate_and_store_fake)
 paged_attention_op = _define("paged_attention", _paged_attention, _paged_attention_fake)

@@ -2,7 +2,8 @@
 // (page * page_size + row); a negative slot is skipped. With ROTARY, keys are rotated on the way (RoFormer,
 // arXiv 2104.09864, section 3.4.2), and so are the queries, into q_out.
 //
-// One block per token. Without rotary a row is moved 16 bytes a thread, whatever its type.
+// One block per token: block t takes query t, key t and value t as far as there are so many. Without rotary a row is
+// moved 16 bytes a thread, whatever its type.
 //
 // Compile-time: BF16 or FP32, ROTARY (0: none, 1: halves, as in Llama; 2: interleaved pairs, as in GPT-J).
 #include "parts/element.cuh"
@@ -15,9 +16,10 @@ struct StoreParams {
   element* q_out;
   element* k_cache;
   element* v_cache;
-  const int64* slot_mapping;  // [num_tokens] or null (queries only)
-  const int* positions;       // [num_tokens]: row of cos and sin
-  const element* cos;         // [*, rotary_dim / 2]
+  const int64* slot_mapping;  // [num_tokens]
+  const int* q_positions;     // [num_queries]: row of cos and sin
+  const int* k_positions;     // [num_tokens]
+  const element* cos;         // [rotary_rows, rotary_dim / 2]
   const element* sin;
   int64 q_row, q_head, q_out_row, q_out_head;
   int64 k_row, k_head, v_row, v_head;
@@ -26,7 +28,10 @@ struct StoreParams {
   int64 cos_row;
   int num_heads, num_kv_heads;
   int head_dim, head_dim_v;
-  int rotary_dim, page_size;
+  int rotary_dim, rotary_rows;
+  int num_queries, num_tokens;
+  int page_size;
+  int reserved;
 };
 
 constexpr int kVector = 16 / sizeof(element);
@@ -63,20 +68,23 @@ __device__ __forceinline__ void rotate_row(element* to, const element* from, int
 extern "C" __global__ void __launch_bounds__(128) kv_cache_store(const StoreParams p) {
   const int64 token = blockIdx.x;
 #if ROTARY
-  const element* cos = p.cos + p.positions[token] * p.cos_row;
-  const element* sin = p.sin + p.positions[token] * p.cos_row;
-  if (p.q_out)
+  // A position past the table would read outside of it: it takes the last row.
+  if (token < p.num_queries) {
+    const int64 at = min(max(p.q_positions[token], 0), p.rotary_rows - 1) * p.cos_row;
     rotate_row(p.q_out + token * p.q_out_row, p.q + token * p.q_row, p.head_dim, p.q_out_head, p.q_head, p.num_heads,
-               cos, sin, p.rotary_dim);
+               p.cos + at, p.sin + at, p.rotary_dim);
+  }
 #endif
-  if (!p.slot_mapping) return;
+  if (token >= p.num_tokens) return;
   const int64 slot = p.slot_mapping[token];
   if (slot < 0) return;
   const int64 page = slot / p.page_size, row = slot % p.page_size;
   element* k = p.k_cache + page * p.k_page + row * p.k_slot;
   element* v = p.v_cache + page * p.v_page + row * p.v_slot;
 #if ROTARY
-  rotate_row(k, p.k + token * p.k_row, p.head_dim, p.k_cache_head, p.k_head, p.num_kv_heads, cos, sin, p.rotary_dim);
+  const int64 at = min(max(p.k_positions[token], 0), p.rotary_rows - 1) * p.cos_row;
+  rotate_row(k, p.k + token * p.k_row, p.head_dim, p.k_cache_head, p.k_head, p.num_kv_heads, p.cos + at, p.sin + at,
+             p.rotary_dim);
 #else
   move_row(k, p.k + token * p.k_row, p.head_dim, p.k_cache_head, p.k_head, p.num_kv_heads);
 #endif

@@ -80,13 +80,14 @@ class StoreParams(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "q_out", "k_cache", "v_cache")),
-        *((name, c_void_p) for name in ("slot_mapping", "positions", "cos", "sin")),
+        *((name, c_void_p) for name in ("slot_mapping", "q_positions", "k_positions", "cos", "sin")),
         *((name, c_int64) for name in ("q_row", "q_head", "q_out_row", "q_out_head")),
         *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
         *((name, c_int64) for name in ("k_page", "k_slot", "k_cache_head", "v_page", "v_slot", "v_cache_head")),
         ("cos_row", c_int64),
         *((name, c_int) for name in ("num_heads", "num_kv_heads", "head_dim", "head_dim_v")),
-        *((name, c_int) for name in ("rotary_dim", "page_size")),
+        *((name, c_int) for name in ("rotary_dim", "rotary_rows", "num_queries", "num_tokens")),
+        *((name, c_int) for name in ("page_size", "reserved")),
     )
 
 
