@@ -53,7 +53,7 @@ def _attend(args: AttentionArgs, group: Group, rows: slice) -> tuple[Tensor, Ten
     acc = q.new_zeros(n, heads, head_rows, args.head_dim_v)
     start, stop, step = tiles.key_range(group, rows)
     for key in range(start, stop, step):
-        block = tiles.key_block(group, key, min(key + step, stop), head_rows)
+        block = tiles.key_block(group, key, min(key + step, stop))
         mask = tiles.visible(args, group, rows, block)
         s = tiles.scores(args, group, rows, q, block, mask, slope=False).scores.flatten(3, 4)
         new_max = torch.maximum(row_max, s.amax((1, 4)))

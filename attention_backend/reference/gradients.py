@@ -108,7 +108,7 @@ def _tile_gradients(
     scaled = q * args.softmax_scale
     start, stop, step = tiles.key_range(group, rows)
     for key in range(start, stop, step):
-        block = tiles.key_block(group, key, min(key + step, stop), q.shape[3])
+        block = tiles.key_block(group, key, min(key + step, stop))
         mask = tiles.visible(args, group, rows, block)
         if mask is not None:
             unseen = ~mask.any(4).squeeze(3).unsqueeze(-1)  # [n, P, 1, C, 1]; such slots may hold NaN
@@ -141,9 +141,8 @@ def _add_key_gradient(total: Tensor, group: Group, block: tiles.KeyBlock, part: 
     if group.pages is not None:
         block_size = group.k.shape[1]
         pages = group.pages[:, block.start // block_size : block.stop // block_size]
-        if part.shape[1] != pages.shape[1]:  # key_block merged the pages
-            part = part.squeeze(1).unflatten(2, (pages.shape[1], block_size)).transpose(1, 2)
-        total.index_add_(0, pages.flatten(), part.flatten(0, 1).transpose(1, 2))
+        by_page = part.squeeze(1).unflatten(2, (pages.shape[1], block_size)).permute(0, 2, 3, 1, 4)
+        total.index_add_(0, pages.flatten(), by_page.flatten(0, 1))
         return
     keys = part.squeeze(1).transpose(1, 2)  # [n, C, num_kv_heads, D]
     if group.keys is None:

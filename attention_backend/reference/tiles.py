@@ -1,7 +1,7 @@
 """One tile of scores: some rows of a group against a block of its keys. Shared by forward and backward.
 
-Shapes: n sequences, P pages (1 when keys are not paged), G = num_heads / num_kv_heads, R rows, C keys of a page.
-Scores are `[n, P, num_kv_heads, G, R, C]`: a page is multiplied where it lies, so a decode step needs no transpose.
+Shapes: n sequences, G = num_heads / num_kv_heads, R rows, C keys of the block. Scores are
+`[n, P, num_kv_heads, G, R, C]` with P = 1 always: a gather puts the pages of a head one after another.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ TILE_ROWS = 64
 _TILE_ELEMENTS = 1 << 20  # scores of a tile: what a core's cache can still help with
 _BLOCK_ELEMENTS = 1 << 22  # elements of k and v in a block, which decode copies out of pages
 _MIN_TILE_KEYS = 64
-_MERGE_ROWS = 32  # rows of a key head from which one long product beats a product per page
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -77,26 +76,26 @@ class KeyBlock:
         return torch.arange(self.start, self.stop, device=self.k.device).view(1, pages, 1, 1, 1, keys)
 
 
-def key_block(group: Group, start: int, stop: int, num_rows: int) -> KeyBlock:
-    """`num_rows` are the rows it will meet per key head: many rows make one long row of keys worth a copy."""
+def key_block(group: Group, start: int, stop: int) -> KeyBlock:
+    """Pages are copied out, whole; dense keys are a view."""
     dtype = compute_dtype(group.q.dtype)
     if group.pages is None:
         k, v = (x[:, start:stop].transpose(1, 2).unsqueeze(1).to(dtype) for x in (group.k, group.v))
         return KeyBlock(start, k, v)
     block_size = group.k.shape[1]
     table = group.pages[:, start // block_size : -(-stop // block_size)]
-    k, v = _gather(group.k, table).to(dtype), _gather(group.v, table).to(dtype)
-    if num_rows >= _MERGE_ROWS and k.shape[1] > 1:
-        k, v = (x.transpose(1, 2).flatten(2, 3).unsqueeze(1) for x in (k, v))
-    return KeyBlock(start, k, v)
+    return KeyBlock(start, *(_gather(x, table).unsqueeze(1).to(dtype) for x in (group.k, group.v)))
 
 
 def _gather(cache: Tensor, table: Tensor) -> Tensor:
-    """cache `[num_blocks, block_size, heads, D]`, table `[n, P]` -> `[n, P, heads, block_size, D]`"""
+    """cache `[num_blocks, block_size, heads, D]`, table `[n, pages]` -> `[n, heads, pages * block_size, D]`"""
     by_head = cache.transpose(1, 2)
-    if by_head.is_contiguous():  # the engine's layout: a page of all heads is one piece of memory
-        return by_head.index_select(0, table.flatten()).view(*table.shape, *by_head.shape[1:])
-    return cache.index_select(0, table.flatten()).transpose(1, 2).unflatten(0, table.shape)
+    heads, dim = by_head.shape[1], by_head.shape[3]
+    if by_head.is_contiguous():  # the engine's layout: a page of one head is one piece of memory, copied to its place
+        pieces = table.unsqueeze(1) * heads + torch.arange(heads, device=table.device).view(1, -1, 1)
+        gathered = by_head.flatten(0, 1).index_select(0, pieces.flatten())
+        return gathered.view(table.shape[0], heads, -1, dim)
+    return cache.index_select(0, table.flatten()).unflatten(0, table.shape).flatten(1, 2).transpose(1, 2)
 
 
 def visible(args: AttentionArgs, group: Group, rows: slice, block: KeyBlock) -> Tensor | None:
