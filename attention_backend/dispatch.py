@@ -36,6 +36,7 @@ _FLOATS = (torch.float32, *_HALVES)
 _MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
 _MAX_GRID = 65535  # blocks in y and z
 _DECODE_ROWS = 64
+_HOPPER_SOFTCAP_HEAD_DIM = 128
 _DECODE_SEQUENCES = 4096
 
 
@@ -111,8 +112,8 @@ def _hopper(args: AttentionArgs) -> Iterator[str]:
     for name, option in (("key mask", args.key_mask), ("ALiBi", args.alibi_slopes), ("bias", args.bias)):
         if option is not None:
             yield f"it has no {name}"
-    if args.softcap and args.head_dim == 64:
-        yield "softcap at head_dim 64 would spill registers"
+    if args.softcap and args.head_dim != _HOPPER_SOFTCAP_HEAD_DIM:
+        yield f"softcap at head_dim {args.head_dim} would spill registers"
     if args.paged and sm90.page_rows(args.k.shape[1], sm90.MIN_BLOCK_N) is None:
         yield f"pages of {args.k.shape[1]} tokens are not a multiple of {sm90.MIN_PAGE_ROWS}"
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
@@ -141,7 +142,7 @@ TABLE = (
         "cuda",
         _HALVES,
         "head_dim 64, 128, 256 (keys and values alike) on Hopper; dense, varlen and paged (pages of a multiple of "
-        f"{sm90.MIN_PAGE_ROWS}); MHA, GQA, MQA; causal, full, windows, chunks, key padding, softcap (from 128), sinks; "
+        f"{sm90.MIN_PAGE_ROWS}); MHA, GQA, MQA; causal, full, windows, chunks, key padding, softcap (at 128), sinks; "
         "Nq != Nk",
         _hopper,
         ("sm_90a",),

@@ -105,7 +105,9 @@ _DECODE = ((4, 2, 4), (4, 2, 3), (4, 1, 4), (4, 1, 3), (4, 1, 2), (2, 1, 2), (1,
 def decode_config(arch: str, tile: int, tile_v: int, rows: int) -> DecodeConfig:
     """`rows`: query rows of a key head's group. Bytes in flight, not arithmetic, decide: the most stages that fit."""
     wide = max(tile, tile_v)
-    padded = 8 if rows <= 8 else 16 if rows <= 16 or wide > 128 else 32
+    # As many rows as registers allow; more are more blocks, which read the same keys again.
+    most = 32 if wide <= 128 else 8 if arch == "sm_75" else 16
+    padded = min(8 if rows <= 8 else 16 if rows <= 16 else 32, most)
     for warps, blocks, stages in _DECODE:
         config = DecodeConfig(warps, padded, stages, blocks)
         # Each block also holds the plan (of up to 1,024 sequences here), 1 KB of the driver's and static memory.

@@ -55,8 +55,7 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(Options(bf16, head_dim, head_dim, paged=True), False, 64)[0]
         yield hopper_variant(Options(fp16, head_dim, head_dim), True, 0)[0]
         yield hopper_variant(Options(bf16, head_dim, head_dim), False, 0)[0]
-    for head_dim in (128, 256):
-        yield hopper_variant(Options(bf16, head_dim, head_dim, paged=True, softcap=True), False, 64)[0]
+    yield hopper_variant(Options(bf16, 128, 128, paged=True, softcap=True), False, 64)[0]
 
 
 def _extras(dtype: torch.dtype) -> Iterator[Options]:

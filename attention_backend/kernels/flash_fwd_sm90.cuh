@@ -5,7 +5,7 @@
 // Tiles are walked from right to left: those that some row sees only in part first and last, those that all see between.
 //
 // Compile-time: BF16, HEAD_DIM (64, 128, 256; keys and values), BLOCK_M, BLOCK_N, PAGED (PAGE_ROWS keys a copy),
-// SOFTCAP, PRODUCER_REGISTERS and CONSUMER_REGISTERS. KEY_MASK, ALIBI and BIAS must be 0.
+// SOFTCAP (at 128), PRODUCER_REGISTERS and CONSUMER_REGISTERS. KEY_MASK, ALIBI and BIAS must be 0.
 #include "parts/element.cuh"
 #include "parts/forward_params.cuh"
 #include "parts/score.cuh"

@@ -6,6 +6,8 @@
 
 #define SCORE_CHANGES (SOFTCAP || ALIBI || BIAS)
 
+constexpr float kLowestScore = -2e38f;
+
 // The same fields, in the same order, as attention_backend/kernels/params.py: ScoreParams.
 struct ScoreParams {
   const uint8* key_mask;  // [batch, seqlen_k], 1 = visible
@@ -60,6 +62,8 @@ struct Score {
     if (row < seq.seqlen_q && key < seq.stop) {
       const int64 at = row * bias_row + key;
       s += BIAS == 1 ? static_cast<const float*>(bias)[at] : to_float(static_cast<const element*>(bias)[at]);
+      // "Hidden" is often written as the lowest float, which times log2(e) would overflow; -inf stays what it is.
+      if (s < kLowestScore && s != -kInfinity) s = kLowestScore;
     }
 #endif
     return s;
