@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.problem import AttentionArgs
-from attention_backend.reference import tiles
+from attention_backend.reference import decode, tiles
 from attention_backend.reference.gradients import Gradients, backward
 from attention_backend.reference.groups import Group, groups
 
@@ -16,6 +16,8 @@ __all__ = ["Gradients", "backward", "forward"]
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out `args.out_shape` in q's dtype; lse `args.lse_shape` in float32 (float64 for float64 inputs)."""
+    if decode.serves(args):
+        return decode.forward(args)
     dtype = tiles.compute_dtype(args.dtype)
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=dtype)
