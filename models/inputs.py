@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """One flattened batch. Valid until the next `StepInputs.build` (the host memory is used again)."""
+    """One flattened batch. On a CPU it is valid until the next `StepInputs.build` (the memory is used again)."""
 
     input_ids: Tensor  # int64 [1, num_tokens]
     position_ids: Tensor  # int64 [1, num_tokens]
@@ -51,6 +51,7 @@ class StepInputs:
         )
         self._staging = torch.empty(bytes_needed, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._bytes = self._staging.numpy()
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def forget(self, slot: int) -> None:
         """The next sequence in this slot has other blocks."""
@@ -70,6 +71,9 @@ class StepInputs:
             raise ValueError(f"a step of {num_tokens} tokens in {num_seqs} sequences is larger than this runner's")
         totals = computed + lengths
         self._update_tables(seqs, slots, computed, totals)
+        if self._copied is not None:
+            # A step that samples nothing waits for no device: its copy may still stand in line behind the step before.
+            self._copied.synchronize()
 
         layout = _Layout(self._bytes)
         ids = layout.take(np.int64, num_tokens)
@@ -97,6 +101,8 @@ class StepInputs:
         np.take(self._tables[:, :width], slots, axis=0, out=block_table)
 
         staged = self._staging[: layout.used].to(self._device, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
         return StepTensors(
             input_ids=layout.tensor(staged, ids)[None],
             position_ids=layout.tensor(staged, positions)[None],

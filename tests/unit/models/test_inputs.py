@@ -13,13 +13,13 @@ MAX_TOKENS = 200
 MAX_BLOCKS = 40
 
 
-def _inputs(block_size: int) -> StepInputs:
+def _inputs(block_size: int, device: str = "cpu") -> StepInputs:
     return StepInputs(
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         max_blocks_per_seq=MAX_BLOCKS,
         block_size=block_size,
-        device=torch.device("cpu"),
+        device=torch.device(device),
     )
 
 
@@ -100,3 +100,17 @@ def test_a_step_larger_than_the_limits_is_refused() -> None:
     batch = StepBatch((ScheduledSeq(0, [1] * (MAX_TOKENS + 1), 0, list(range(1, 14)), True),))
     with pytest.raises(ValueError, match=r"201 tokens in 1 sequences"):
         _inputs(16).build(batch)
+
+
+@pytest.mark.gpu
+def test_a_busy_gpu_gets_every_step_as_it_was_built() -> None:
+    """Steps that sample nothing (chunks of a long prompt) follow each other without a wait for the device."""
+    inputs = _inputs(16, "cuda:0")
+    batches = [
+        StepBatch((ScheduledSeq(0, [100 * step + i for i in range(20)], 20 * step, [1, 2, 3, 4, 5, 6, 7], False),))
+        for step in range(4)
+    ]
+    torch.cuda._sleep(1_000_000_000)  # the copies stand in line behind it
+    steps = [inputs.build(batch) for batch in batches]
+    for step, batch in zip(steps, batches, strict=True):
+        _check(step, batch, 16)
