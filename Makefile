@@ -23,7 +23,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(GPU)
 # One thread each: the tests run in as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: help serve install install-dev test test-gpu test-fast lint format bench kernels clean
+.PHONY: help serve install install-dev test test-gpu test-fast sanitize lint format bench kernels clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,7 +43,10 @@ test-fast: $(DEV_STAMP)  ## without the slow ones
 
 test-gpu: $(DEV_STAMP)  ## the tests that need an NVIDIA GPU
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi -L fails)" >&2; exit 1; }
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m "gpu and not slow" $(ARGS)
+
+sanitize: $(DEV_STAMP)  ## the kernels under compute-sanitizer: memcheck, racecheck, synccheck, initcheck
+	$(BIN)/python -m tests.kernels.sanitize $(ARGS)
 
 lint: $(DEV_STAMP)  ## ruff, mypy, import-linter, hadolint, compose-lint
 	$(BIN)/ruff check .
