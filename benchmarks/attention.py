@@ -4,7 +4,8 @@
                                    [--flex] [--out results.json]
 
 Every contender of a cell is checked against torch SDPA before it is timed. Contenders take turns on the same random
-inputs in the same run; a time is the median of CUDA-event timings with the L2 flushed before each call. TFLOP/s count
+inputs in the same run; a time is the median of CUDA-event timings with the L2 flushed before each call. Decode calls are
+replayed from CUDA graphs, as engines run them: otherwise the host's time to launch is what is measured. TFLOP/s count
 4 * batch * heads * rows * keys * head_dim, halved under a causal mask; decode counts bytes of keys and values read.
 
 Expected times on an H200, kernels cold: forward 3 minutes (one head dim: 1), decode 1.5, paged 1, `all --quick` 1;
@@ -64,7 +65,27 @@ def prepare(cell: Cell, sets: Sequence[Tensors], contender: Contender) -> tuple[
         return [], Result(None, reason_of(failure))
     if not error <= TOLERANCE:  # NaN is wrong too
         return [], Result(None, f"wrong result: relative error {error:.2e}", None)
+    if cell.section == Section.decode:
+        try:
+            calls = [captured(call) for call in calls]
+        except Exception as failure:  # as above
+            return [], Result(None, f"not captured in a CUDA graph: {reason_of(failure)}", error)
     return calls, Result(None, None, error)
+
+
+def captured(call: Call) -> Call:
+    """The call as the replay of a CUDA graph."""
+    call()  # so that nothing is compiled or loaded in the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
 
 
 def time_cell(cell: Cell, contenders: Sequence[Contender], watch: Stopwatch, rounds: int) -> Record:
