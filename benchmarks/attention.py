@@ -4,8 +4,8 @@
                                    [--flex] [--out results.json]
 
 Every contender of a cell is checked against torch SDPA before it is timed. Contenders take turns on the same random
-inputs in the same run; a time is the median of CUDA-event timings with the L2 flushed before each call. Decode calls are
-replayed from CUDA graphs, as engines run them: otherwise the host's time to launch is what is measured. TFLOP/s count
+inputs in the same run; a time is the median of CUDA-event timings with the L2 flushed before each call. Decode is
+replayed from CUDA graphs, as engines run it: otherwise the host's time to launch is what is measured. TFLOP/s count
 4 * batch * heads * rows * keys * head_dim, halved under a causal mask; decode counts bytes of keys and values read.
 
 Expected times on an H200, kernels cold: forward 3 minutes (one head dim: 1), decode 1.5, paged 1, `all --quick` 1;
@@ -65,7 +65,7 @@ def prepare(cell: Cell, sets: Sequence[Tensors], contender: Contender) -> tuple[
         return [], Result(None, reason_of(failure))
     if not error <= TOLERANCE:  # NaN is wrong too
         return [], Result(None, f"wrong result: relative error {error:.2e}", None)
-    if cell.section == Section.decode:
+    if cell.section == Section.decode and sets[0].q.is_cuda:
         try:
             calls = [captured(call) for call in calls]
         except Exception as failure:  # as above
