@@ -1,10 +1,13 @@
 """A generation -> one JSON reply or server-sent events, ended in every case: complete, failed, client gone.
 Must not know which endpoint's format it writes.
 
-Headers go out at once; silence is broken by `:` lines; `[DONE]` is only ever written after success.
+Headers go out at once; silence is broken by `:` lines; `[DONE]` is only ever written after success. A client that stops
+reading is cut off: its place among the open requests is another's.
 """
 
+import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -27,6 +30,9 @@ HEADERS = [
 ]
 PING = b":\n\n"
 DONE = b"data: [DONE]\n\n"
+STALL_LIMIT = 60.0  # seconds that a client may take to read what fills its connection's buffers
+
+logger = logging.getLogger("longwave")
 
 
 class Reply(Protocol):
@@ -64,6 +70,8 @@ class EventStream(Response):
             await until_disconnect(receive, self._write(send))
         except ClientDisconnected:
             pass
+        except TimeoutError:
+            logger.warning("a client stopped reading: its answer is cut")
         finally:
             await self.generation.aclose()
 
@@ -71,7 +79,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(_events(self.generation, self.reply, self.ping_interval)) as events:
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                async with asyncio.timeout(STALL_LIMIT):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from server.api.deps import LifecycleDep
 from server.api.json_route import StrictJSONRoute
@@ -12,15 +13,20 @@ from server.schemas.tokenization import DetokenizeReply, DetokenizeRequest, Toke
 router = APIRouter(route_class=StrictJSONRoute, tags=["tokenization"])
 
 
-@router.post("/tokenize", responses=BODY_FAILURES, response_model_exclude_none=True)
-async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep) -> TokenizeReply:
+@router.post("/tokenize", response_model=TokenizeReply, responses=BODY_FAILURES)
+async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep) -> Response:
     """The tokens of a text, or of a conversation in the model's chat template."""
     generator = lifecycle.accepting(body.model)
     tokens = await generator.encode(body.text(), add_special_tokens=body.add_special_tokens is not False)
-    strings = [generator.tokenizer.vocabulary_piece(token) for token in tokens] if body.return_token_strs else None
-    return TokenizeReply(
-        count=len(tokens), max_model_len=generator.ready.max_model_len, tokens=tokens, token_strs=strings
-    )
+
+    def reply() -> str:
+        strings = [generator.tokenizer.vocabulary_piece(token) for token in tokens] if body.return_token_strs else None
+        whole = TokenizeReply(
+            count=len(tokens), max_model_len=generator.ready.max_model_len, tokens=tokens, token_strs=strings
+        )
+        return whole.model_dump_json(exclude_none=True)
+
+    return Response(await generator.tokenizer.in_thread(reply, len(tokens)), media_type="application/json")
 
 
 @router.post("/detokenize", responses=BODY_FAILURES)

@@ -13,6 +13,8 @@ import jinja2
 from server.errors import InvalidRequest
 from server.text.tokenizer import TextTokenizer
 
+MESSAGE_FRAME = 32  # characters that a template puts around a message, more or less
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -32,7 +34,8 @@ class ChatPrompt:
 
     @property
     def num_characters(self) -> int:
-        return sum(len(message.content) for message in self.messages)
+        """Roughly what is rendered: a message's role and control tokens are text as well."""
+        return sum(len(message.content) + MESSAGE_FRAME for message in self.messages)
 
 
 async def encode_chat(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:

@@ -87,7 +87,10 @@ class Generator:
     async def _requests(self, job: Job) -> list[AddRequest]:
         self._check_vocabulary(job.sampling.stop_token_ids, "stop_token_ids")
         self._check_vocabulary(job.sampling.logit_bias, "logit_bias")
-        prompts = [await self.encode(prompt) for prompt in job.prompts]
+        prompts = []
+        for prompt in job.prompts:
+            prompts.append(await self.encode(prompt))
+            await asyncio.sleep(0)  # short prompts are encoded on the event loop, and there may be many
         max_tokens = [self._max_tokens(job, len(prompt)) for prompt in prompts]
         self._metrics.params_n.observe(job.n)
         self._metrics.params_max_tokens.observe(max(max_tokens))

@@ -6,6 +6,8 @@ import socket
 import pytest
 from scripted_engine import LiveServer, Script, live_server, wait_until
 
+from server.api import sse
+
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
@@ -47,6 +49,16 @@ def test_hanging_up_in_the_middle_aborts(server: LiveServer, stream: bool) -> No
     connection.close()
     wait_until(lambda: len(server.engine.aborted) == 1)
     wait_until(lambda: open_reservations(server) == 0)
+
+
+def test_a_client_that_stops_reading_loses_its_place(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "STALL_LIMIT", 0.2)
+    server.engine.script = Script(text=b"x" * 4000)
+    # 20 MB of events: more than the buffers in between hold.
+    connection = post(server, stream=True, n=2, logprobs=True, top_logprobs=20)
+    wait_until(lambda: len(server.engine.aborted) == 2)
+    wait_until(lambda: open_reservations(server) == 0)
+    connection.close()
 
 
 def test_hanging_up_often_leaks_nothing(server: LiveServer) -> None:

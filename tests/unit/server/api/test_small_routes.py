@@ -1,6 +1,7 @@
 """Tokenize, detokenize, playground."""
 
 import re
+import threading
 
 import pytest
 from scripted_engine import MAX_MODEL_LEN, LiveServer
@@ -20,6 +21,22 @@ def test_tokenize_shows_the_vocabularys_spelling_when_asked(server: LiveServer) 
     with server.client() as client:
         reply = client.post("/tokenize", json={"prompt": "he ll", "return_token_strs": True}).json()
     assert reply["token_strs"] == ["he", "Ġ", "ll"]
+
+
+def test_spelling_a_long_text_does_not_hold_the_event_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert server.lifecycle.generator is not None
+    tokenizer = server.lifecycle.generator.tokenizer
+    spell, spellers = tokenizer.vocabulary_piece, set()
+
+    def recorded(token_id: int) -> str:
+        spellers.add(threading.current_thread().name.rpartition("_")[0])
+        return spell(token_id)
+
+    monkeypatch.setattr(tokenizer, "vocabulary_piece", recorded)
+    with server.client() as client:
+        reply = client.post("/tokenize", json={"prompt": "x" * 5000, "return_token_strs": True}).json()
+    assert len(reply["token_strs"]) == reply["count"] == 5000
+    assert spellers == {"tokenizer"}
 
 
 def test_tokenize_messages_gives_what_chat_runs(server: LiveServer) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from server.errors import InvalidRequest
 from server.text.chat_template import ChatPrompt, Message, encode_chat
-from server.text.tokenizer import TextTokenizer
+from server.text.tokenizer import INLINE_CHARACTERS, TextTokenizer
 
 
 def encode(tokenizer: TextTokenizer, *messages: Message) -> list[int]:
@@ -21,6 +21,11 @@ def test_ordinary_messages_encode_as_transformers_does(tokenizer: TextTokenizer)
         [message.fields() for message in messages], add_generation_prompt=True, return_dict=False
     )
     assert encode(tokenizer, *messages) == theirs
+
+
+def test_many_empty_messages_are_a_long_text() -> None:
+    """They are rendered off the event loop, as any long text."""
+    assert ChatPrompt((Message("user", ""),) * 1000).num_characters > INLINE_CHARACTERS
 
 
 ENCODINGS = {
