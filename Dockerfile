@@ -31,7 +31,7 @@ RUN pip install --no-cache-dir -c constraints.txt ".[cuda]"
 ENV HOME=/opt/longwave/home
 RUN if [ "$DEVICE" = gpu ]; then longwave kernels build --arch "$ARCH" --out /opt/longwave/kernels; \
     else mkdir -p /opt/longwave/kernels; fi \
-    && python -c "from models.bundled import ensure_converted; print(ensure_converted())" \
+    && LONGWAVE_CACHE_DIR=/opt/longwave python -c "from models.bundled import ensure_converted; print(ensure_converted())" \
     && chmod -R a+rX /opt/longwave
 
 FROM ${PYTHON_IMAGE} AS serve
@@ -45,6 +45,7 @@ ENV PATH=/opt/longwave/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     LONGWAVE_KERNEL_IMAGE_DIR=/opt/longwave/kernels \
+    LONGWAVE_MODEL_IMAGE_DIR=/opt/longwave/models \
     LONGWAVE_CACHE_DIR=/var/cache/longwave \
     HF_HOME=/var/cache/longwave/huggingface \
     NVIDIA_VISIBLE_DEVICES=all \

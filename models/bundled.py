@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from attention_backend.jit.environment import cache_root
+from attention_backend.jit.errors import CacheDirectoryError
 from models.errors import ModelLoadError
 from models.progress_bars import without_progress_bars
 
@@ -30,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 #: Part of the folder's name: raise it when `_convert` writes something else.
 _FORMAT = 1
+_FOLDER = f"{NAME}-{GGUF_SHA256[:12]}-{_FORMAT}"
 _MANIFEST = "manifest.json"
 # transformers 5.17 reads the wrong eos and no pad token from this file (5.23 reads them right): both are written here.
 _SPECIAL_TOKENS = {
@@ -46,26 +49,40 @@ _SAMPLE_IDS = (
 )
 
 
-def cached_folder(cache_home: Path | None = None) -> Path:
-    """Where the converted model lies (or will). `cache_home`: $XDG_CACHE_HOME, by default ~/.cache."""
-    home = Path.home() / ".cache" if cache_home is None else cache_home
-    return home / "longwave" / "models" / f"{NAME}-{GGUF_SHA256[:12]}-{_FORMAT}"
+def cached_folder(cache_dir: Path | None = None) -> Path:
+    """Where the converted model lies (or will): models in `cache_dir`, by default where kernels are cached too.
+
+    Raises ModelLoadError when there is no default, for want of a home directory.
+    """
+    try:
+        return (cache_root() if cache_dir is None else cache_dir) / "models" / _FOLDER
+    except CacheDirectoryError as error:
+        raise ModelLoadError(str(error)) from None
 
 
-def ensure_converted(cache_home: Path | None = None) -> Path:
+def ensure_converted(cache_dir: Path | None = None, image_dir: Path | None = None) -> Path:
     """The folder of the bundled model, made if it is not there. Several processes may call this at once.
 
-    Raises ModelLoadError when the package is missing or its file is not the one this was written for.
+    `image_dir`: models that a container image ships; looked up first and never written. Raises ModelLoadError when the
+    package is missing, its file is not the one this was written for, or the cache cannot be written.
     """
-    folder = cached_folder(cache_home)
+    if image_dir is not None and _is_complete(image_dir / _FOLDER):
+        return image_dir / _FOLDER
+    folder = cached_folder(cache_dir)
     if _is_complete(folder):
         return folder
     gguf = _find_gguf()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")):
-        if not _is_complete(folder):
-            with without_progress_bars():
-                _convert_atomically(gguf, folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_suffix(".lock")):
+            if not _is_complete(folder):
+                with without_progress_bars():
+                    _convert_atomically(gguf, folder)
+    except OSError as error:
+        raise ModelLoadError(
+            f"the bundled model cannot be kept in {folder.parent}: {error.strerror or error}; "
+            "set LONGWAVE_CACHE_DIR to a directory of your own"
+        ) from error
     return folder
 
 

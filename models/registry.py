@@ -21,7 +21,8 @@ class ModelSource:
     folder: Path | None = None
     hub_id: str | None = None
     bundled: bool = False
-    cache_home: Path | None = None  # where the bundled model is kept; None: ~/.cache
+    cache_dir: Path | None = None  # where the bundled model is kept; None: where kernels are by default
+    image_dir: Path | None = None  # where an image keeps it, already converted
 
     def fetch(self, *, weights: bool = True) -> Path:
         """The local folder of the files: converted or downloaded first, where that is needed.
@@ -32,16 +33,16 @@ class ModelSource:
             return self.folder
         if self.hub_id is not None:
             return _download(self.hub_id, [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else [])])
-        return bundled.ensure_converted(self.cache_home)
+        return bundled.ensure_converted(self.cache_dir, self.image_dir)
 
 
-def resolve(model: str, *, cache_home: Path | None = None) -> ModelSource:
+def resolve(model: str, *, cache_dir: Path | None = None, image_dir: Path | None = None) -> ModelSource:
     """`model`: the bundled model's name, a folder, or a hub id (`owner/name`). Touches no network.
 
     Raises ModelNotFoundError when it is none of these.
     """
     if model in _BUNDLED_NAMES:
-        return ModelSource(name=bundled.NAME, bundled=True, cache_home=cache_home)
+        return ModelSource(name=bundled.NAME, bundled=True, cache_dir=cache_dir, image_dir=image_dir)
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

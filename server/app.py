@@ -27,7 +27,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     settings = lifecycle.settings
     app = Application(
         title="Longwave",
-        version=_version(),
+        version=longwave_version(),
         description="Long-context generation behind an OpenAI-compatible API.",
         lifespan=lifecycle.lifespan,
         docs_url=None,  # FastAPI's pages load scripts from other hosts
@@ -45,7 +45,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     return app
 
 
-def _version() -> str:
+def longwave_version() -> str:
     try:
         return version("longwave")
     except PackageNotFoundError:  # run from a checkout

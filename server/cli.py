@@ -3,12 +3,14 @@
 import json
 import logging
 import sys
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from server.settings import BUNDLED_MODEL, ClientSettings, ConfigurationError, Settings, load_settings
 
@@ -16,8 +18,11 @@ if TYPE_CHECKING:
     from server.doctor import Diagnosis
     from server.lifecycle import Lifecycle
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-kernels_app = typer.Typer(no_args_is_help=True, help="The CUDA kernels: compile them ahead of time, or list them.")
+# Plain help: rich's table cuts the names of flags short in a terminal of 80 columns.
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+kernels_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The CUDA kernels: compile them ahead of time, or list them."
+)
 app.add_typer(kernels_app, name="kernels")
 
 Flag = typer.Option
@@ -28,6 +33,21 @@ def main() -> None:
     app()
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from server.app import longwave_version
+
+        typer.echo(f"longwave {longwave_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def longwave(
+    version: Annotated[bool, Flag("--version", callback=_print_version, is_eager=True, help="And exit.")] = False,
+) -> None:
+    """Long-context generation behind an OpenAI-compatible server."""
+
+
 def _refuse(problems: list[str], exit_code: int) -> NoReturn:
     for problem in problems:
         typer.echo(f"longwave: {problem}", err=True)
@@ -36,10 +56,9 @@ def _refuse(problems: list[str], exit_code: int) -> NoReturn:
 
 @app.command()
 def serve(
-    positional_model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help=f"Default: {BUNDLED_MODEL}.")
-    ] = None,
+    positional_model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"Default: {BUNDLED_MODEL}.")] = None,
     model: Annotated[str | None, Flag(help="Bundled name, folder or hub id.")] = None,
+    cache_dir: Annotated[Path | None, Flag(help="For compiled kernels and the converted bundled model.")] = None,
     served_model_name: Annotated[list[str] | None, Flag(help="Name(s) clients ask for.")] = None,
     host: Annotated[str | None, Flag(help="Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, Flag(help="Default: 8000.")] = None,
@@ -91,9 +110,10 @@ def _serve(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
-        source = registry.resolve(settings.model)
+        source = registry.resolve(settings.model, cache_dir=settings.cache_dir, image_dir=settings.model_image_dir)
         listener = process.listen(settings.host, settings.port)
     except ModelLoadError as error:
         _refuse([str(error)], ConfigurationError.exit_code)
@@ -133,7 +153,7 @@ def chat(
     system: Annotated[str | None, Flag(help="Instructions for the whole conversation.")] = None,
     temperature: Annotated[float, Flag(min=0, max=2, help="Small models ramble when it is high.")] = 0.2,
 ) -> None:
-    """Talk to a server in the terminal. Ctrl-C stops an answer, Ctrl-D ends."""
+    """Talk to a server in the terminal. Ctrl-C stops an answer, Ctrl-D or /exit ends."""
     from server.terminal import ChatError, Conversation, connect, first_model, talk
 
     with connect(url, api_key or ClientSettings().key) as client:
@@ -159,7 +179,9 @@ def build_kernels(
 
     try:
         archs = jit.archs_named(arch)
-        results = build(archs, out, jobs, lambda result: _echo_built(result, err=True))
+        total = len(jit.list_variants(archs))
+        number = count(1)
+        results = build(archs, out, jobs, lambda result: _echo_built(result, f"[{next(number)}/{total}]"))
     except (ValueError, jit.JitError) as error:
         _refuse([str(error)], EXIT_FAILED)
     compiled = sum(not result.cached for result in results)
@@ -170,9 +192,10 @@ def build_kernels(
     raise typer.Exit(EXIT_FAILED if strict and violations else 0)
 
 
-def _echo_built(result: Any, *, err: bool) -> None:
+def _echo_built(result: Any, progress: str) -> None:
     if not result.cached:
-        typer.echo(f"{result.variant}  {result.seconds:.1f} s, {result.report.registers} registers", err=err)
+        text = f"{progress} {result.variant}  {result.seconds:.1f} s, {result.report.registers} registers"
+        typer.echo(text, err=True)
 
 
 @kernels_app.command("list")
@@ -199,13 +222,17 @@ def list_kernels(
 
 @app.command()
 def doctor(
-    model: Annotated[str, Flag(help="Bundled name, folder or hub id.")] = BUNDLED_MODEL,
+    model: Annotated[str | None, Flag(help="Default: what `longwave serve` would serve.")] = None,
     as_json: Annotated[bool, Flag("--json", help="For programs.")] = False,
 ) -> None:
     """Say what this machine has, and which kernels serve which layers of a model, and why."""
     from server.doctor import diagnose
 
-    diagnosis = diagnose(model)
+    try:
+        settings = load_settings({} if model is None else {"model": model})
+    except ConfigurationError as error:
+        _refuse(error.problems, error.exit_code)
+    diagnosis = diagnose(settings.model, settings.model_image_dir)
     if as_json:
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
@@ -223,7 +250,8 @@ def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
     for name, text in diagnosis.cache.items():
         facts.add_row(f"kernel cache {name}", text)
     console.print(facts)
-    layers = Table("layers", "of type", "heads", "key heads", "head_dim", "prefill", "decode", title=diagnosis.model)
+    titles = ("layers", "of type", "heads", "key heads", "head_dim", "prefill", "decode")
+    layers = Table(*(Column(title, overflow="fold") for title in titles), title=diagnosis.model, box=SIMPLE_HEAD)
     for layer in diagnosis.layers:
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, TypeVar
 
 PACKAGES = ("torch", "transformers", "cupy-cuda13x", "nvidia-cuda-nvrtc", "fastapi", "uvicorn", "tokenizers")
@@ -54,7 +55,7 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose(model: str) -> Diagnosis:
+def diagnose(model: str, model_image_dir: Path | None = None) -> Diagnosis:
     from attention_backend import dispatch
 
     problems: list[str] = []
@@ -70,7 +71,7 @@ def diagnose(model: str) -> Diagnosis:
         cache=_cache(),
         kernels=list(dispatch.describe()),
         model=model,
-        layers=_reported(lambda: _layers(model), [], problems),
+        layers=_reported(lambda: _layers(model, model_image_dir), [], problems),
         problems=problems,
     )
 
@@ -157,7 +158,7 @@ def _cache() -> dict[str, str]:
     return state | {"state": f"{found} of {len(wanted)} kernels for this GPU are compiled" if archs else "present"}
 
 
-def _layers(model: str) -> list[Layers]:
+def _layers(model: str, image_dir: Path | None) -> list[Layers]:
     """Builds the model without weights, finds its attention layers, and asks dispatch about each kind.
 
     Raises what loading would raise: models.errors, UnsupportedModelError.
@@ -169,7 +170,7 @@ def _layers(model: str) -> list[Layers]:
     from models.patching import check_supported_for_serving
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    loaded = loader.load(registry.resolve(model), device="meta", load_format="dummy")
+    loaded = loader.load(registry.resolve(model, image_dir=image_dir), device="meta", load_format="dummy")
     check_supported_for_serving(loaded.model)
     dtype = torch.float32 if device.type == "cpu" else _half_of(loaded.dtype)
     sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]

@@ -2,12 +2,13 @@
 (LONGWAVE_*) in this room; knows no request."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from server.engine.config import EngineConfig
+from server.engine.config import BLOCK_SIZES, EngineConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an operator may name
@@ -35,6 +36,10 @@ class Settings(BaseSettings):
     served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
         (), max_length=16, description="Names clients may ask for; the first is the one replies carry."
     )
+    cache_dir: Path | None = Field(
+        None, description="Compiled kernels and the converted bundled model; default: longwave in the user's cache."
+    )
+    model_image_dir: Path | None = Field(None, description="The bundled model as a container image ships it.")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights of the model's shape.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -88,6 +93,23 @@ class Settings(BaseSettings):
                 raise ValueError("an API key must not be a placeholder such as 'changeme'")
         return keys
 
+    @field_validator("cache_dir", "model_image_dir", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @field_validator("cache_dir", "model_image_dir")
+    @classmethod
+    def _is_absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.absolute()
+
+    @field_validator("block_size")
+    @classmethod
+    def _block_size_is_served(cls, value: int) -> int:
+        if value not in BLOCK_SIZES:
+            raise ValueError(f"{value} is not served; a block has {', '.join(map(str, BLOCK_SIZES))} tokens")
+        return value
+
     @field_validator("kv_cache_dtype")
     @classmethod
     def _kv_dtype_is_served(cls, value: str) -> str:
@@ -107,6 +129,8 @@ class Settings(BaseSettings):
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
             model=self.model,
+            cache_dir=None if self.cache_dir is None else str(self.cache_dir),
+            model_image_dir=None if self.model_image_dir is None else str(self.model_image_dir),
             load_format=self.load_format,
             dtype=self.dtype,
             device=self.device,

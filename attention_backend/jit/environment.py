@@ -1,4 +1,4 @@
-"""The environment variables of the kernel cache: the one place of this room that reads them.
+"""The environment variables of the caches: the one place of this room that reads them.
 
 Only server.settings reads the environment elsewhere; attention_backend is usable without a server, hence this module.
 """
@@ -14,7 +14,7 @@ from attention_backend.jit.errors import CacheDirectoryError
 class JitEnvironment:
     """Where compiled kernels and the CUDA toolkit are.
 
-    * cache_directory: `LONGWAVE_CACHE_DIR`/kernels, else longwave/kernels in `XDG_CACHE_HOME` or ~/.cache
+    * cache_directory: kernels in `cache_root()`
     * image_directory: `LONGWAVE_KERNEL_IMAGE_DIR`, kernels built into an image; looked up first and never written
     * toolkits: CUDA toolkits that may hold the headers, `CUDA_PATH` first
     """
@@ -25,14 +25,20 @@ class JitEnvironment:
 
     @classmethod
     def read(cls) -> "JitEnvironment":
-        own = os.environ.get("LONGWAVE_CACHE_DIR")
         image = os.environ.get("LONGWAVE_KERNEL_IMAGE_DIR")
         toolkit = os.environ.get("CUDA_PATH")
         return cls(
-            cache_directory=(Path(own) if own else _user_cache() / "longwave") / "kernels",
+            cache_directory=cache_root() / "kernels",
             image_directory=Path(image) if image else None,
             toolkits=(*([Path(toolkit)] if toolkit else []), Path("/usr/local/cuda")),
         )
+
+
+def cache_root() -> Path:
+    """Where everything that can be made again is kept, kernels and converted models: `LONGWAVE_CACHE_DIR`, else
+    longwave in `XDG_CACHE_HOME` or ~/.cache. Raises CacheDirectoryError for a user without a home."""
+    own = os.environ.get("LONGWAVE_CACHE_DIR")
+    return Path(own) if own else _user_cache() / "longwave"
 
 
 def _user_cache() -> Path:

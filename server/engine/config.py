@@ -13,6 +13,8 @@ class EngineConfig:
     """Names, meanings and defaults are vLLM's, where vLLM has them."""
 
     model: str
+    cache_dir: str | None = None  # kernels and the bundled model; None: attention_backend.jit.environment's default
+    model_image_dir: str | None = None  # the bundled model as a container image ships it
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights of the model's shape
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

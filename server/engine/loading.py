@@ -2,6 +2,7 @@
 the engine that imports torch; knows no requests."""
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -19,9 +20,8 @@ def load(config: EngineConfig) -> LoadedRunner:
     """Loads weights, tests them against eager attention, allocates the KV cache. Raises what the person who started
     the server must know: models.errors, an unsupported model, a pool too small."""
     device = _device(config.device)
-    model = loader.load(
-        registry.resolve(config.model), dtype=config.dtype, device=device, load_format=config.load_format
-    )
+    source = registry.resolve(config.model, cache_dir=_path(config.cache_dir), image_dir=_path(config.model_image_dir))
+    model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format)
     _check_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     max_model_len = _max_model_len(config, model.max_position_embeddings)
     runner = ModelRunner(
@@ -47,6 +47,10 @@ def load(config: EngineConfig) -> LoadedRunner:
         free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,
         kernel_calls=dispatch.calls,
     )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _device(name: str) -> torch.device:

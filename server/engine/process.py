@@ -88,9 +88,11 @@ class EngineProcess:
     def _spawn(self, config: EngineConfig, childs_end: int) -> subprocess.Popen[bytes]:
         arguments = WorkerArguments(config, str(self.directory), os.getpid(), logging.getLogger().getEffectiveLevel())
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
+        # Kernels are cached by a room that knows no settings, only this variable.
+        cache = {} if config.cache_dir is None else {"LONGWAVE_CACHE_DIR": config.cache_dir}
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "server.engine.worker", msgspec.json.encode(arguments).decode()],
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **cache, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             pass_fds=(childs_end,),
         )

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attention_backend.jit.environment import JitEnvironment
 from models import bundled
 from models.errors import ModelLoadError
 from models.loader import LoadedModel, load_tokenizer
@@ -65,12 +66,46 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(bundled, "_convert", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ModelLoadError, match="No space left"):
         bundled.ensure_converted(tmp_path)
     folder = bundled.cached_folder(tmp_path)
     assert not folder.exists()
     assert [path.suffix for path in folder.parent.iterdir()] == [".lock"]
     assert conversions == []
+
+
+def test_what_an_image_ships_is_used_and_nothing_is_written(conversions: list[Path], tmp_path: Path) -> None:
+    shipped = bundled.ensure_converted(tmp_path / "image")
+    assert bundled.ensure_converted(tmp_path / "cache", tmp_path / "image/models") == shipped
+    assert not (tmp_path / "cache").exists()
+    assert bundled.ensure_converted(tmp_path / "cache", tmp_path / "empty") == bundled.cached_folder(tmp_path / "cache")
+    assert len(conversions) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_named(conversions: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelLoadError, match=r"cannot be kept in .*file/models.*set LONGWAVE_CACHE_DIR"):
+        bundled.ensure_converted(tmp_path / "file")
+
+
+def test_models_and_kernels_share_one_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LONGWAVE_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert bundled.cached_folder().parent == tmp_path / "xdg/longwave/models"
+    monkeypatch.setenv("LONGWAVE_CACHE_DIR", str(tmp_path / "own"))
+    assert bundled.cached_folder().parent == tmp_path / "own/models"
+    assert JitEnvironment.read().cache_directory == tmp_path / "own/kernels"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    for name in ("LONGWAVE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ModelLoadError, match="set LONGWAVE_CACHE_DIR"):
+        bundled.ensure_converted()
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

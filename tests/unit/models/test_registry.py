@@ -13,6 +13,11 @@ def test_the_bundled_model_has_three_names(name: str) -> None:
     assert resolve(name) == ModelSource(name="SmolLM2-135M-Instruct", bundled=True)
 
 
+def test_the_bundled_model_is_looked_for_where_it_was_said_to_be(tmp_path: Path) -> None:
+    source = resolve("bundled", cache_dir=tmp_path / "cache", image_dir=tmp_path / "image")
+    assert (source.cache_dir, source.image_dir) == (tmp_path / "cache", tmp_path / "image")
+
+
 def test_a_folder_is_named_after_itself(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()

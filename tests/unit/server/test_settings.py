@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,20 @@ def test_the_engine_gets_every_field_it_shares_with_settings() -> None:
     for field in dataclasses.fields(EngineConfig):
         if field.name in Settings.model_fields:
             assert getattr(config, field.name) == getattr(settings, field.name), field.name
+
+
+def test_folders_reach_the_engine_as_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LONGWAVE_CACHE_DIR", "cache")
+    monkeypatch.setenv("LONGWAVE_MODEL_IMAGE_DIR", "/opt/models")
+    config = load_settings({}).engine_config()
+    assert (config.cache_dir, config.model_image_dir) == (str(tmp_path / "cache"), "/opt/models")
+    assert load_settings({"cache_dir": Path("/elsewhere")}).engine_config().cache_dir == "/elsewhere"
+
+
+def test_an_empty_cache_folder_is_none_and_not_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGWAVE_CACHE_DIR", "")
+    assert load_settings({}).engine_config().cache_dir is None
 
 
 def test_every_number_is_bounded() -> None:

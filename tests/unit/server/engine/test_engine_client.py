@@ -377,3 +377,10 @@ async def test_a_stopped_reader_does_not_stop_the_others() -> None:
         assert client._streams["slow"].num_events <= MAX_EVENTS
         rest = [token async for part in slow for token in part.token_ids]
         assert rest == expected([1], 5000, stop=())[1:]
+
+
+@in_loop
+async def test_kernels_are_cached_where_the_configuration_says() -> None:
+    async with engine(cache_dir="/a/cache") as client:
+        environment = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")
+        assert b"LONGWAVE_CACHE_DIR=/a/cache" in environment
