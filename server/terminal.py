@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,9 @@ import httpx
 from rich.console import Console
 
 CONNECT_TIMEOUT = 10.0
+EXITS = frozenset({"/exit", "/quit", "/bye"})
+# A model may write escape sequences, and a terminal would obey them.
+NOT_SHOWN = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 SILENCE_TIMEOUT = 60.0  # the server pings every ten seconds, so this much silence is a dead connection
 
 
@@ -52,22 +55,34 @@ def first_model(client: httpx.Client) -> str:
 def talk(conversation: Conversation, console: Console) -> int:
     """Reads lines until the input ends; returns an exit code. Ctrl-C ends the answer, or at the prompt the program."""
     failed = False
+    for line in _lines(conversation.model, console) if sys.stdin.isatty() else sys.stdin:
+        text = line.strip()
+        if text:
+            failed = not _answer(conversation, text, console)
+    return int(failed)
+
+
+def _lines(model: str, console: Console) -> Iterator[str]:
+    """What a person types, with the arrow keys and history of readline where Python has it."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - input() uses it once it is there
+    console.print(f"{model}. Ctrl-C stops an answer; Ctrl-D or /exit ends.", style="dim", highlight=False, markup=False)
     while True:
         try:
-            line = console.input("[bold]> [/bold]") if sys.stdin.isatty() else sys.stdin.readline()
+            line = input("> ")
         except (EOFError, KeyboardInterrupt):
-            return int(failed)
-        if not line and not sys.stdin.isatty():
-            return int(failed)
-        if line.strip():
-            failed = not _answer(conversation, line.strip(), console)
+            console.print()
+            return
+        if line.strip() in EXITS:
+            return
+        yield line
 
 
 def _answer(conversation: Conversation, line: str, console: Console) -> bool:
     answer = conversation.ask(line)
     try:
         for piece in answer:
-            console.file.write(piece)
+            console.file.write(piece.translate(NOT_SHOWN))
             console.file.flush()
     except KeyboardInterrupt:
         answer.close()  # hangs up, which ends the server's work

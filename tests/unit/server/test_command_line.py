@@ -9,7 +9,7 @@ from rich.console import Console
 from scripted_engine import LiveServer, Script, live_server, wait_until
 from typer.testing import CliRunner
 
-from server.cli import app
+from server.cli import app, serve
 from server.terminal import Conversation, connect, talk
 
 runner = CliRunner()
@@ -31,6 +31,19 @@ def test_a_taken_port_is_known_before_anything_loads(server: LiveServer) -> None
     result = runner.invoke(app, ["serve", "--port", str(server.port)])
     assert result.exit_code == 1
     assert "cannot listen" in result.stderr
+
+
+def test_every_name_of_a_flag_is_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = runner.invoke(app, ["serve", "--help"]).stdout
+    for name in serve.__annotations__.keys() - {"positional_model", "return"}:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+def test_the_version_is_one_line() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("longwave ")
 
 
 def test_a_model_named_twice_is_refused() -> None:
@@ -73,6 +86,29 @@ def test_chat_reports_a_failure_in_the_middle(server: LiveServer) -> None:
     assert "The engine stopped." in result.stderr
 
 
+@pytest.mark.parametrize("word", ["/exit", "/bye"])
+def test_a_person_leaves_with_a_word(server: LiveServer, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    typed = iter(["", "hi", f" {word} "])
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(typed))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    output = io.StringIO()
+    with connect(server.url, None) as client:
+        assert talk(Conversation(client, "tiny"), Console(file=output, width=120)) == 0
+    greeting, answer = output.getvalue().splitlines()
+    assert greeting.startswith("tiny. ")
+    assert answer == "hello world"
+    assert len(server.engine.requests) == 1
+
+
+def test_escape_sequences_of_a_model_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    monkeypatch.setattr(Conversation, "ask", lambda *_: (piece for piece in ("a\x1b[2J\r\x9b2J", "\tb\nc\x07")))
+    output = io.StringIO()
+    with connect("http://127.0.0.1:1", None) as client:
+        talk(Conversation(client, "tiny"), Console(file=output))
+    assert output.getvalue() == "a[2J2J\tb\nc\n"
+
+
 class _InterruptedOutput(io.StringIO):
     """Ctrl-C after some text."""
 
@@ -97,7 +133,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: LiveServer, monkeyp
 
 def test_doctor_works_without_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("server.doctor._layers", lambda _model: [])  # the bundled model: tests/integration
+    monkeypatch.setattr("server.doctor._layers", lambda *_model: [])  # the bundled model: tests/integration
     result = runner.invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
     said: dict[str, Any] = json.loads(result.stdout)
