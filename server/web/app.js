@@ -97,12 +97,14 @@ async function write(turn, log) {
   const start = performance.now();
   let first = null;
   let usage = null;
+  let reason = null;
   const reply = await call("/v1/chat/completions", {
     method: "POST", body: JSON.stringify(request()), signal: running.signal,
   });
   if (!reply.ok) throw await failure(reply);
   for await (const event of events(reply)) {
     usage = event.usage ?? usage;
+    reason = event.choices[0]?.finish_reason ?? reason;
     const piece = event.choices[0]?.delta.content;
     if (!piece) continue;
     first ??= performance.now();
@@ -110,40 +112,50 @@ async function write(turn, log) {
     turn.append(piece);
     if (atEnd) log.scrollTop = log.scrollHeight;
   }
-  showMeasures(start, first, usage);
+  showMeasures(start, first, usage, reason);
 }
 
-function showMeasures(start, first, usage) {
+function showMeasures(start, first, usage, reason) {
   if (first === null || usage === null) return;
   const tokens = usage.completion_tokens;
   const rate = tokens > 1 ? (tokens - 1) / ((performance.now() - first) / 1000) : 0;
   const cached = usage.prompt_tokens_details.cached_tokens;
   $("measures").textContent =
     `First token after ${((first - start) / 1000).toFixed(2)} s · ${rate.toFixed(1)} tokens/s · ` +
-    `${usage.prompt_tokens} prompt tokens (${cached} cached), ${tokens} generated`;
+    `${usage.prompt_tokens} prompt tokens (${cached} cached), ${tokens} generated` +
+    (reason === "length" ? " · cut off: no tokens left" : "");
 }
 
 async function send(text) {
   const mine = conversation;
   messages.push({ role: "user", content: text });
-  addTurn("user", text);
+  const question = addTurn("user", text);
   const turn = addTurn("assistant", "");
   const log = $("conversation");
   log.scrollTop = log.scrollHeight;
   running = new AbortController();
+  $("measures").textContent = "";
   setRunning(true);
   let failed = null;
+  let stopped = false;
   try {
     await write(turn, log);
   } catch (error) {
-    failed = error.name === "AbortError" ? null : error;
+    stopped = error.name === "AbortError";
+    failed = stopped ? null : error;
   }
   setRunning(false);
   if (mine !== conversation) return;
-  if (turn.textContent) messages.push({ role: "assistant", content: turn.textContent });
-  else messages.pop();
-  if (failed) addTurn("failed", failed.message);
-  else if (!turn.textContent) turn.remove();
+  if (turn.textContent) {
+    messages.push({ role: "assistant", content: turn.textContent });
+  } else { // nothing was answered: the question goes back to where it can be changed and sent again
+    messages.pop();
+    turn.remove();
+    question.remove();
+    $("message").value ||= text;
+  }
+  if (failed) addTurn("failed", failed.message).scrollIntoView({ block: "nearest" });
+  else if (stopped) $("measures").textContent = "Stopped.";
 }
 
 function setRunning(yes) {
