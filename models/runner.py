@@ -28,6 +28,8 @@ from models.self_test import check_engine_path
 _CPU_REHEARSAL_TOKENS = 32
 #: Rows of a call that stands for all prefills: more than a decode kernel takes.
 _PREFILL_ROWS = 256
+#: Few rows are served by a decode kernel, compiled for different numbers of them (parts of short prompts, prefix hits).
+_SHORT_PREFILLS = (2, 4, 8, 16, 32, 64, 128)
 
 
 class ModelRunner:
@@ -85,10 +87,14 @@ class ModelRunner:
         self.kernels = self._select_kernels()
 
     def warm_up(self) -> None:
-        """Rehearses the largest prefill, a full decode step and sampling, so that every kernel is compiled. Once."""
+        """Rehearses long and short prefills, a full decode step and sampling, so that every kernel is compiled. Once."""
         if self._warm:
             return
         self._rehearse(self._largest_prefill())
+        if self.device.type == "cuda":
+            for length in _SHORT_PREFILLS:
+                if length <= min(self._max_tokens, self._max_model_len):
+                    self._rehearse(StepBatch((self._dummy_seq(0, length, 0),)))
         self._rehearse(self._full_decode())
         self._warm = True
 

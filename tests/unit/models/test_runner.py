@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from attention_backend.jit import launch
 from models.batch import SamplingParams, ScheduledSeq, StepBatch
 from models.kv_pool import MemoryBudget, PoolTooSmallError
 from models.loader import LoadedModel, load_tokenizer
@@ -199,6 +200,24 @@ def test_warming_up_changes_no_answer(tiny_runner: ModelRunner) -> None:
     before = generate(tiny_runner, RANDOM_PROMPTS, 5, sampling=SAMPLED)
     tiny_runner.warm_up()
     assert generate(tiny_runner, RANDOM_PROMPTS, 5, sampling=SAMPLED) == before
+
+
+@pytest.mark.gpu
+def test_no_kernel_is_compiled_after_warming_up() -> None:
+    """A compilation in the middle of serving would stop every running answer for seconds."""
+    for config in (tiny_config(), tiny_config(num_key_value_heads=1), tiny_config(num_key_value_heads=4)):
+        loaded = as_loaded(random_model(config).to("cuda:0", torch.bfloat16))  # type: ignore[arg-type]
+        gpu_runner = ModelRunner(
+            loaded, block_size=16, max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256, num_blocks=40
+        )
+        gpu_runner.warm_up()
+        known = set(launch._loaded)
+        for length in (*range(1, 70), 100, 200):
+            gpu_runner.add_request(0, GREEDY, [1] * length)
+            blocks = list(range(1, 2 + length // 16))
+            gpu_runner.execute(StepBatch((ScheduledSeq(0, [1] * length, 0, blocks, True),)))
+            gpu_runner.remove_request(0)
+        assert set(launch._loaded) == known
 
 
 def test_the_pool_is_sized_by_the_budget_unless_blocks_are_given() -> None:
