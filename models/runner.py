@@ -87,7 +87,7 @@ class ModelRunner:
         self.kernels = self._select_kernels()
 
     def warm_up(self) -> None:
-        """Rehearses long and short prefills, a full decode step and sampling, so that every kernel is compiled. Once."""
+        """Rehearses long and short prefills, a full decode step and sampling, so that every kernel exists. Once."""
         if self._warm:
             return
         self._rehearse(self._largest_prefill())
