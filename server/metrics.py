@@ -16,6 +16,7 @@ from server.engine.messages import EngineReady, EngineStats, RequestTimes
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = "0"
 LABELS: Final = ("model_name", "engine")
+METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160,
                 640, 2560)  # fmt: skip
@@ -79,6 +80,8 @@ class Metrics:
             self.time_per_output_token.observe((times.last_token - times.first_token) / decoded)
 
     def observe_http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """HTTP allows any word as a method: unknown ones share a series, or a caller could make any number of them."""
+        method = method if method in METHODS else "other"
         self._http_requests.labels(handler, method, str(status)).inc()
         self._http_seconds.labels(handler, method).observe(seconds)
 

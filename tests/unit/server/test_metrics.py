@@ -90,6 +90,16 @@ def test_http_replies_are_counted_by_route_not_by_path(server: LiveServer) -> No
         client.request("BREW", "/pot/of/tea")
     text = scrape(server)
     assert 'http_requests_total{handler="/v1/models/{model:path}",method="GET",status="404"}' in text
-    assert 'handler="unmatched",method="any"' in text
+    assert 'handler="unmatched",method="other"' in text
     assert "anything-at-all" not in text
+    assert "BREW" not in text
+
+
+def test_a_callers_words_make_no_new_series(server: LiveServer) -> None:
+    """Each would stay in memory for ever, and the probes are open to everybody."""
+    with server.client() as client:
+        replies = [client.request(method, "/health") for method in ("BREW", "MAKE", "BREW2")]
+    text = scrape(server)
+    assert [reply.status_code for reply in replies] == [405] * 3
+    assert 'handler="/health",method="other",status="405"' in text
     assert "BREW" not in text
