@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from typing import Any, Protocol
 
+from models.errors import ModelLoadError
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
 from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, ServerDraining
@@ -138,6 +139,8 @@ class Lifecycle:
             raise
         except LongwaveError as error:
             await self._fail(error.message)
+        except ModelLoadError as error:
+            await self._fail(str(error))
         except Exception as error:  # whatever a model's files can do to a tokenizer
             await self._fail(f"{type(error).__name__}: {error}")
         else:

@@ -37,6 +37,7 @@ logger = logging.getLogger("longwave")
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/health/startup", "/", "/web/app.js", "/web/style.css"}
 )
+POLLED = ("/health", "/metrics")  # asked every few seconds: logged when they say no
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 BUFFERED_BODIES = 8  # bodies of full size that may be in memory before they reach admission
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -94,7 +95,8 @@ class RequestContext:
         route = getattr(scope.get("route"), "path", "unmatched")
         self.metrics.observe_http(route, scope["method"] if route != "unmatched" else "any", status, seconds)
         # The route and never the raw path or query: they are the caller's text.
-        access_log.info("%s %s %d %.3fs %s", scope["method"], route, status, seconds, request_id)
+        level = logging.DEBUG if route.startswith(POLLED) and status < 400 else logging.INFO
+        access_log.log(level, "%s %s %d %.3fs %s", scope["method"], route, status, seconds, request_id)
 
 
 class Authentication:

@@ -8,17 +8,26 @@ import torch
 
 from attention_backend import dispatch
 from models import loader, registry
-from models.kv_pool import MemoryBudget
+from models.errors import ModelLoadError
+from models.kv_pool import MemoryBudget, PoolTooSmallError
+from models.patching import UnsupportedModelError
 from models.runner import ModelRunner
 from server.engine.config import EngineConfig
-from server.engine.runner import LoadedRunner
+from server.engine.runner import CannotServeError, LoadedRunner
 
 logger = logging.getLogger(__name__)
 
 
 def load(config: EngineConfig) -> LoadedRunner:
-    """Loads weights, tests them against eager attention, allocates the KV cache. Raises what the person who started
-    the server must know: models.errors, an unsupported model, a pool too small."""
+    """Loads weights and allocates the KV cache. Raises CannotServeError with what the person who started the server
+    must know: no such model, one that cannot be served, a pool too small."""
+    try:
+        return _load(config)
+    except (ModelLoadError, UnsupportedModelError, PoolTooSmallError) as error:
+        raise CannotServeError(str(error)) from error
+
+
+def _load(config: EngineConfig) -> LoadedRunner:
     device = _device(config.device)
     source = registry.resolve(config.model, cache_dir=_path(config.cache_dir), image_dir=_path(config.model_image_dir))
     model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format)
@@ -56,7 +65,7 @@ def _path(text: str | None) -> Path | None:
 def _device(name: str) -> torch.device:
     """An explicit "cuda" without a GPU is an error, never a CPU."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("device is 'cuda', but torch finds no usable GPU (see `longwave doctor`)")
+        raise CannotServeError("device is 'cuda', but torch finds no usable GPU (see `longwave doctor`)")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
@@ -66,7 +75,7 @@ def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
     """What is served: as asked, but no more than a pool of a given size holds."""
     length = config.max_model_len or max_position_embeddings
     if length > max_position_embeddings:
-        raise ValueError(f"max_model_len is {length}, but the model was made for {max_position_embeddings} positions")
+        raise CannotServeError(f"max_model_len is {length}, but the model has {max_position_embeddings} positions")
     if config.num_gpu_blocks_override is None:
         return length
     room = (config.num_gpu_blocks_override - 1) * config.block_size
@@ -78,7 +87,7 @@ def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
 def _check_kv_cache_dtype(name: str, dtype: torch.dtype) -> None:
     served = str(dtype).removeprefix("torch.")
     if name not in ("auto", served):
-        raise ValueError(f"kv_cache_dtype is {name}, but with this model the KV cache is {served}")
+        raise CannotServeError(f"kv_cache_dtype is {name}, but with this model the KV cache is {served}")
 
 
 def _host_is_there() -> None:

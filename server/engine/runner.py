@@ -34,6 +34,10 @@ class Runner(Protocol):
     def execute(self, batch: StepBatch) -> StepOutput: ...
 
 
+class CannotServeError(Exception):
+    """The configuration or the model is wrong, and the message is all that the person who started us needs."""
+
+
 def _nothing() -> None:
     pass
 

@@ -17,7 +17,7 @@ from server.engine.limits import SchedulerConfig
 from server.engine.link import EngineLink
 from server.engine.messages import EngineFailed
 from server.engine.parent import die_with_parent
-from server.engine.runner import LoadedRunner, load
+from server.engine.runner import CannotServeError, LoadedRunner, load
 from server.engine.scheduler import Scheduler
 
 logger = logging.getLogger("server.engine.worker")  # __name__ is "__main__" in the process itself
@@ -69,6 +69,9 @@ def main() -> None:
     status = 0
     try:
         serve(arguments.config, link)
+    except CannotServeError as error:
+        link.send([EngineFailed(str(error))])  # the API process logs it
+        status = 1
     except BaseException as error:
         logger.exception("engine failed")
         link.send([EngineFailed(f"{type(error).__name__}: {error}")])

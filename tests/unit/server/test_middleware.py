@@ -211,3 +211,15 @@ def test_prompts_keys_and_queries_are_not_logged(locked: LiveServer, caplog: pyt
     for text in (ours, metrics):
         assert "canary" not in text
         assert "first-key" not in text
+
+
+def test_polling_is_logged_only_when_it_says_no(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with live_server() as server, server.client() as client:
+        for path in ("/health/live", "/health/ready", "/metrics"):
+            assert client.get(path).status_code == 200
+        server.engine.alive = False
+        assert client.get("/health/live").status_code == 503
+    wait_until(lambda: "503" in caplog.text)
+    ours = [record.getMessage() for record in caplog.records if record.name == "longwave.access"]
+    assert [line.split()[1:3] for line in ours] == [["/health/live", "503"]]

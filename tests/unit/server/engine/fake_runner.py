@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
 from server.engine.config import EngineConfig
-from server.engine.runner import LoadedRunner
+from server.engine.runner import CannotServeError, LoadedRunner
 
 VOCAB_SIZE = 32_000
 EOS = 0
@@ -134,6 +134,8 @@ def load(config: EngineConfig) -> LoadedRunner:
     """The factory for EngineConfig.runner; `model` may name how loading fails."""
     if config.model == "missing":
         raise FileNotFoundError("no such model")
+    if config.model == "refused":
+        raise CannotServeError("this model has no attention")
     runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size, config.max_num_batched_tokens)
     return LoadedRunner(
         runner=runner,

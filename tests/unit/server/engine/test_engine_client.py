@@ -264,6 +264,15 @@ async def test_an_engine_that_can_not_start_says_why_and_is_not_tried_again() ->
 
 
 @in_loop
+async def test_a_refusal_to_serve_is_passed_on_as_it_is() -> None:
+    client = EngineClient(config(model="refused"))
+    await client.start()
+    with pytest.raises(EngineUnavailable, match=r"^The engine is not running: this model has no attention.$"):
+        await client.ready()
+    await client.shutdown()
+
+
+@in_loop
 async def test_shutdown_lets_open_requests_finish() -> None:
     client = EngineClient(config())
     await client.start()
