@@ -203,6 +203,25 @@ def test_warming_up_changes_no_answer(tiny_runner: ModelRunner) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("budget", [64, 16])
+def test_a_gpu_that_lags_behind_the_host_answers_what_transformers_answers(budget: int) -> None:
+    """Chunks of a long prompt sample nothing, so the host is several steps ahead. float32: the CPU's very tokens."""
+    model = random_model(tiny_config())
+    sampling = SamplingParams(temperature=0.0, min_tokens=6)
+    prompts = torch.randint(3, 120, (2, 200), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = [eager_tokens(model, prompt, 6) for prompt in prompts]
+    gpu_runner = ModelRunner(
+        as_loaded(model.to("cuda:0")),  # type: ignore[arg-type]
+        block_size=16, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, num_blocks=64,
+    )  # fmt: skip
+    gpu_runner.warm_up()
+    for together in ([0], [1], [0, 1]):
+        torch.cuda._sleep(1_000_000_000)
+        answers = generate(gpu_runner, [prompts[i] for i in together], 6, sampling=sampling, budget=budget)
+        assert [answer.tokens for answer in answers] == [expected[i] for i in together]
+
+
+@pytest.mark.gpu
 def test_no_kernel_is_compiled_after_warming_up() -> None:
     """A compilation in the middle of serving would stop every running answer for seconds."""
     for config in (tiny_config(), tiny_config(num_key_value_heads=1), tiny_config(num_key_value_heads=4)):
