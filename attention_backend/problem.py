@@ -69,10 +69,6 @@ class AttentionArgs:
     num_splits: int = 0  # 0: the heuristic decides
 
     @property
-    def varlen_q(self) -> bool:
-        return self.cu_seqlens_q is not None
-
-    @property
     def paged(self) -> bool:
         return self.block_table is not None
 

@@ -34,7 +34,6 @@ from benchmarks.stopwatch import Stopwatch, alternate, copy_bandwidth
 TOLERANCE = 1e-2  # relative; two bf16 implementations differ by about 3e-3
 _ROTATED_BYTES = 256 * 1024 * 1024
 _MAX_SETS = 8
-_GB = 1e9
 
 
 class Section(StrEnum):

@@ -67,9 +67,6 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokens.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def token_text(self, token_id: int) -> str:
-        return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, half characters included. Ids beyond the vocabulary stand for nothing."""
         known = self._bytes.get(token_id)

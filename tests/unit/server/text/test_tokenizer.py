@@ -16,7 +16,6 @@ def test_token_bytes_are_the_bytes_a_token_stands_for(tokenizer: TextTokenizer) 
     assert tokenizer.token_bytes(256) == b"he"
     assert tokenizer.token_bytes(258) == b"<|endoftext|>"
     assert tokenizer.token_bytes(9999) == b""
-    assert tokenizer.token_text(0xE6) == "\ufffd"
 
 
 def test_long_texts_leave_the_event_loop(tokenizer: TextTokenizer) -> None:
