@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from server.engine.config import EngineConfig
 from server.engine.messages import EngineReady
-from server.errors import ContextLengthExceeded, ServerOverloaded
+from server.errors import ContextLengthExceeded, InvalidRequest, ServerOverloaded
 
 
 class Admission:
@@ -45,7 +45,14 @@ class Admission:
 
     @contextmanager
     def reserve(self, num_sequences: int = 1) -> Iterator[None]:
-        """Taken before tokenising, held until the answer is complete. Raises ServerOverloaded at once when full."""
+        """Taken before tokenising, held until the answer is complete. Raises ServerOverloaded at once when full, and
+        InvalidRequest for more sequences than there is ever room for."""
+        if num_sequences > self.max_requests:
+            raise InvalidRequest(
+                f"The request asks for {num_sequences} choices (prompts times n); at most {self.max_requests} are "
+                "served at once.",
+                param="n",
+            )
         if self.num_requests + num_sequences > self.max_requests:
             raise ServerOverloaded(f"The server is full: {self.num_requests} requests are open. Try again later.")
         self.num_requests += num_sequences

@@ -6,7 +6,7 @@ import pytest
 
 from server.engine.admission import Admission
 from server.engine.config import EngineConfig
-from server.errors import ContextLengthExceeded, ServerOverloaded
+from server.errors import ContextLengthExceeded, InvalidRequest, ServerOverloaded
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,15 @@ def test_a_full_server_refuses_at_once_and_says_when_to_come_back() -> None:
         with pytest.raises(ServerOverloaded), admission.reserve(2):
             pytest.fail("there was no room for two")
     assert admission.num_requests == 0
+
+
+def test_what_no_waiting_makes_possible_is_not_told_to_come_back() -> None:
+    admission = Admission(3)
+    with pytest.raises(InvalidRequest, match="at most 3") as refused, admission.reserve(4):
+        pytest.fail("there is never room for four")
+    assert (refused.value.status, refused.value.param, refused.value.retry_after) == (400, "n", None)
+    with admission.reserve(3):
+        assert admission.num_requests == 3
 
 
 def test_a_failed_request_gives_its_place_back() -> None:
