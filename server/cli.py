@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -43,7 +42,9 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def longwave(
-    version: Annotated[bool, Flag("--version", callback=_print_version, is_eager=True, help="And exit.")] = False,
+    version: Annotated[
+        bool, Flag("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Long-context generation behind an OpenAI-compatible server."""
 
@@ -250,8 +251,8 @@ def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
     for name, text in diagnosis.cache.items():
         facts.add_row(f"kernel cache {name}", text)
     console.print(facts)
-    titles = ("layers", "of type", "heads", "key heads", "head_dim", "prefill", "decode")
-    layers = Table(*(Column(title, overflow="fold") for title in titles), title=diagnosis.model, box=SIMPLE_HEAD)
+    titles = ("layers", "type", "heads", "kv heads", "head_dim", "prefill", "decode")
+    layers = Table(*(Column(title, overflow="fold") for title in titles), title=diagnosis.model, box=None)
     for layer in diagnosis.layers:
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)

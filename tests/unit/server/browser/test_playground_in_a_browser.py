@@ -1,0 +1,86 @@
+"""The playground page as a person uses it, in a real browser; skipped where there is none."""
+
+from collections.abc import Iterator
+
+import pytest
+from chromium import CHROMIUM, Page, open_page
+from scripted_engine import LiveServer, Script, live_server, wait_until
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
+]
+
+TURNS = "[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])"
+MEASURES = "document.querySelector('#measures').textContent"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+def visit(page: Page, server: LiveServer) -> None:
+    page.log.clear()
+    page.command("Page.navigate", url=server.url + "/")
+    wait_until(lambda: page.evaluate("document.querySelector('#status')?.textContent.startsWith('Ready')"))
+
+
+def ask(page: Page, text: str) -> None:
+    page.evaluate("document.querySelector('#message').focus()")
+    page.type(text)
+    page.press_enter()
+
+
+def test_a_question_is_answered_and_measured(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    ask(page, "hi <b>there</b>")
+    wait_until(lambda: "generated" in page.evaluate(MEASURES))
+    assert page.evaluate(TURNS) == [["user", "hi <b>there</b>"], ["assistant", "hello world"]]
+    ask(page, "again")
+    wait_until(lambda: len(server.engine.requests) == 2)
+    wait_until(lambda: "generated" in page.evaluate(MEASURES))
+    assert len(page.evaluate(TURNS)) == 4
+    assert page.problems() == []
+
+
+def test_an_answer_can_be_stopped(page: Page, server: LiveServer) -> None:
+    server.engine.script = Script(ends=False)
+    visit(page, server)
+    ask(page, "for ever")
+    wait_until(lambda: page.evaluate("document.querySelector('.turn.assistant')?.textContent.length > 5"))
+    page.evaluate("document.querySelector('#stop').click()")
+    wait_until(lambda: page.evaluate(MEASURES) == "Stopped.")
+    wait_until(lambda: len(server.engine.aborted) == 1)
+    assert page.evaluate("document.querySelector('#stop').hidden") is True
+
+
+def test_a_refused_question_goes_back_to_where_it_can_be_changed(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    page.evaluate("document.querySelector('#temperature').value = 3")
+    ask(page, "hot")
+    wait_until(lambda: page.evaluate("document.querySelector('.turn.failed') !== null"))
+    ((who, message),) = page.evaluate(TURNS)
+    assert who == "failed"
+    assert "temperature" in message
+    assert page.evaluate("document.querySelector('#message').value") == "hot"
+
+
+def test_a_server_with_a_key_asks_for_it(page: Page) -> None:
+    with live_server(api_key="right") as server:
+        page.command("Page.navigate", url=server.url + "/")
+        wait_until(lambda: page.evaluate("document.querySelector('#key-dialog')?.open"))
+        page.evaluate("document.querySelector('#key').focus()")
+        page.type("right")
+        page.press_enter()
+        wait_until(lambda: page.evaluate("document.querySelector('#status').textContent.startsWith('Ready')"))
+
+
+@pytest.mark.parametrize("width", [320, 390, 1200])
+def test_nothing_overflows(page: Page, server: LiveServer, width: int) -> None:
+    page.command("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+    visit(page, server)
+    wide = "[...document.querySelectorAll('body *')].filter((it) => it.getBoundingClientRect().right > innerWidth)"
+    assert page.evaluate(f"{wide}.map((it) => it.id || it.tagName)") == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
