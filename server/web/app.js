@@ -10,14 +10,18 @@ function headers() {
   return { "content-type": "application/json", ...(apiKey ? { authorization: `Bearer ${apiKey}` } : {}) };
 }
 
+// Whether one was given; Escape gives none.
 function askForKey() {
   const dialog = $("key-dialog");
+  $("key-refused").hidden = apiKey === "";
+  $("key").value = dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {
-      apiKey = $("key").value.trim();
+      const given = dialog.returnValue === "use";
+      apiKey = given ? $("key").value.trim() : "";
       sessionStorage.setItem("longwave-key", apiKey);
-      resolve(apiKey !== "");
+      resolve(given);
     }, { once: true });
   });
 }
@@ -27,7 +31,7 @@ async function call(path, options = {}) {
   for (;;) {
     const reply = await fetch(path, { ...options, headers: headers() });
     if (reply.status !== 401) return reply;
-    if (!(await askForKey())) throw new Error("This server asks for an API key.");
+    if (!(await askForKey())) throw new Error("This server asks for an API key: reload the page to give one.");
   }
 }
 
@@ -46,7 +50,9 @@ async function connect() {
     $("status").textContent = length ? `Ready. Up to ${length.toLocaleString()} tokens.` : "The model is loading…";
     if (!length) setTimeout(connect, 1000);
   } catch (error) {
-    $("status").textContent = error.message;
+    const gone = error instanceof TypeError; // fetch's word for a server that cannot be reached
+    $("status").textContent = gone ? "The server cannot be reached. Trying again…" : error.message;
+    if (gone) setTimeout(connect, 2000);
   }
 }
 

@@ -71,9 +71,13 @@ def test_a_server_with_a_key_asks_for_it(page: Page) -> None:
     with live_server(api_key="right") as server:
         page.command("Page.navigate", url=server.url + "/")
         wait_until(lambda: page.evaluate("document.querySelector('#key-dialog')?.open"))
-        page.evaluate("document.querySelector('#key').focus()")
-        page.type("right")
-        page.press_enter()
+        assert page.evaluate("document.querySelector('#key-refused').hidden") is True
+        for key in ("wrong", "right"):
+            page.evaluate("document.querySelector('#key').focus()")
+            page.type(key)
+            page.press_enter()
+            if key == "wrong":
+                wait_until(lambda: page.evaluate("!document.querySelector('#key-refused').hidden"))
         wait_until(lambda: page.evaluate("document.querySelector('#status').textContent.startsWith('Ready')"))
 
 
