@@ -252,7 +252,9 @@ def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
         facts.add_row(f"kernel cache {name}", text)
     console.print(facts)
     titles = ("layers", "type", "heads", "kv heads", "head_dim", "prefill", "decode")
-    layers = Table(*(Column(title, overflow="fold") for title in titles), title=diagnosis.model, box=None, pad_edge=False)
+    layers = Table(
+        *(Column(title, overflow="fold") for title in titles), title=diagnosis.model, box=None, pad_edge=False
+    )
     for layer in diagnosis.layers:
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)
