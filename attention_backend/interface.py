@@ -3,6 +3,9 @@
 FlashAttention 2.x: argument order, layouts, defaults and semantics (causal is bottom-right, ALiBi is two-sided).
 """
 
+from dataclasses import replace
+from typing import Any
+
 from torch import Tensor
 
 from attention_backend import ops
@@ -26,6 +29,8 @@ def attention(args: AttentionArgs) -> Tensor:
 def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """As `attention`, with the log of every row's softmax denominator, `args.lse_shape`."""
     check_args(args)
+    if args.q.device.type == "cuda":
+        args = with_plain_strides(args)
     out, lse = ops.attention_op(
         args.q, args.k, args.v, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q,
         args.max_seqlen_k, args.seqused_k, args.leftpad_k, args.block_table, args.mask_desc, args.key_mask, args.bias,
@@ -123,6 +128,25 @@ def flash_attn_varlen_func(
         )
     )
     return (out, lse, None) if return_attn_probs else out
+
+
+#: Read by kernels as arrays; and as rows, whatever lies between them.
+_ARRAYS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "mask_desc", "sinks")
+_ROWS = ("block_table", "key_mask", "bias", "alibi_slopes")
+
+
+def with_plain_strides(args: AttentionArgs) -> AttentionArgs:
+    """Lengths, masks and biases as kernels read them, copied where they are not: slices of a table, expanded lengths,
+    T5's position bias (heads last in memory)."""
+    copies: dict[str, Any] = {}
+    for name in (*_ARRAYS, *_ROWS):
+        x: Tensor | None = getattr(args, name)
+        if x is None:
+            continue
+        plain = x.is_contiguous() if name in _ARRAYS else x.shape[-1] <= 1 or x.stride(-1) == 1
+        if not plain:
+            copies[name] = x.contiguous()
+    return replace(args, **copies) if copies else args
 
 
 def default_scale(softmax_scale: float | None, q: Tensor) -> float:

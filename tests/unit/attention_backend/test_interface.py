@@ -20,6 +20,7 @@ from attention_backend import (
     ops,
     paged_attention,
 )
+from attention_backend.interface import with_plain_strides
 from attention_backend.reference import rotary, standard
 
 FIELDS = AttentionArgs.__slots__
@@ -217,3 +218,49 @@ def test_cached_calls_compile_as_one_graph(backend: str) -> None:
     pairs: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [(engine, call[0]), (kvcache, q)]
     for function, x in pairs:
         assert torch.equal(torch.compile(function, fullgraph=True, backend=backend)(x), function(x))
+
+
+def strided_problems() -> dict[str, AttentionArgs]:
+    """What a problem brings beside q, k and v, in memory as models and users have it."""
+    q, k, v = tensors()
+    heads_last = torch.randn(7, 33, 4).permute(2, 0, 1)[None]  # T5's position bias
+    table = torch.tensor([[1, 0, 2], [3, 5, 4]], dtype=torch.int32).repeat_interleave(2, 1)[:, ::2]
+    pages = [x.reshape(-1, 11, 2, 16) for x in (k, v)]
+    lengths, every_other = torch.tensor([20, 0, 33, 0], dtype=torch.int32), torch.rand(2, 66) < 0.5
+    return {
+        "bias": AttentionArgs(q, k, v, 0.25, bias=heads_last),
+        "key mask": AttentionArgs(q, k, v, 0.25, key_mask=every_other[:, ::2]),
+        "lengths": AttentionArgs(q, k, v, 0.25, seqused_k=lengths[::2], leftpad_k=lengths[3:].expand(2)),
+        "sinks": AttentionArgs(q, k, v, 0.25, sinks=torch.randn(1).expand(4), alibi_slopes=torch.rand(8)[::2]),
+        "table": AttentionArgs(q, *pages, 0.25, seqused_k=lengths[:2], block_table=table, max_seqlen_k=33),
+    }
+
+
+@pytest.mark.parametrize("name", strided_problems())
+def test_kernels_get_plain_strides_and_the_same_values(name: str) -> None:
+    args = strided_problems()[name]
+    plain = with_plain_strides(args)
+    assert plain is not args
+    assert with_plain_strides(plain) is plain
+    for field in FIELDS:
+        before, after = getattr(args, field), getattr(plain, field)
+        if isinstance(before, Tensor):
+            assert after.stride(-1) == 1
+            assert torch.equal(after, before)
+
+
+def on_the_gpu(x: Tensor) -> Tensor:
+    """With its strides, which to() would drop."""
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return storage.to("cuda:0").as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", strided_problems())
+def test_strides_change_no_result_on_a_gpu(name: str) -> None:
+    args = strided_problems()[name]
+    moved = {field: on_the_gpu(x) for field in FIELDS if isinstance(x := getattr(args, field), Tensor)}
+    out, lse = attention_with_lse(replace(args, **moved))
+    want, want_lse = attention_with_lse(args)
+    close(out.cpu(), want)
+    close(lse.cpu(), want_lse)
