@@ -106,6 +106,8 @@ class Lifecycle:
             raise ServerDraining("The server is shutting down. Try again later.")
         if self.generator is None:
             raise EngineUnavailable("The model is still loading. Try again later.")
+        if not self.engine.alive:
+            raise EngineUnavailable("The engine failed too often and stays down: the server needs a restart.")
         return self.generator
 
     async def wait_until(self, *phases: Phase) -> Phase:

@@ -53,6 +53,9 @@ def test_a_silent_or_dead_engine_is_not_live() -> None:
         server.engine.heartbeat_age = 0.0
         server.engine.alive = False
         assert probes(client)["live"] == 503
+        error = client.post("/v1/chat/completions", json=CHAT).json()["error"]
+        assert error["code"] == "engine_unavailable"
+        assert "needs a restart" in error["message"]
 
 
 def test_draining_refuses_new_work_and_finishes_what_runs() -> None:
