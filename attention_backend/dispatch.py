@@ -182,8 +182,12 @@ def select(args: AttentionArgs) -> KernelSpec:
         reason = line.refuses(args)
         if reason is None:
             return KernelSpec(line.kernel, _arch(args))
-        reasons.append(f"  {line.kernel} ({line.device}) serves {line.serves}\n    but {reason}")
-    raise UnsupportedError("no attention kernel serves this call:\n" + "\n".join(reasons))
+        reasons.append(reason)
+    refusals = (
+        f"  {line.kernel} ({line.device}) serves {line.serves}\n    but {reason}"
+        for line, reason in zip(TABLE, reasons, strict=True)
+    )
+    raise UnsupportedError("no attention kernel serves this call:\n" + "\n".join(refusals))
 
 
 def run(args: AttentionArgs) -> Result:

@@ -1,7 +1,7 @@
 """Decoding over the engine's pages: one row per sequence, few torch calls, as those are what a short context costs.
 
 What follows from lengths and block tables alone is made once a step, not once a layer. Exact like `cpu`, and linear in
-memory: keys and values are copied out of their pages, up to `_MAX_COPIED` elements at a time.
+memory: keys and values are copied out of their pages, a few sequences at a time.
 """
 
 import math
@@ -15,8 +15,10 @@ from attention_backend.reference.contents import ByContents
 from attention_backend.reference.tiles import compute_dtype
 from attention_backend.reference.visibility import row_intervals
 
-#: Elements of keys and values copied at a time: 16 MiB of float32. One sequence with more is the tiled path's.
-_MAX_COPIED = 1 << 22
+#: Elements of keys and values copied at a time: 4 MiB of float32, which a cache holds.
+_MAX_COPIED = 1 << 20
+#: The same of one sequence, which may be more. A step with a longer context is left to the tiled path.
+_LONGEST_COPIED = 1 << 22
 #: Up to this many keys, sequences are padded to one another; above, only within a power of two.
 _SHORT = 512
 
@@ -46,7 +48,8 @@ def serves(args: AttentionArgs) -> bool:
         and args.alibi_slopes is None
         and args.q.numel() > 0
         and args.k.numel() > 0
-        and _copied(args, args.block_table.shape[1] * args.k.shape[1]) <= _MAX_COPIED
+        and args.block_table.numel() > 0
+        and _copied(args, args.block_table.shape[1] * args.k.shape[1]) <= _LONGEST_COPIED
         and args.k.transpose(1, 2).is_contiguous()
         and args.v.transpose(1, 2).is_contiguous()
     )
@@ -87,8 +90,8 @@ def _plan(args: AttentionArgs) -> list[_Part]:
     first = low // block_size  # pages before a window are not read
     counts = (-(-high // block_size) - first).clamp_min(1)
     buckets: dict[int, list[int]] = {}
-    for b, count in enumerate(counts.tolist()):
-        buckets.setdefault((max(count * block_size, _SHORT) - 1).bit_length(), []).append(b)
+    for index, count in enumerate(counts.tolist()):
+        buckets.setdefault((max(count * block_size, _SHORT) - 1).bit_length(), []).append(index)
     parts = []
     table = args.block_table.long().cpu()
     for members in buckets.values():

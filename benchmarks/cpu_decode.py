@@ -1,0 +1,206 @@
+"""The quick start's speed on a CPU: the runner against transformers' generate (eager, float32) on the bundled model.
+
+The two take turns in one process, best round each. Prints and writes tokens per second of one request and of several
+at once, a 512-token prompt's time, and the paged attention of one layer.
+
+    python benchmarks/cpu_decode.py --out benchmarks/results/cpu_decode.json
+    python benchmarks/cpu_decode.py --threads 1 --clock cpu      # on a machine with other work to do
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import attention_backend  # noqa: E402
+from attention_backend.metadata import PagedMetadata  # noqa: E402
+from benchmarks import machine  # noqa: E402
+from models import loader, registry  # noqa: E402
+from models.batch import SamplingParams, ScheduledSeq, StepBatch  # noqa: E402
+from models.runner import ModelRunner  # noqa: E402
+
+BLOCK_SIZE = 64
+TOGETHER = 8
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+class Ours:
+    """The runner, driven as the engine drives it: the prompts in one step, then a token of each at a time."""
+
+    def __init__(self, model: str, longest: int) -> None:
+        loaded = loader.load(registry.resolve(model), dtype="float32", device="cpu")
+        self.config = loaded.config
+        self._blocks = -(-longest // BLOCK_SIZE)
+        self._runner = ModelRunner(
+            loaded,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=TOGETHER,
+            max_num_batched_tokens=TOGETHER * longest,
+            max_model_len=longest,
+            num_blocks=TOGETHER * self._blocks + 1,
+        )
+        self._runner.warm_up()
+
+    def generate(self, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+        # Pages of the sequences alternate, as they do when sequences grow side by side.
+        tables = [[1 + slot + j * len(prompts) for j in range(self._blocks)] for slot in range(len(prompts))]
+        for slot, prompt in enumerate(prompts):
+            self._runner.add_request(slot, GREEDY, prompt)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        new, computed = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        for _ in range(count):
+            seqs = (ScheduledSeq(slot, new[slot], computed[slot], tables[slot], True) for slot in range(len(prompts)))
+            output = self._runner.execute(StepBatch(tuple(seqs)))
+            for slot, token in enumerate(output.token_ids):
+                computed[slot] += len(new[slot])
+                new[slot] = [token]
+                tokens[slot].append(token)
+        for slot in range(len(prompts)):
+            self._runner.remove_request(slot)
+        return tokens
+
+
+class Theirs:
+    """transformers' own generate over the same folder."""
+
+    def __init__(self, model: str) -> None:
+        folder = registry.resolve(model).fetch()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        self._model.eval()
+
+    def generate(self, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        output = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+        )
+        tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
+        return tokens
+
+
+@torch.inference_mode()
+def attention_ms(config: Any, batch: int, context: int, clock: Callable[[], float]) -> float:
+    """One layer's store and attention in a decode step. Every "step" has metadata of its own, 30 layers share it."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    dim, width = config.hidden_size // heads, -(-context // BLOCK_SIZE)
+    k_cache, v_cache = (torch.randn(batch * width, kv_heads, BLOCK_SIZE, dim) for _ in range(2))
+    q, k, v = (torch.randn(batch, h, dim) for h in (heads, kv_heads, kv_heads))
+    best = float("inf")
+    for step in range(12):
+        length = context - step % BLOCK_SIZE
+        table = torch.arange(batch * width, dtype=torch.int32).view(width, batch).T.contiguous()
+        last = table[:, (length - 1) // BLOCK_SIZE].long()
+        metadata = PagedMetadata(
+            cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32),
+            seq_lens=torch.full((batch,), length, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=last * BLOCK_SIZE + (length - 1) % BLOCK_SIZE,
+            num_decodes=batch,
+            max_seqlen_q=1,
+            max_seqlen_k=length,
+        )
+        begin = clock()
+        for _ in range(config.num_hidden_layers):
+            attention_backend.paged_attention(q, k, v, k_cache, v_cache, metadata, softmax_scale=dim**-0.5)
+        best = min(best, (clock() - begin) / config.num_hidden_layers)
+    return 1e3 * best
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    clock = CLOCKS[options.clock]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    longest = max(512 + 1, options.prompt + options.tokens)
+    ours, theirs = Ours(options.model, longest), Theirs(options.model)
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        ids: list[list[int]] = torch.randint(100, ours.config.vocab_size, (count, length), generator=generator).tolist()
+        return ids
+
+    one, several, long = prompts(1, options.prompt), prompts(TOGETHER, options.prompt), prompts(1, 512)
+    races: dict[str, tuple[Sequence[list[int]], int]] = {
+        "one_request": (one, options.tokens),
+        f"{TOGETHER}_requests": (several, options.tokens),
+        "prompt_of_512": (long, 1),
+    }
+    equal = ours.generate(one, options.tokens) == theirs.generate(one, options.tokens)
+    best = {(race, who): float("inf") for race in races for who in ("ours", "transformers")}
+    for _ in range(options.rounds):
+        for race, (ids, count) in races.items():
+            for who, generate in (("ours", ours.generate), ("transformers", theirs.generate)):
+                begin = clock()
+                generate(ids, count)
+                best[race, who] = min(best[race, who], clock() - begin)
+
+    def rate(race: str, who: str) -> float:
+        ids, count = races[race]
+        return len(ids) * count / best[race, who]
+
+    alone = rate("one_request", "transformers")
+    decoding = {
+        race: {who: round(rate(race, who), 2) for who in ("ours", "transformers")}
+        | {"ours_over_transformers_alone": round(rate(race, "ours") / alone, 2)}
+        for race in races
+        if races[race][1] > 1
+    }
+    return {
+        "same_greedy_tokens": equal,
+        "tokens_per_s": decoding,
+        "prompt_of_512_ms": {who: round(1e3 * best["prompt_of_512", who], 1) for who in ("ours", "transformers")},
+        "paged_attention_ms_per_layer": {
+            f"batch {batch}, context {context}": round(attention_ms(ours.config, batch, context, clock), 4)
+            for batch, context in ((1, 192), (TOGETHER, 192), (1, 2048), (TOGETHER, 2048))
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens generated per request")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as the runner takes by itself")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: this process's CPU time")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    options = parser.parse_args()
+    result = measure(options)
+    report = {
+        "machine": machine.facts()
+        | {
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load_average": os.getloadavg()[0],
+            "transformers": machine.installed("transformers"),
+        },
+        "options": {name: value for name, value in vars(options).items() if name != "out"},
+        **result,
+    }
+    text = json.dumps(report, indent=1)
+    sys.stdout.write(text + "\n")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
