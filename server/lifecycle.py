@@ -120,6 +120,9 @@ class Lifecycle:
         await self._enter(Phase.DRAINING)
         if self.generator is None:
             return
+        logger.info(
+            "shutting down: running answers get %.0f s, a second signal ends them now", self.settings.shutdown_timeout
+        )
         try:
             await asyncio.wait_for(self.generator.idle(), self.settings.shutdown_timeout)
         except TimeoutError:
