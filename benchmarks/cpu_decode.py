@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from attention_backend.metadata import PagedMetadata  # noqa: E402
 from benchmarks import machine  # noqa: E402
 from models import loader, registry  # noqa: E402
 from models.batch import SamplingParams, ScheduledSeq, StepBatch  # noqa: E402
+from models.progress_bars import without_progress_bars  # noqa: E402
 from models.runner import ModelRunner  # noqa: E402
 
 BLOCK_SIZE = 64
@@ -77,9 +79,10 @@ class Theirs:
 
     def __init__(self, model: str) -> None:
         folder = registry.resolve(model).fetch()
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
+        with without_progress_bars():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            )
         self._model.eval()
 
     def generate(self, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -172,6 +175,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else []
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
@@ -186,7 +195,7 @@ def main() -> None:
     report = {
         "machine": machine.facts()
         | {
-            "cpu": platform.processor() or platform.machine(),
+            "cpu": cpu_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "load_average": os.getloadavg()[0],
