@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from scripted_engine import LiveServer
+from scripted_engine import VOCAB_SIZE, LiveServer
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
@@ -222,3 +222,23 @@ def test_errors_do_not_repeat_what_was_sent(server: LiveServer) -> None:
     secret = "canary-7f3a"
     for change in ({"messages": [{"role": secret, "content": secret}]}, {"temperature": secret}, {"stop": {secret: 1}}):
         assert secret not in json.dumps(refused(server, "/v1/chat/completions", {**CHAT, **change}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [1, VOCAB_SIZE, 2]}, "prompt"),
+        ({"prompt": [[1], [VOCAB_SIZE]]}, "prompt"),
+        ({"prompt": "hi", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ({"prompt": "hi", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    ],
+)
+def test_tokens_that_the_model_lacks_are_400_and_never_reach_the_engine(
+    server: LiveServer, fields: dict[str, object], param: str
+) -> None:
+    with server.client() as client:
+        reply = client.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, **fields})
+        known = client.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, "prompt": [0, VOCAB_SIZE - 1]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert known.status_code == 200
+    assert [request.prompt_token_ids for request in server.engine.requests] == [[0, VOCAB_SIZE - 1]]
