@@ -223,5 +223,8 @@ def _check_paged(
             f"block_table must be int32 and slot_mapping int64, got {metadata.block_table.dtype} and "
             f"{metadata.slot_mapping.dtype}"
         )
+    for name in ("cu_seqlens_q", "seq_lens", "slot_mapping"):
+        if not getattr(metadata, name).is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
     if metadata.slot_mapping.shape[0] != k_new.shape[0]:
         raise ValueError(f"slot_mapping has {metadata.slot_mapping.shape[0]} slots for {k_new.shape[0]} new keys")

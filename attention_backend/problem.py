@@ -40,6 +40,7 @@ class AttentionArgs:
     * `(j - start[b]) // chunk_size == (p - start[b]) // chunk_size` when chunk_size > 0 (Llama 4's chunked attention)
     * `key_mask[b, j]` when a key mask is given
 
+    Varlen query rows past `cu_seqlens_q[-1]` belong to no sequence: what stands there afterwards is undefined.
     A row that sees nothing gives output 0, lse -inf and gradient 0. Slots that no row may see can hold NaN or Inf.
 
     A score is `softcap * tanh(q.k * softmax_scale / softcap)` (or `q.k * softmax_scale` when softcap is 0),

@@ -42,6 +42,8 @@ def rotate_and_store(
 
     Returns the rotated q; q and k themselves stay as they are.
     """
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     p = _params(k, v, k_cache, v_cache, slot_mapping)
     p.q, p.q_out = q.data_ptr(), q_out.data_ptr()
@@ -60,10 +62,10 @@ def _params(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping
     for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
         vector = _ALIGNMENT // x.element_size()
         odd = any(s % vector for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
-        if odd or x.data_ptr() % _ALIGNMENT or x.shape[-1] % vector:
+        if odd or x.stride(-1) != 1 or x.data_ptr() % _ALIGNMENT or x.shape[-1] % vector:
             raise UnsupportedError(
-                f"{name} of shape {tuple(x.shape)}, strides {x.stride()}: rows are stored {_ALIGNMENT} bytes at a time "
-                f"and must begin and end at multiples of {vector} elements"
+                f"{name} of shape {tuple(x.shape)}, strides {x.stride()}: rows are stored {_ALIGNMENT} bytes at a "
+                f"time: they must be contiguous, and begin and end at multiples of {vector} elements"
             )
     p = StoreParams()
     p.k, p.v, p.k_cache, p.v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()

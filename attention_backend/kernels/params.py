@@ -91,6 +91,9 @@ class StoreParams(ctypes.Structure):
     )
 
 
+_FAR = 1 << 30  # further than any key; sums with a position stay within int32
+
+
 def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -103,9 +106,8 @@ def sequence_params(args: AttentionArgs) -> SequenceParams:
     p.leftpad_k = pointer(args.leftpad_k)
     p.mask_desc = pointer(args.mask_desc)
     p.seqlen_q = args.seqlen_q
-    p.window_left = args.window_left
-    p.window_right = args.window_right
-    p.chunk_size = args.chunk_size
+    p.window_left, p.window_right = min(args.window_left, _FAR), min(args.window_right, _FAR)
+    p.chunk_size = min(args.chunk_size, _FAR)
     if args.block_table is not None:
         page_size = args.k.shape[1]
         p.block_table = args.block_table.data_ptr()
@@ -137,7 +139,7 @@ def fill_tensors(p: ForwardParams | DecodeParams, args: AttentionArgs, out: Tens
     """Sets q, k, v, out, lse, sinks and their strides. Returns the float32 sinks, which must outlive the launch."""
     q, k, v = args.q, args.k, args.v
     p.q, p.k, p.v, p.out, p.lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
-    sinks = None if args.sinks is None else args.sinks.to(torch.float32)
+    sinks = None if args.sinks is None else args.sinks.to(torch.float32).contiguous()
     p.sinks = pointer(sinks)
     p.q_row, p.q_head = q.stride(-3), q.stride(-2)
     p.k_row, p.k_head = k.stride(-3), k.stride(-2)

@@ -4,8 +4,6 @@
 
 #include "parts/element.cuh"
 
-constexpr int kFar = 1 << 30;
-
 // The same fields, in the same order, as attention_backend/kernels/params.py: SequenceParams.
 struct SequenceParams {
   const int* cu_seqlens_q;  // [batch + 1] or null
