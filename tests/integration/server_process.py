@@ -30,15 +30,17 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) ->
 class ServerProcess:
     """`with ServerProcess("--api-key", "k") as server:` is ready to answer when the block begins."""
 
-    def __init__(self, *flags: str, api_key: str | None = None) -> None:
+    def __init__(self, *flags: str, api_key: str | None = None, device: str = "cpu") -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.api_key = api_key
+        self._device = device
         self._flags = [*flags, *(["--api-key", api_key] if api_key else [])]
 
     def __enter__(self) -> Self:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="longwave-", suffix=".log")
-        command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), "--device", "cpu", *self._flags]
+        command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), "--device", self._device]
+        command += self._flags
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
         try:
             wait_until(self._is_ready, "the server is ready", START_SECONDS)
