@@ -240,11 +240,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
           m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
           m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
           m = fmaxf(m, row_max[c][x]);
-          const float shift = m == -kInfinity ? 0.f : m * score.scale_log2;
-          const float correction = exp2_approx(row_max[c][x] * score.scale_log2 - shift);
+          const float shift = score.shift(m);
+          const float correction = exp2_approx(score.exponent(row_max[c][x], shift));
           row_max[c][x] = m;
-          s[c][x] = exp2_approx(fmaf(s[c][x], score.scale_log2, -shift));
-          s[c][x + 2] = exp2_approx(fmaf(s[c][x + 2], score.scale_log2, -shift));
+          s[c][x] = exp2_approx(score.exponent(s[c][x], shift));
+          s[c][x + 2] = exp2_approx(score.exponent(s[c][x + 2], shift));
           row_sum[c][x] = row_sum[c][x] * correction + s[c][x] + s[c][x + 2];
 #pragma unroll
           for (int i = 0; i < HEAD_DIM_V / 16; i++) {

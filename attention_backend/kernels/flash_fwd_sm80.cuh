@@ -218,15 +218,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
         for (int i = 0; i < BLOCK_N / 8; i++) m = fmaxf(m, fmaxf(s[x][i][half * 2], s[x][i][half * 2 + 1]));
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
         m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-        const float shift = m == -kInfinity ? 0.f : m * score.scale_log2;
-        const float correction = exp2_approx(row_max[x][half] * score.scale_log2 - shift);
+        const float shift = score.shift(m);
+        const float correction = exp2_approx(score.exponent(row_max[x][half], shift));
         row_max[x][half] = m;
         float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            float e = exp2_approx(fmaf(s[x][i][half * 2 + j], score.scale_log2, -shift));
+            float e = exp2_approx(score.exponent(s[x][i][half * 2 + j], shift));
             s[x][i][half * 2 + j] = e;
             sum += e;
           }
