@@ -97,7 +97,24 @@ def longcontext() -> str:
     return text + table(["prompt", "time to first token", "time per output token"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"forward": forward, "decode": decode, "longcontext": longcontext}
+def cpu() -> str:
+    """The quick start: the bundled model on two cores, beside transformers' generate."""
+    facts = load("cpu_decode.json")
+    m, speeds = facts["machine"], facts["tokens_per_s"]
+    rows = [
+        [name, f"{speeds[key]['ours']:.1f}", f"{speeds[key]['transformers']:.1f}"]
+        for name, key in (("one", "one_request"), ("eight at once", "8_requests"))
+    ]
+    alone = speeds["8_requests"]["ours_over_transformers_alone"]
+    text = (
+        f"The bundled model on {m['cores']} cores of an {m['cpu']}, float32, tokens per second, beside transformers' own\n"
+        f"generate with eager attention, same greedy tokens (torch {m['torch']}, transformers {m['transformers']}, commit "
+        f"{m['commit'][:10]},\n{m['date'][:10]}; eight at once give {alone:.1f} times what generate gives one):\n\n"
+    )
+    return text + table(["requests", "ours", "transformers"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"forward": forward, "decode": decode, "longcontext": longcontext, "cpu": cpu}
 
 
 def rewritten(readme: str) -> str:
