@@ -154,6 +154,7 @@ def flex(cell: Cell, t: Tensors) -> Call:
 
     device = str(t.q.device)
     mask = create_block_mask(causal, None, None, cell.seqlen_q, cell.seqlen_k, device) if cell.causal else None
+    torch._dynamo.reset()  # past its limit of shapes a function is run uncompiled, which is no peer
     compiled = torch.compile(flex_attention, dynamic=False)
     q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
     gqa = cell.heads != cell.kv_heads
