@@ -50,7 +50,9 @@ class Settings(BaseSettings):
 
     max_model_len: int | None = Field(None, ge=2, le=MAX_MODEL_LEN)
     max_num_seqs: int = Field(256, ge=1, le=4096)
-    max_num_batched_tokens: int = Field(2048, ge=1, le=1_048_576)
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, le=1_048_576, description="Most tokens of a step; 2048 on a GPU and 512 on a CPU if not given."
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     kv_cache_dtype: str = Field("auto", description="auto, bfloat16, float16 or float32.")
     kv_cache_memory_bytes: int | None = Field(None, ge=1_048_576, le=2**50)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64, 128)  # pages the kernels read: one page is one tile of a head
+STEP_TOKENS = {"cuda": 2048, "cpu": 512}
 SMALLEST_MAX_MODEL_LEN = 2  # one prompt token, one answer token
 
 
@@ -20,7 +21,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: int | None = None  # None: the model's own
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None  # None: by the device, see step_tokens
     block_size: int = 64
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -36,12 +37,20 @@ class EngineConfig:
         if problems:
             raise ValueError("; ".join(problems))
 
+    def step_tokens(self, device: str) -> int:
+        """The most tokens of a step on a "cpu" or "cuda" device: as asked, or so many that others' streams do not wait
+        long for a piece of a prompt."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(STEP_TOKENS[device], self.max_num_seqs)
+
     def _problems(self) -> list[str]:
         checks = {
             f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}": self.block_size in BLOCK_SIZES,
             "max_num_seqs must be at least 1": self.max_num_seqs >= 1,
             # Every running sequence has one token in every step, and a prompt needs at least one beside them.
-            "max_num_batched_tokens must be at least max_num_seqs": self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens must be at least max_num_seqs": self.max_num_batched_tokens is None
+            or self.max_num_batched_tokens >= self.max_num_seqs,
             "gpu_memory_utilization must be above 0 and at most 1": 0 < self.gpu_memory_utilization <= 1,
             "max_queued_requests must not be negative": self.max_queued_requests >= 0,
             f"max_model_len must be at least {SMALLEST_MAX_MODEL_LEN}": self.max_model_len is None

@@ -33,11 +33,12 @@ def _load(config: EngineConfig) -> LoadedRunner:
     model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format)
     _check_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     max_model_len = _max_model_len(config, model.max_position_embeddings)
+    step_tokens = config.step_tokens(device.type)
     runner = ModelRunner(
         model,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=step_tokens,
         max_model_len=max_model_len,
         num_blocks=config.num_gpu_blocks_override,
         memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
@@ -49,6 +50,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=max_model_len,
+        max_num_batched_tokens=step_tokens,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         out_of_memory=(torch.OutOfMemoryError, MemoryError),

@@ -51,6 +51,7 @@ class LoadedRunner:
     device: str
     dtype: str
     max_model_len: int
+    max_num_batched_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)

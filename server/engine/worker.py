@@ -37,7 +37,7 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
     )
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,

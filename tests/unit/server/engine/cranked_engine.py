@@ -75,6 +75,7 @@ class Engine:
             device="cpu",
             dtype="float32",
             max_model_len=max_model_len,
+            max_num_batched_tokens=budget,
             vocab_size=fake_runner.VOCAB_SIZE,
             eos_token_ids=(fake_runner.EOS,),
             probe=self.runner.probe,

@@ -136,13 +136,14 @@ def load(config: EngineConfig) -> LoadedRunner:
         raise FileNotFoundError("no such model")
     if config.model == "refused":
         raise CannotServeError("this model has no attention")
-    runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size, config.max_num_batched_tokens)
+    runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size, config.step_tokens("cpu"))
     return LoadedRunner(
         runner=runner,
         model=config.model,
         device="cpu",
         dtype="float32",
         max_model_len=config.max_model_len or 4096,
+        max_num_batched_tokens=config.step_tokens("cpu"),
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
         probe=runner.probe,
