@@ -4,6 +4,7 @@ BaseHTTPMiddleware is not used: it wraps `receive` and so hides disconnects. Mus
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -40,6 +41,7 @@ OPEN_PATHS = frozenset(
 POLLED = ("/health", "/metrics")  # asked every few seconds: logged when they say no
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 BUFFERED_BODIES = 8  # bodies of full size that may be in memory before they reach admission
+LINGER_SECONDS, LINGER_BYTES = 2.0, 64 * 2**20  # how long a refused body is still taken in, and thrown away
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -47,15 +49,31 @@ def header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
-async def send_error(send: Send, error: LongwaveError, *, close: bool = False) -> None:
-    """`close`: the request's body was not read, so the connection cannot be used again."""
+async def send_error(send: Send, error: LongwaveError, *, unread: Receive | None = None) -> None:
+    """`unread`: where the rest of the request's body comes from, when it was not read; the connection then closes."""
     body = json.dumps(error.body()).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
-    if close:
+    if unread is not None:
         headers["connection"] = "close"
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": unread is not None})
+    if unread is not None:
+        await _discard(unread)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    """What a client is still sending, for a while: closing on unread bytes resets the connection, and the client may
+    lose the reply that tells it why."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while size < LINGER_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):  # a disconnect has none either
+                    return
 
 
 class RequestContext:
@@ -117,7 +135,8 @@ class Authentication:
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             message = "Incorrect API key provided." if key else "No API key: send it as `Authorization: Bearer <key>`."
-            return await send_error(send, InvalidApiKey(message), close=scope["method"] in BODY_METHODS)
+            unread = _unread(scope, receive) if scope["method"] in BODY_METHODS else None
+            return await send_error(send, InvalidApiKey(message), unread=unread)
         scope["state"]["cache_salt"] = hmac.digest(self._secret, presented, "sha256")
         return await self.app(scope, receive, send)
 
@@ -135,10 +154,11 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] not in BODY_METHODS:
             return await self.app(scope, receive, send)
         chunks: list[bytes] = []
+        incoming = _Incoming(receive)
         try:
-            body = await self._body(scope, receive, chunks)
+            body = await self._body(scope, incoming, chunks)
             if isinstance(body, LongwaveError):
-                await send_error(send, body, close=True)
+                await send_error(send, body, unread=None if incoming.complete else _unread(scope, incoming))
             elif body is not None:
                 await self.app(scope, _replay(body, receive), send)
         finally:
@@ -187,6 +207,28 @@ class BodyLimit:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"The request body is larger than {self.max_bytes} bytes.")
+
+
+class _Incoming:
+    """A `receive` that knows whether the whole body has come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.complete = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.complete = not message.get("more_body", False)
+        return message
+
+
+def _unread(scope: Scope, receive: Receive) -> Receive:
+    """The rest of the body. A client that asked first (`Expect: 100-continue`) has not sent it and must not be asked."""
+    return receive if header(scope, b"expect") is None else _nothing
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request"}
 
 
 def _check_type(scope: Scope, body: bytes) -> None:

@@ -138,6 +138,15 @@ def test_a_body_at_the_limit_is_read(narrow: LiveServer) -> None:
         assert client.post("/v1/completions", content=body + b" ", headers=headers).status_code == 413
 
 
+def test_the_reply_to_a_body_that_is_refused_unread_always_arrives(narrow: LiveServer) -> None:
+    """A connection closed on unread bytes is reset, and the reply may be lost with it."""
+    headers = {"content-type": "application/json"}
+    for _ in range(30):
+        with narrow.client() as client:
+            reply = client.post("/v1/completions", content=b" " * 300_000, headers=headers)
+        assert (reply.status_code, reply.headers["connection"]) == (413, "close")
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
 def test_encoded_bodies_are_415(server: LiveServer, encoding: str) -> None:
     with server.client() as client:
