@@ -223,7 +223,7 @@ class _Incoming:
 
 
 def _unread(scope: Scope, receive: Receive) -> Receive:
-    """The rest of the body. A client that asked first (`Expect: 100-continue`) has not sent it and must not be asked."""
+    """The rest of the body; nothing where the client waits to be asked for it (`Expect: 100-continue`)."""
     return receive if header(scope, b"expect") is None else _nothing
 
 
