@@ -152,7 +152,7 @@ def test_a_connection_closes_only_when_a_refused_body_has_come() -> None:
     async def send(message: Message) -> None:
         order.append("closing" if message.get("more_body") is False or message.get("body") == b"" else message["type"])
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG001
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("the body is over the limit")
 
     scope: Scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
