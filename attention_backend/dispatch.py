@@ -13,7 +13,6 @@ from torch import Tensor
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
-from attention_backend.jit.spec import ARCHS
 from attention_backend.kernels.covering import covering_set
 from attention_backend.problem import AttentionArgs
 
@@ -49,7 +48,6 @@ class Capability:
     dtypes: tuple[torch.dtype, ...]
     serves: str  # in words, for errors, `longwave doctor` and the documentation
     refusals: Callable[[AttentionArgs], Iterator[str]]
-    archs: tuple[str, ...] = ()
 
     def refuses(self, args: AttentionArgs) -> str | None:
         """The first reason why this kernel cannot serve the problem, or None."""
@@ -135,7 +133,6 @@ TABLE = (
         _HALVES,
         f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}",
         _few_rows,
-        ARCHS,
     ),
     Capability(
         "flash_fwd_sm90",
@@ -145,7 +142,6 @@ TABLE = (
         f"{sm90.MIN_PAGE_ROWS}); MHA, GQA, MQA; causal, full, windows, chunks, key padding, softcap (at 128), sinks; "
         "Nq != Nk",
         _hopper,
-        ("sm_90a",),
     ),
     Capability(
         "flash_fwd_sm80",
@@ -153,7 +149,6 @@ TABLE = (
         _HALVES,
         f"head_dim 16 to {_MAX_HEAD_DIM} by 8; {_OPTIONS}",
         _tensor_cores,
-        ARCHS,
     ),
     Capability(
         "flash_fwd_f32",
@@ -161,7 +156,6 @@ TABLE = (
         (torch.float32,),
         f"head_dim up to {_MAX_HEAD_DIM}, exact float32 arithmetic, not fast; {_OPTIONS}",
         _cuda,
-        ARCHS,
     ),
     Capability(
         "cpu_reference",
@@ -191,7 +185,8 @@ def select(args: AttentionArgs) -> KernelSpec:
 
 
 def run(args: AttentionArgs) -> Result:
-    """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32."""
+    """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32
+    (float64 for float64 inputs)."""
     spec = select(args)
     _calls[spec.kernel] += 1
     return _implementation(spec.kernel)(args)
