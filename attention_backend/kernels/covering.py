@@ -10,14 +10,12 @@ import torch
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.heuristics.sm90 import HEAD_DIMS
 from attention_backend.jit.spec import KernelVariant
+from attention_backend.kernels.decode_variants import combine_variant, decode_variant, store_variant
 from attention_backend.kernels.variants import (
     Options,
-    combine_variant,
-    decode_variant,
     f32_variant,
     forward_variant,
     hopper_variant,
-    store_variant,
 )
 
 

@@ -6,17 +6,13 @@ The grid depends on the device and on shapes, never on lengths, so a captured la
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm80 import DECODE_MIN_TILES
+from attention_backend.heuristics.decode import DECODE_MIN_TILES
 from attention_backend.jit import load
 from attention_backend.kernels import device
-from attention_backend.kernels.params import (
-    CombineParams,
-    DecodeParams,
-    fill_tensors,
-    score_params,
-    sequence_params,
-)
-from attention_backend.kernels.variants import Options, combine_variant, decode_variant
+from attention_backend.kernels.decode_params import CombineParams, DecodeParams
+from attention_backend.kernels.decode_variants import combine_variant, decode_variant
+from attention_backend.kernels.params import fill_tensors, score_params, sequence_params
+from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 
 _COMBINE_ROWS = 8  # rows of a flash_combine block

@@ -6,8 +6,8 @@ from torch import Tensor
 from attention_backend.errors import UnsupportedError
 from attention_backend.jit import load
 from attention_backend.kernels import device
-from attention_backend.kernels.params import StoreParams
-from attention_backend.kernels.variants import store_variant
+from attention_backend.kernels.decode_params import StoreParams
+from attention_backend.kernels.decode_variants import store_variant
 
 _THREADS = 128
 _ALIGNMENT = 16  # bytes that a thread moves at once

@@ -9,10 +9,9 @@ import torch
 
 from attention_backend.heuristics import sm90
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
+from attention_backend.kernels.decode_variants import combine_variant, decode_variant
 from attention_backend.kernels.variants import (
     Options,
-    combine_variant,
-    decode_variant,
     f32_variant,
     forward_variant,
     hopper_variant,
