@@ -8,6 +8,9 @@ from torch import Tensor
 
 from attention_backend.problem import DESC_COLUMNS, UNBOUNDED, AttentionArgs
 
+#: Keys and values may have it, with a scale per head, whatever dtype the queries have.
+FP8 = torch.float8_e4m3fn
+
 
 def check_args(args: AttentionArgs) -> None:
     """Refuses an `AttentionArgs` that does not describe a problem."""
@@ -15,10 +18,11 @@ def check_args(args: AttentionArgs) -> None:
     q_dim = 3 if args.cu_seqlens_q is not None else 4
     k_dim = 3 if args.cu_seqlens_k is not None else 4
     layouts = {3: "[total, heads, dim]", 4: "[batch, seqlen, heads, dim]"}
+    scaled = k.dtype == v.dtype == FP8
     for name, x, dim in (("q", q, q_dim), ("k", k, k_dim), ("v", v, k_dim)):
         if x.dim() != dim:
             raise ValueError(f"{name} must be {layouts[dim]} here, got shape {tuple(x.shape)}")
-        if x.dtype != q.dtype:
+        if x.dtype != q.dtype and not scaled:
             raise TypeError(f"q, k and v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous, got strides {x.stride()}")
@@ -35,6 +39,8 @@ def check_args(args: AttentionArgs) -> None:
     _check_numbers(args)
     _check_lengths(args)
     _check_scores(args)
+    _check_dropout(args)
+    _check_scales(args, scaled)
 
 
 def check_window(name: str, value: int) -> None:
@@ -109,6 +115,25 @@ def _check_scores(args: AttentionArgs) -> None:
         if not fits:
             raise ValueError(f"bias must be [1 or {full[0]}, 1 or {full[1]}, 1 or {full[2]}, {full[3]}], got {shape}")
         check_device("bias", args.bias, device)
+
+
+def _check_dropout(args: AttentionArgs) -> None:
+    if not 0 <= args.dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {args.dropout_p}")
+    if args.dropout_seed is not None:
+        check_tensor("dropout_seed", args.dropout_seed, torch.int64, (2,), args.q.device)
+    elif args.dropout_p:
+        raise ValueError("dropout_p needs dropout_seed: int64 [2], the seed and offset of its random numbers")
+
+
+def _check_scales(args: AttentionArgs, scaled: bool) -> None:
+    for name, scale, x in (("k", args.k_scale, args.k), ("v", args.v_scale, args.v)):
+        if (scale is not None) != scaled:
+            raise ValueError(f"{name}_scale goes with {FP8} k and v, and they with it: {name} is {x.dtype}")
+        if scale is not None:
+            check_tensor(f"{name}_scale", scale, torch.float32, (args.num_kv_heads,), args.q.device)
+        if scaled and x.requires_grad:
+            raise ValueError(f"{name} is {FP8}, which has no gradient: detach it")
 
 
 def _check_floating(name: str, x: Tensor) -> None:

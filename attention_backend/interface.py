@@ -35,7 +35,7 @@ def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         args.q, args.k, args.v, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q,
         args.max_seqlen_k, args.seqused_k, args.leftpad_k, args.block_table, args.mask_desc, args.key_mask, args.bias,
         args.alibi_slopes, args.sinks, args.window_left, args.window_right, args.chunk_size, args.softcap,
-        args.num_splits,
+        args.num_splits, args.dropout_p, args.dropout_seed, args.k_scale, args.v_scale,
     )  # fmt: skip
     return out, lse
 
@@ -131,7 +131,17 @@ def flash_attn_varlen_func(
 
 
 #: Read by kernels as arrays; and as rows, whatever lies between them.
-_ARRAYS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "mask_desc", "sinks")
+_ARRAYS = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_k",
+    "leftpad_k",
+    "mask_desc",
+    "sinks",
+    "dropout_seed",
+    "k_scale",
+    "v_scale",
+)
 _ROWS = ("block_table", "key_mask", "bias", "alibi_slopes")
 
 

@@ -39,13 +39,17 @@ def attention_op(
     chunk_size: int,
     softcap: float,
     num_splits: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`AttentionArgs`, field by field -> (out, lse)."""
     return dispatch.run(
         AttentionArgs(
             q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k,
             block_table, mask_desc, key_mask, bias, alibi_slopes, sinks, window_left, window_right, chunk_size,
-            softcap, num_splits,
+            softcap, num_splits, dropout_p, dropout_seed, k_scale, v_scale,
         )
     )  # fmt: skip
 
@@ -84,12 +88,16 @@ def attention_backward_op(
     chunk_size: int,
     softcap: float,
     num_splits: int,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsinks), the last two empty where the problem has none."""
     args = AttentionArgs(
         q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k,
         block_table, mask_desc, key_mask, bias, alibi_slopes, sinks, window_left, window_right, chunk_size,
-        softcap, num_splits,
+        softcap, num_splits, dropout_p, dropout_seed, k_scale, v_scale,
     )  # fmt: skip
     gradients = cpu.backward(args, out, lse, grad_out, grad_lse)
     dbias = q.new_empty(0) if gradients.dbias is None else gradients.dbias

@@ -45,6 +45,13 @@ class AttentionArgs:
 
     A score is `softcap * tanh(q.k * softmax_scale / softcap)` (or `q.k * softmax_scale` when softcap is 0),
     plus `-alibi_slope * |p - j|`, plus `bias`. A sink is a logit per head that joins the denominator (and lse) only.
+
+    Dropout acts on the softmax's probabilities, in steps of 1/256: `dropout_threshold / 256` of them become 0, the rest
+    are multiplied by `dropout_scale`; lse is that without dropout. Which ones is a function of `dropout_seed` and of
+    (sequence, query head, query row i, key j) only: see reference/dropout.py.
+
+    k and v may be float8_e4m3fn, with a scale per head: the true key is `k * k_scale[head]`, the true value
+    `v * v_scale[head]`.
     """
 
     q: Tensor
@@ -68,6 +75,10 @@ class AttentionArgs:
     chunk_size: int = 0
     softcap: float = 0.0
     num_splits: int = 0  # 0: the heuristic decides
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None  # int64 [2]: Philox seed and offset, on the tensors' device
+    k_scale: Tensor | None = None  # float32 [num_kv_heads], given exactly when k and v are float8_e4m3fn
+    v_scale: Tensor | None = None
 
     @property
     def paged(self) -> bool:
@@ -101,6 +112,15 @@ class AttentionArgs:
     @property
     def dtype(self) -> torch.dtype:
         return self.q.dtype
+
+    @property
+    def dropout_threshold(self) -> int:
+        """A probability is dropped iff its random byte is below this; 0 is no dropout."""
+        return min(round(self.dropout_p * 256), 255)
+
+    @property
+    def dropout_scale(self) -> float:
+        return 256 / (256 - self.dropout_threshold)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
