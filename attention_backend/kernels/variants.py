@@ -27,6 +27,7 @@ class Options:
     softcap: bool = False
     alibi: bool = False
     bias: int = 0  # 0: none, 1: float32, 2: the tensors' own dtype
+    dropout: bool = False
 
     @classmethod
     def of(cls, args: AttentionArgs) -> "Options":
@@ -40,6 +41,7 @@ class Options:
             args.softcap != 0.0,
             args.alibi_slopes is not None,
             bias,
+            args.dropout_threshold > 0,
         )
 
     @property
@@ -66,6 +68,7 @@ class Options:
             ("SOFTCAP", int(self.softcap)),
             ("ALIBI", int(self.alibi)),
             ("BIAS", self.bias),
+            ("DROPOUT", int(self.dropout)),
         )
 
 
