@@ -5,6 +5,7 @@ from torch import Tensor
 
 from attention_backend.jit import load
 from attention_backend.kernels import device
+from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.params import ForwardParams, fill_tensors, score_params, sequence_params
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 from attention_backend.problem import AttentionArgs
@@ -32,6 +33,6 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         kernel, block_m, threads = load(variant, index), config.block_m, config.threads
         smem = config.smem_bytes(tile, tile_v)
     grid = ((args.seqlen_q + block_m - 1) // block_m, args.num_heads, args.batch)
-    kernel(grid, (threads, 1, 1), params, smem)
+    kernel(grid, (threads, 1, 1), (params, dropout_params(args)) if options.dropout else params, smem)
     del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
     return out, lse

@@ -6,8 +6,10 @@
 // is a thread's base plus a constant and ldmatrix has no bank conflict.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), EVEN (the tensors are that wide),
-// NUM_WARPS, ROW_TILES, BLOCK_N, MIN_BLOCKS, PAGED, KEY_MASK, SOFTCAP, ALIBI, BIAS (0, 1: float32, 2: element).
+// NUM_WARPS, ROW_TILES, BLOCK_N, MIN_BLOCKS, PAGED, KEY_MASK, SOFTCAP, ALIBI, BIAS (0, 1: float32, 2: element),
+// DROPOUT (which adds a parameter).
 #include "parts/copy_sm80.cuh"
+#include "parts/dropout.cuh"
 #include "parts/element.cuh"
 #include "parts/forward_params.cuh"
 #include "parts/mma_sm80.cuh"
@@ -51,7 +53,12 @@ struct TileCopy {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm80(const ForwardParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm80(const ForwardParams p
+#if DROPOUT
+                                                                                  ,
+                                                                                  const DropoutParams dropout_params
+#endif
+) {
   extern __shared__ __align__(128) char shared[];
   using KeyCopy = TileCopy<HEAD_DIM>;
   using ValueCopy = TileCopy<HEAD_DIM_V>;
@@ -82,6 +89,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
   v += static_cast<int64>(seq.k_begin) * p.v_row;
 #endif
   const Score score(p.score, batch, head);
+#if DROPOUT
+  const Dropout dropout(dropout_params, batch * gridDim.y + head);
+#endif
 
   // Keys that some row of the block sees, and keys that every row sees.
   const int any_low = seq.low(first_row), any_high = seq.high(last_row);
@@ -244,6 +254,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
         probs[x][i][2] = pack2(s[x][2 * i + 1][0], s[x][2 * i + 1][1]);
         probs[x][i][3] = pack2(s[x][2 * i + 1][2], s[x][2 * i + 1][3]);
       }
+#if DROPOUT
+      dropout(probs[x], (first_row + warp * kRowsPerWarp) / 16 + x, n * (BLOCK_N / 16));
+#endif
     }
 
     {
@@ -276,7 +289,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
       float l = row_sum[x][half];
       l += __shfl_xor_sync(~0u, l, 1);
       l += __shfl_xor_sync(~0u, l, 2);
-      const RowEnd end = end_row(row_max[x][half] * score.scale_log2, l, p.sinks ? p.sinks + head : nullptr);
+      RowEnd end = end_row(row_max[x][half] * score.scale_log2, l, p.sinks ? p.sinks + head : nullptr);
+#if DROPOUT
+      end.factor *= dropout.scale;
+#endif
       if (lane % 4 == 0 && row <= last_row)
         p.lse[(p.sequence.cu_seqlens_q ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] = end.lse * kLn2;
 #pragma unroll

@@ -54,7 +54,7 @@ class Options:
 
     @property
     def extras(self) -> bool:
-        return self.key_mask or self.softcap or self.alibi or self.bias != 0
+        return self.key_mask or self.softcap or self.alibi or self.bias != 0 or self.dropout
 
     def defines(self) -> tuple[tuple[str, int], ...]:
         tile, tile_v = self.tiles
