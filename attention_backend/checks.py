@@ -132,8 +132,6 @@ def _check_scales(args: AttentionArgs, scaled: bool) -> None:
             raise ValueError(f"{name}_scale goes with {FP8} k and v, and they with it: {name} is {x.dtype}")
         if scale is not None:
             check_tensor(f"{name}_scale", scale, torch.float32, (args.num_kv_heads,), args.q.device)
-        if scaled and x.requires_grad:
-            raise ValueError(f"{name} is {FP8}, which has no gradient: detach it")
 
 
 def _check_floating(name: str, x: Tensor) -> None:

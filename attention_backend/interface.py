@@ -6,15 +6,15 @@ FlashAttention 2.x: argument order, layouts, defaults and semantics (causal is b
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention_backend import ops
 from attention_backend.checks import check_args
-from attention_backend.dispatch import UnsupportedError
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 
 Window = tuple[int, int]
-#: out, or (out, lse, S_dmask) with S_dmask always None, as FlashAttention returns without dropout.
+#: out, or (out, lse, S_dmask) with S_dmask always None: FlashAttention fills it for its own tests only.
 FlashResult = Tensor | tuple[Tensor, Tensor, None]
 
 
@@ -58,10 +58,10 @@ def flash_attn_func(
 ) -> FlashResult:
     """q `[batch, seqlen_q, num_heads, head_dim]`, k, v `[batch, seqlen_k, num_kv_heads, *]` -> out shaped like q.
 
-    Every path of ours gives the same bits each time, so `deterministic` changes nothing.
+    Every path of ours gives the same bits each time, so `deterministic` changes nothing. With `dropout_p` that holds
+    after the same torch.manual_seed: see `dropout_seed`.
     """
     del deterministic
-    refuse_dropout(dropout_p)
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -74,6 +74,8 @@ def flash_attn_func(
             window_right=window_right(causal, window_size),
             chunk_size=chunk_size,
             softcap=softcap,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, q),
         )
     )
     return (out, lse, None) if return_attn_probs else out
@@ -106,7 +108,6 @@ def flash_attn_varlen_func(
     lse is `[num_heads, total_q]`.
     """
     del deterministic
-    refuse_dropout(dropout_p)
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -125,6 +126,8 @@ def flash_attn_varlen_func(
             window_right=window_right(causal, window_size),
             chunk_size=chunk_size,
             softcap=softcap,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, q),
         )
     )
     return (out, lse, None) if return_attn_probs else out
@@ -167,12 +170,14 @@ def window_right(causal: bool, window_size: Window) -> int:
     return 0 if causal else window_size[1]
 
 
-def refuse_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise UnsupportedError(
-            f"dropout_p={dropout_p} is not served: attention is computed without dropout (dropout_p=0.0), "
-            "with softmax_scale, causal, window_size, softcap, alibi_slopes, sinks and chunk_size"
-        )
+def dropout_seed(dropout_p: float, q: Tensor) -> Tensor | None:
+    """int64 `[2]`, drawn by torch's generator of q's device without waiting for it.
+
+    Inside a CUDA graph too: torch advances the generators of captured graphs, so every replay drops others.
+    """
+    if not dropout_p:
+        return None
+    return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=q.device)
 
 
 def is_local(causal: bool, window_size: Window) -> bool:

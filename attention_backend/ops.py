@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend import dispatch
+from attention_backend.errors import UnsupportedError
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import cpu, kv_cache, rotary
 
@@ -129,6 +130,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
+    if tensors[_FIELDS.index("k_scale")] is not None:
+        raise UnsupportedError("float8 keys and values are for inference: attention over them has no gradient")
     inputs = [option if x is None else x for x, option in zip(tensors, ctx.options, strict=True)]
     dq, dk, dv, dbias, dsinks = attention_backward_op(grad_out, grad_lse, out, lse, *inputs)
     found = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}

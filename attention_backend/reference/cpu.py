@@ -16,7 +16,7 @@ __all__ = ["Gradients", "backward", "forward"]
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out `args.out_shape` in q's dtype; lse `args.lse_shape` in float32 (float64 for float64 inputs)."""
-    if decode.serves(args):
+    if args.dropout_threshold == 0 and args.k_scale is None and decode.serves(args):
         return decode.forward(args)
     dtype = tiles.compute_dtype(args.dtype)
     out = args.q.new_empty(args.out_shape)
@@ -55,7 +55,7 @@ def _attend(args: AttentionArgs, group: Group, rows: slice) -> tuple[Tensor, Ten
     acc = q.new_zeros(n, heads, head_rows, args.head_dim_v)
     start, stop, step = tiles.key_range(group, rows)
     for key in range(start, stop, step):
-        block = tiles.key_block(group, key, min(key + step, stop))
+        block = tiles.key_block(args, group, key, min(key + step, stop))
         mask = tiles.visible(args, group, rows, block)
         s = tiles.scores(args, group, rows, q, block, mask, slope=False).scores.flatten(3, 4)
         new_max = torch.maximum(row_max, s.amax((1, 4)))
@@ -63,6 +63,9 @@ def _attend(args: AttentionArgs, group: Group, rows: slice) -> tuple[Tensor, Ten
         p = s.sub_(shift[:, None, :, :, None]).exp_()
         decay = torch.exp(row_max - shift)
         row_sum = row_sum * decay + p.sum((1, 4))
+        kept = tiles.kept(args, group, rows, block)
+        if kept is not None:
+            p.masked_fill_(~kept, 0.0)
         acc = acc * decay.unsqueeze(-1) + _weighted_values(p, block.v, mask)
         row_max = new_max
     lse = row_max + row_sum.log()
@@ -73,6 +76,8 @@ def _attend(args: AttentionArgs, group: Group, rows: slice) -> tuple[Tensor, Ten
         with_sink = torch.logaddexp(lse, sinks).masked_fill(empty, -torch.inf)
         out = out * torch.exp(lse - with_sink).masked_fill(empty, 0.0).unsqueeze(-1)
         lse = with_sink
+    if args.dropout_threshold:
+        out = out * args.dropout_scale
     return tiles.from_head_rows(out, num_rows), lse.reshape(n, args.num_heads, num_rows)
 
 

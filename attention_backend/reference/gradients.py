@@ -108,21 +108,26 @@ def _tile_gradients(
     scaled = q * args.softmax_scale
     start, stop, step = tiles.key_range(group, rows)
     for key in range(start, stop, step):
-        block = tiles.key_block(group, key, min(key + step, stop))
+        block = tiles.key_block(args, group, key, min(key + step, stop))
         mask = tiles.visible(args, group, rows, block)
         if mask is not None:
             unseen = ~mask.any(4).squeeze(3).unsqueeze(-1)  # [n, P, 1, C, 1]; such slots may hold NaN
             block = tiles.KeyBlock(block.start, block.k.masked_fill(unseen, 0.0), block.v.masked_fill(unseen, 0.0))
         tile = tiles.scores(args, group, rows, scaled, block, mask, slope=True)
         p = torch.exp(tile.scores.flatten(3, 4) - row_lse)  # [n, P, Hkv, G * R, C]
-        ds = p * (torch.matmul(do, block.v.mT) - delta)
+        dp, dropped_p = torch.matmul(do, block.v.mT), p
+        kept = tiles.kept(args, group, rows, block)
+        if kept is not None:  # dropout acts on p after the softmax: on its gradient before the softmax's
+            factor = kept.to(p.dtype) * args.dropout_scale
+            dp, dropped_p = dp * factor, p * factor
+        ds = p * (dp - delta)
         if sums.dbias is not None:
             _add_bias_gradient(group, rows, block, ds, sums.dbias)
         if tile.cap_slope is not None:
             ds = ds * tile.cap_slope.flatten(3, 4)
         dq += torch.matmul(ds, block.k).sum(1)
         _add_key_gradient(sums.dk, group, block, torch.matmul(ds.mT, scaled))
-        _add_key_gradient(sums.dv, group, block, torch.matmul(p.mT, do))
+        _add_key_gradient(sums.dv, group, block, torch.matmul(dropped_p.mT, do))
     return dq * args.softmax_scale
 
 

@@ -20,7 +20,7 @@ class Group:
     """n sequences of one problem with the same number of rows.
 
     `q` is `[n, rows, num_heads, head_dim]`. Keys are either `k`, `v` `[n, keys, num_kv_heads, *]` or, when `pages` is
-    given, the caches with the page of every block in `pages` `[n, blocks]`.
+    given, the caches with the page of every block in `pages` `[n, blocks]`. Float8 ones are still to be scaled.
     """
 
     sequences: Tensor | slice  # which of the batch
@@ -34,6 +34,11 @@ class Group:
     low: Tensor  # [n, rows], see row_intervals
     high: Tensor
     position: Tensor
+
+    def sequence_numbers(self, batch: int) -> Tensor:
+        """int64 `[n]`"""
+        numbers = torch.arange(batch, device=self.q.device)
+        return numbers[self.sequences]
 
     def q_rows(self, x: Tensor) -> Tensor:
         """The group's part of a tensor shaped like q: `[n, rows, ...]`."""

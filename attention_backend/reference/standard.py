@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.problem import AttentionArgs
+from attention_backend.reference.dropout import kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,11 @@ def _attention(
         elif s.shape[2] == 0:
             logits = s.new_zeros(*s.shape[:2], 1)
         p = logits.softmax(-1)[..., : s.shape[2]].masked_fill(empty, 0.0).to(dtype)
+        if args.dropout_threshold and args.dropout_seed is not None:
+            everything = (slice(0, s.shape[1]), slice(0, s.shape[2]))
+            sequence = torch.tensor([seq.index], device=s.device)
+            keep = kept(args.dropout_seed, sequence, args.num_heads, *everything, args.dropout_threshold)[0]
+            p = p.masked_fill(~keep, 0.0) * args.dropout_scale
         group = args.num_heads // args.num_kv_heads
         v = seq.v.to(dtype).repeat_interleave(group, dim=1).transpose(0, 1)
         outs.append((p @ v).transpose(0, 1))
@@ -91,7 +97,9 @@ def _sequences(args: AttentionArgs) -> Iterator[_Sequence]:
         else:
             rows = slice(int(args.cu_seqlens_q[b]), int(args.cu_seqlens_q[b + 1]))
             q = args.q[rows]
-        k, v = (_keys(args, x, b) for x in (args.k, args.v))
+        k, v = _keys(args, args.k, b), _keys(args, args.v, b)
+        if args.k_scale is not None and args.v_scale is not None:
+            k, v = k.double() * args.k_scale.double()[:, None], v.double() * args.v_scale.double()[:, None]
         visible, distance = _visible(args, b, q.shape[0], k.shape[0])
         seen = visible.any(0)[:, None, None]  # what nobody sees may be NaN, and 0 * NaN is NaN
         q = torch.where(visible.any(1)[:, None, None], q, 0)

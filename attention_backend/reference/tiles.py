@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention_backend.problem import AttentionArgs
+from attention_backend.reference import dropout
 from attention_backend.reference.groups import Group
 
 #: Rows of a tile; with it a tile of 9 heads and 2048 keys is 4.5 MiB of float32.
@@ -76,15 +77,18 @@ class KeyBlock:
         return torch.arange(self.start, self.stop, device=self.k.device).view(1, pages, 1, 1, 1, keys)
 
 
-def key_block(group: Group, start: int, stop: int) -> KeyBlock:
-    """Pages are copied out, whole; dense keys are a view."""
-    dtype = compute_dtype(group.q.dtype)
+def key_block(args: AttentionArgs, group: Group, start: int, stop: int) -> KeyBlock:
+    """Pages are copied out, whole; dense keys are a view. Float8 ones get their true values."""
+    dtype = compute_dtype(args.dtype)
     if group.pages is None:
         k, v = (x[:, start:stop].transpose(1, 2).unsqueeze(1).to(dtype) for x in (group.k, group.v))
-        return KeyBlock(start, k, v)
-    block_size = group.k.shape[1]
-    table = group.pages[:, start // block_size : -(-stop // block_size)]
-    return KeyBlock(start, *(_gather(x, table).unsqueeze(1).to(dtype) for x in (group.k, group.v)))
+    else:
+        block_size = group.k.shape[1]
+        table = group.pages[:, start // block_size : -(-stop // block_size)]
+        k, v = (_gather(x, table).unsqueeze(1).to(dtype) for x in (group.k, group.v))
+    if args.k_scale is not None and args.v_scale is not None:
+        k, v = (x * scale.to(dtype).view(-1, 1, 1) for x, scale in ((k, args.k_scale), (v, args.v_scale)))
+    return KeyBlock(start, k, v)
 
 
 def _gather(cache: Tensor, table: Tensor) -> Tensor:
@@ -111,6 +115,15 @@ def visible(args: AttentionArgs, group: Group, rows: slice, block: KeyBlock) -> 
         keys = keys.view(keys.shape[0], block.k.shape[1], 1, 1, 1, -1)
         mask = keys if mask is None else mask & keys
     return mask
+
+
+def kept(args: AttentionArgs, group: Group, rows: slice, block: KeyBlock) -> Tensor | None:
+    """bool `[n, P, num_kv_heads, G * R, C]`: the probabilities that dropout leaves; None without dropout."""
+    if args.dropout_threshold == 0 or args.dropout_seed is None:
+        return None
+    sequences, keys = group.sequence_numbers(args.batch), slice(block.start, block.stop)
+    mask = dropout.kept(args.dropout_seed, sequences, args.num_heads, rows, keys, args.dropout_threshold)
+    return mask.unflatten(1, (1, args.num_kv_heads, -1)).flatten(3, 4)
 
 
 @dataclass(frozen=True, slots=True)
