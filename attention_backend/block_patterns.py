@@ -1,0 +1,264 @@
+"""Ready-made `BlockSparsity` patterns, built block by block: memory follows the listed blocks and the length.
+
+Row i stands at position p = i + seqlen_k - seqlen_q (bottom-right, as everywhere here). A block that is not known to be
+visible whole is evaluated pair by pair, so lists are exact. Knows no kernel.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention_backend.block_lists import BLOCK, Evaluate, Grid, ranges
+from attention_backend.block_sparsity import BlockSparsity
+from attention_backend.problem import UNBOUNDED
+
+Device = torch.device | str | None
+#: Blocks to look at, int64 `[n]`, and which of them are known to be visible whole, bool `[n]`.
+_Candidates = tuple[Tensor, Tensor]
+#: (batch, head, positions, keys), broadcast against each other -> bool: which pairs are visible.
+_Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None) -> BlockSparsity:
+    """Row p sees keys j <= p."""
+    return sliding_window(seqlen_q, seqlen_k, window=(UNBOUNDED, 0), device=device)
+
+
+def sliding_window(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    window: tuple[int, int],
+    causal: bool = False,
+    global_tokens: int | Tensor = 0,
+    device: Device = None,
+) -> BlockSparsity:
+    """Row p sees keys p - window[0] to p + window[1] (-1: no bound). Global tokens see all and are seen by all: the
+    first so many, or int64 positions `[g]`. With `causal` nobody sees a key past its own position.
+
+    Longformer (https://arxiv.org/abs/2004.05150, section 3.1).
+    """
+    grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    left, right = window
+    if min(left, right) < UNBOUNDED:
+        raise ValueError(f"window must be (left, right), each -1 or at least 0, got {window}")
+    shift, is_global = grid.seqlen_k - seqlen_q, _global_tokens(global_tokens, grid.seqlen_k, device)
+    if causal:
+        right = 0
+    p = torch.arange(shift, grid.seqlen_k, device=is_global.device)
+    low = torch.zeros_like(p) if left == UNBOUNDED else p - left
+    high = torch.full_like(p, grid.seqlen_k) if right == UNBOUNDED else p + right + 1
+
+    def visible(_b: Tensor, _h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        band = torch.ones_like(p == j) if left == UNBOUNDED else j >= p - left
+        if right != UNBOUNDED:
+            band = band & (j <= p + right)
+        # A row before key 0 (more rows than keys) is no token, so it is not a global one.
+        seen = band | is_global[j] | ((p >= 0) & is_global[p.clamp_min(0)])
+        return seen & (j <= p) if causal else seen
+
+    places = is_global.nonzero().squeeze(1)
+    rows, columns = (places - shift)[places >= shift] // BLOCK, places // BLOCK
+    lines = _pairs(grid, rows.unique(), _arange(grid.columns, rows))
+    return _build(
+        grid, [_intervals(grid, low, high), lines, _pairs(grid, _arange(grid.rows, rows), columns.unique())], visible
+    )
+
+
+def dilated_window(
+    seqlen_q: int,
+    seqlen_k: int | None = None,
+    *,
+    window: tuple[int, int],
+    dilation: int | Sequence[int],
+    device: Device = None,
+) -> BlockSparsity:
+    """Row p sees keys p + m * dilation for m from -window[0] to window[1]: so many keys to a side, with gaps.
+    A sequence of dilations is one for each query head.
+
+    Longformer's dilated sliding window. Blocks of 128 hold all gaps of a dilation below 128: fewer keys than a plain
+    window of the same reach, but the same blocks, so the same cost.
+    """
+    gaps = torch.tensor([dilation] if isinstance(dilation, int) else list(dilation), device=device)
+    if min(window) < 0 or gaps.numel() == 0 or int(gaps.min()) < 1:
+        raise ValueError(f"window must be at least (0, 0) and dilation at least 1, got {window} and {dilation}")
+    grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, heads=gaps.numel())
+    p = torch.arange(grid.seqlen_k - seqlen_q, grid.seqlen_k, device=gaps.device)
+
+    def visible(_b: Tensor, h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        gap, distance = gaps[h], j - p
+        return (distance % gap == 0) & (distance >= -window[0] * gap) & (distance <= window[1] * gap)
+
+    low, high = p - window[0] * gaps[:, None], p + window[1] * gaps[:, None] + 1
+    numbers, full = _intervals(grid, low, high)
+    return _build(grid, [(numbers, full & (gaps[grid.split(numbers)[1]] == 1))], visible)
+
+
+def prefix_lm(
+    prefix_lengths: Tensor | Sequence[int], seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None
+) -> BlockSparsity:
+    """Sequence b sees its first `prefix_lengths[b]` keys from everywhere, and the others causally: int `[batch]`."""
+    lengths = torch.as_tensor(prefix_lengths, dtype=torch.int64, device=device)
+    if lengths.dim() != 1:
+        raise ValueError(f"prefix_lengths must be [batch], got {tuple(lengths.shape)}")
+    grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, batch=lengths.shape[0])
+    p = torch.arange(grid.seqlen_k - seqlen_q, grid.seqlen_k, device=lengths.device)
+
+    def visible(b: Tensor, _h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        return (j <= p) | (j < lengths[b])
+
+    high = torch.maximum(lengths[:, None], p + 1)
+    return _build(grid, [_intervals(grid, torch.zeros_like(high), high)], visible)
+
+
+def documents(document_ids: Tensor, *, causal: bool = True) -> BlockSparsity:
+    """Tokens of one document see each other, with `causal` only backwards: ids int `[seqlen]`, or `[batch, seqlen]`.
+    Ids need no order; tokens of a negative id (padding) see nothing and are seen by none."""
+    ids = document_ids.long()
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2:
+        raise ValueError(f"document_ids must be [seqlen] or [batch, seqlen], got {tuple(document_ids.shape)}")
+    grid = Grid(ids.shape[1], ids.shape[1], batch=ids.shape[0])
+
+    def visible(b: Tensor, _h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        own = ids[b, p]
+        same = (own == ids[b, j]) & (own >= 0)
+        return same & (j <= p) if causal else same
+
+    # Whole blocks: one document in the row block, the same one in the column block.
+    first, last = (_by_block(grid, ids, fill).unflatten(1, (-1, BLOCK)) for fill in (_LARGE, -1))
+    least, most = first.amin(-1), last.amax(-1)  # [batch, blocks]
+    batch, row, column = _sharing_blocks(ids)
+    if causal:
+        batch, row, column = (x[column <= row] for x in (batch, row, column))
+    full = (most[batch, row] == least[batch, column]) & (least[batch, row] == most[batch, column])
+    full &= (least[batch, row] >= 0) & ((column < row) if causal else True)
+    return _build(grid, [(grid.number(batch, row, column), full)], visible)
+
+
+def document_lengths(
+    lengths: Sequence[int] | Tensor, seqlen: int | None = None, *, causal: bool = True, device: Device = None
+) -> BlockSparsity:
+    """`documents` of one sequence in which they follow each other; tokens of `seqlen` past the last see nothing."""
+    lens = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    ids = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens)
+    rest = 0 if seqlen is None else seqlen - ids.numel()
+    if rest < 0:
+        raise ValueError(f"the documents have {ids.numel()} tokens, seqlen is {seqlen}")
+    return documents(F.pad(ids, (0, rest), value=-1), causal=causal)
+
+
+def fixed(seqlen: int, *, stride: int, summary: int, device: Device = None) -> BlockSparsity:
+    """The Sparse Transformer's fixed pattern, causal: row p sees its own stretch of `stride` positions, and the last
+    `summary` positions of every stretch before it (https://arxiv.org/abs/1904.10509, section 4.3)."""
+    if not 1 <= summary <= stride:
+        raise ValueError(f"summary must be from 1 to stride, got {summary} and {stride}")
+    grid = Grid(seqlen, seqlen)
+    p = torch.arange(seqlen, device=device)
+
+    def visible(_b: Tensor, _h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        return (j <= p) & ((j // stride == p // stride) | (j % stride >= stride - summary))
+
+    per_block = torch.bincount(p[p % stride >= stride - summary] // BLOCK, minlength=grid.columns)
+    numbers, _ = _pairs(grid, _arange(grid.rows, p), per_block.nonzero().squeeze(1))
+    _, _, row, column = grid.split(numbers)
+    full = (per_block[column] == BLOCK) & (column < row)
+    below = column <= row
+    return _build(grid, [_intervals(grid, p // stride * stride, p + 1), (numbers[below], full[below])], visible)
+
+
+def butterfly(
+    seqlen_q: int, seqlen_k: int | None = None, *, causal: bool = False, device: Device = None
+) -> BlockSparsity:
+    """Block-sparse FlashAttention's pattern: row block a sees key blocks a and a xor 2^s, so log2 of the blocks a row
+    (https://arxiv.org/abs/2205.14135, section 3.3, after https://arxiv.org/abs/2112.00029)."""
+    grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    shift = grid.seqlen_k - seqlen_q
+    row = torch.arange(grid.rows, device=device)
+    steps = torch.tensor([0, *(1 << s for s in range(max(grid.rows, grid.columns).bit_length()))], device=row.device)
+
+    def visible(_b: Tensor, _h: Tensor, p: Tensor, j: Tensor) -> Tensor:
+        step = ((p - shift) // BLOCK) ^ (j // BLOCK)
+        listed = (step & (step - 1)) == 0
+        return listed & (j <= p) if causal else listed
+
+    rows, columns = row[:, None].expand(-1, steps.numel()).flatten(), (row[:, None] ^ steps).flatten()
+    rows, columns = rows[columns < grid.columns], columns[columns < grid.columns]
+    full = (columns + 1) * BLOCK <= rows * BLOCK + shift + 1 if causal else torch.ones_like(rows, dtype=torch.bool)
+    return _build(grid, [(grid.number(0, rows, columns), full)], visible)
+
+
+_LARGE = 1 << 62  # exact as a float, which F.pad makes of it
+
+
+def _build(grid: Grid, candidates: list[_Candidates], visible: _Visible) -> BlockSparsity:
+    shift = grid.seqlen_k - grid.seqlen_q
+
+    def evaluate(b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+        return visible(b[:, None, None], h[:, None, None], rows[:, :, None] + shift, keys[:, None, :])
+
+    numbers, full = (torch.cat(parts) for parts in zip(*candidates, strict=True))
+    wrapped: Evaluate = evaluate
+    return BlockSparsity.build(grid, numbers, full, wrapped)
+
+
+def _intervals(grid: Grid, low: Tensor, high: Tensor) -> _Candidates:
+    """Blocks between the least `low` and the greatest `high` of each row block, where row i sees keys low <= j < high:
+    int64 `[seqlen_q]` or `[masks, seqlen_q]`."""
+    low, high = (x.clamp(0, grid.seqlen_k).reshape(-1, grid.seqlen_q) for x in (low, high))
+    empty = low >= high
+    low, high = low.masked_fill(empty, grid.seqlen_k), high.masked_fill(empty, 0)
+
+    def of_blocks(x: Tensor, fill: int) -> Tensor:  # [masks * rows, 128]
+        return _by_block(grid, x, fill).reshape(-1, BLOCK)
+
+    first = of_blocks(low, grid.seqlen_k).amin(1) // BLOCK
+    stop = (of_blocks(high, 0).amax(1) + BLOCK - 1) // BLOCK
+    whole_from, whole_to = of_blocks(low, 0).amax(1), of_blocks(high, grid.seqlen_k).amin(1)
+    line, column = ranges(first, stop)
+    full = (column * BLOCK >= whole_from[line]) & (((column + 1) * BLOCK).clamp_max(grid.seqlen_k) <= whole_to[line])
+    return line * grid.columns + column, full
+
+
+def _pairs(grid: Grid, rows: Tensor, columns: Tensor) -> _Candidates:
+    """Every row block of `rows` with every column block of `columns`, to be looked at."""
+    numbers = grid.number(0, rows[:, None], columns[None, :]).flatten()
+    return numbers, torch.zeros_like(numbers, dtype=torch.bool)
+
+
+def _sharing_blocks(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, row block, column block) of blocks that hold tokens of one document, repeats allowed."""
+    batch, place = (ids >= 0).nonzero(as_tuple=True)
+    names, name = torch.unique(ids[batch, place], return_inverse=True)
+    owners, document = torch.unique(batch * max(1, names.numel()) + name, return_inverse=True)
+    columns = -(-ids.shape[1] // BLOCK)
+    member = torch.unique(document * columns + place // BLOCK)  # sorted by document, then block
+    document, block = member // columns, member % columns
+    size = torch.bincount(document)
+    start = (size.cumsum(0) - size)[document]
+    first, second = ranges(start, start + size[document])
+    return (owners // max(1, names.numel()))[document[first]], block[first], block[second]
+
+
+def _global_tokens(tokens: int | Tensor, seqlen_k: int, device: Device) -> Tensor:
+    """bool `[seqlen_k]`"""
+    if isinstance(tokens, int):
+        if not 0 <= tokens <= seqlen_k:
+            raise ValueError(f"global_tokens must be from 0 to {seqlen_k}, got {tokens}")
+        return torch.arange(seqlen_k, device=device) < tokens
+    if tokens.dim() != 1 or bool(((tokens < 0) | (tokens >= seqlen_k)).any()):
+        raise ValueError(f"global_tokens must be positions [g] from 0 to {seqlen_k - 1}")
+    found = torch.zeros(seqlen_k, dtype=torch.bool, device=tokens.device if device is None else device)
+    found[tokens.to(found.device)] = True
+    return found
+
+
+def _by_block(grid: Grid, x: Tensor, fill: int) -> Tensor:
+    """x `[*, seqlen_q]` padded to whole blocks."""
+    return F.pad(x, (0, grid.rows * BLOCK - grid.seqlen_q), value=fill)
+
+
+def _arange(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, device=like.device)
