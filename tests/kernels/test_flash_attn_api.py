@@ -262,9 +262,3 @@ def test_gradients_agree_with_sdpa_on_cpu() -> None:
 @pytest.mark.parametrize("case", CACHE_CASES, ids=str)
 def test_kvcache_updates_the_cache_and_agrees_with_sdpa_on_cpu(case: CacheCase) -> None:
     check_kvcache(case, CPU)
-
-
-def test_dropout_is_refused_rather_than_ignored() -> None:
-    q, k, v = qkv(4, 4, CPU)
-    with pytest.raises((NotImplementedError, ValueError), match="dropout"):
-        flash_attn_func(q, k, v, dropout_p=0.1)

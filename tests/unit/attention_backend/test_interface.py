@@ -164,6 +164,7 @@ def test_operators_keep_torch_librarys_contract() -> None:
     bias, sinks = (torch.randn(*s, dtype=torch.float64).requires_grad_() for s in ((1, 4, 7, 33), (4,)))
     for args in (
         AttentionArgs(q, k, v, 0.25, window_right=0),
+        AttentionArgs(q, k, v, 0.25, dropout_p=0.2, dropout_seed=torch.tensor([3, 4])),
         AttentionArgs(q, k, v, 0.25, bias=bias, sinks=sinks, softcap=2.0),
     ):
         torch.library.opcheck(ops.attention_op, operator_arguments(args))
@@ -189,14 +190,47 @@ def test_gradients_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(call, (q, k, v, bias, sinks))
 
 
+def test_dropout_is_repeated_by_torchs_seed_and_new_at_each_call() -> None:
+    q, k, v = tensors(1, 33, 33)
+    starts = torch.tensor([0, 33], dtype=torch.int32)
+
+    def dense() -> Tensor:
+        return torch.as_tensor(flash_attn_func(q, k, v, 0.3, causal=True))
+
+    def packed() -> Tensor:
+        rows = (x.squeeze(0) for x in (q, k, v))
+        return torch.as_tensor(flash_attn_varlen_func(*rows, starts, starts, 33, 33, 0.3, causal=True)).unsqueeze(0)
+
+    results = []
+    for call in (dense, dense, packed):
+        torch.manual_seed(7)
+        results.append((call(), call()))
+    (first, second), *again = results
+    assert not torch.equal(first, second)
+    for one, two in again:
+        close(one, first)
+        close(two, second)
+    whole = torch.as_tensor(flash_attn_func(q, k, v, causal=True))
+    assert (first - whole).abs().max() > 0.1
+
+
+def test_dropout_returns_the_lse_without_it_and_no_mask() -> None:
+    q, k, v = tensors()
+    _, lse, mask = flash_attn_func(q, k, v, 0.3, return_attn_probs=True)
+    assert mask is None
+    assert torch.equal(torch.as_tensor(lse), attention_with_lse(AttentionArgs(q, k, v, 0.25))[1])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_as_one_graph_with_gradients(backend: str) -> None:
+def test_compiles_as_one_graph_with_gradients(backend: str, dropout_p: float) -> None:
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.as_tensor(flash_attn_func(q, k, v, causal=True, window_size=(9, 0))).square().sum()
+        out = flash_attn_func(q, k, v, dropout_p, causal=True, window_size=(9, 0))
+        return torch.as_tensor(out).square().sum()
 
     results = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
-        leaves = [x.requires_grad_() for x in tensors()]
+        leaves = [x.requires_grad_() for x in tensors()]  # which seeds torch
         function(*leaves).backward()
         results.append([x.grad for x in leaves])
     for ours, truth in zip(*results, strict=True):

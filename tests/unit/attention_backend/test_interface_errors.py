@@ -28,6 +28,11 @@ def base() -> AttentionArgs:
     return AttentionArgs(torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8), 0.3)
 
 
+FLOAT8: dict[str, Any] = {
+    **{n: torch.randn(2, 5, 2, 8).to(torch.float8_e4m3fn) for n in "kv"},
+    **{f"{n}_scale": torch.rand(2) for n in "kv"},
+}
+
 BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.randn(3, 4, 8)}, ValueError, r"q must be \[batch, seqlen, heads, dim\]"),
     ({"q": torch.randn(2, 3, 4, 8).half()}, TypeError, "one dtype"),
@@ -59,6 +64,16 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": i32(2, 4, 3, 5)}, TypeError, "bias must be floating point"),
     ({"bias": torch.rand(2, 4, 3, 5), "block_table": i32(2, 1), "seqused_k": i32(2)}, ValueError, "bias is for dense"),
     ({"bias": torch.rand(2, 4, 3, 5, device="meta")}, ValueError, "bias is on meta"),
+    ({"dropout_p": 1.0, "dropout_seed": i32(2).long()}, ValueError, "dropout_p must be at least 0 and below 1"),
+    ({"dropout_p": -0.1}, ValueError, "dropout_p must be at least 0"),
+    ({"dropout_p": 0.1}, ValueError, "dropout_p needs dropout_seed"),
+    ({"dropout_p": 0.1, "dropout_seed": i32(2)}, TypeError, "dropout_seed must be torch.int64"),
+    ({"dropout_seed": i32(1).long()}, ValueError, r"dropout_seed must have shape \[2\]"),
+    ({"k_scale": torch.rand(2)}, ValueError, "k_scale goes with torch.float8_e4m3fn k and v"),
+    ({**FLOAT8, "v_scale": None}, ValueError, "v_scale goes with torch.float8_e4m3fn"),
+    ({**FLOAT8, "v": torch.randn(2, 5, 2, 8)}, TypeError, "one dtype"),
+    ({**FLOAT8, "k_scale": torch.rand(4)}, ValueError, r"k_scale must have shape \[2\]"),
+    ({**FLOAT8, "v_scale": torch.rand(2).half()}, TypeError, "v_scale must be torch.float32"),
 ]
 
 
@@ -83,10 +98,16 @@ def test_cu_seqlens_k_and_a_block_table_exclude_each_other() -> None:
         attention(replace(args, block_table=i32(2, 1), seqused_k=i32(2)))
 
 
-def test_dropout_is_refused_with_what_is_served() -> None:
+def test_dropout_of_everything_is_refused() -> None:
     args = base()
-    with pytest.raises(UnsupportedError, match=r"dropout_p=0.1 is not served.*window_size, softcap"):
-        flash_attn_func(args.q, args.k, args.v, 0.1)
+    with pytest.raises(ValueError, match=r"dropout_p must be at least 0 and below 1, got 1.0"):
+        flash_attn_func(args.q, args.k, args.v, 1.0)
+
+
+def test_float8_keys_have_no_gradient() -> None:
+    out = attention(replace(base(), q=base().q.requires_grad_(), **FLOAT8))
+    with pytest.raises(UnsupportedError, match="float8 keys and values are for inference"):
+        out.sum().backward()
 
 
 def test_a_device_that_nothing_serves_is_refused_with_what_is_served() -> None:
