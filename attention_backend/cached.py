@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from attention_backend import ops
-from attention_backend.checks import check_device, check_tensor, check_window
+from attention_backend.cache_store import Caches, Rotary, cache_lengths, store_new
+from attention_backend.checks import check_tensor, check_window
 from attention_backend.interface import Window, attention_with_lse, default_scale, is_local, window_right
 from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import UNBOUNDED, AttentionArgs
@@ -78,6 +79,8 @@ def flash_attn_with_kvcache(
     *,
     sinks: Tensor | None = None,
     chunk_size: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q `[batch, seqlen_q, num_heads, head_dim]` against a cache, which first gets k and v `[batch, seqlen_new, ...]`.
 
@@ -85,14 +88,12 @@ def flash_attn_with_kvcache(
     `[num_blocks, page_size, num_kv_heads, *]` (any strides: the engine's pool fits as a transposed view).
     `cache_seqlens` counts the keys before the new ones. Rotary turns k and q: new key i by `cache_seqlens + i`, and
     query i too if attention is causal or local, else every query by `cache_seqlens`.
+
+    A float8_e4m3fn cache comes with float32 `[num_kv_heads]` scales: its keys stand for `k_cache * k_scale[head]`, its
+    values likewise. New keys and values are of q's dtype; divided by the scales they are rounded into the cache.
     """
-    lengths = _cache_lengths(q, k_cache, k, v, cache_seqlens, block_table)
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise ValueError("rotary_cos and rotary_sin go together")
-    if rotary_cos is not None and k is None:
-        raise ValueError("rotary_cos without k: rotary is applied to new keys and their queries only")
-    if rotary_cos is not None and rotary_sin is not None:
-        _check_rotary(q, rotary_cos, rotary_sin)
+    lengths = cache_lengths(q, k_cache, k, v, cache_seqlens, block_table)
+    rotary = Rotary.of(q, k, rotary_cos, rotary_sin, rotary_interleaved, follow=is_local(causal, window_size))
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx picks rows of a dense cache; with block_table reorder the table instead")
     if cache_batch_idx is not None:
@@ -101,18 +102,8 @@ def flash_attn_with_kvcache(
         block_table = cache_batch_idx.unsqueeze(1)
     used = lengths
     if k is not None and v is not None:
-        slots = _slots(lengths, k.shape[1], k_cache, block_table).flatten()
-        new = (k.flatten(0, 1), v.flatten(0, 1), k_cache.transpose(1, 2), v_cache.transpose(1, 2), slots)
-        if rotary_cos is not None and rotary_sin is not None:
-            steps = torch.arange(max(q.shape[1], k.shape[1]), dtype=torch.int32, device=q.device)
-            turning = steps[: q.shape[1]] if is_local(causal, window_size) else torch.zeros_like(steps[: q.shape[1]])
-            q_positions, k_positions = (lengths.unsqueeze(1) + s for s in (turning, steps[: k.shape[1]]))
-            q = ops.rotate_and_store_op(
-                q.flatten(0, 1), *new, q_positions.flatten(), k_positions.flatten(), rotary_cos, rotary_sin,
-                rotary_interleaved,
-            ).view(q.shape)  # fmt: skip
-        else:
-            ops.store_kv_op(*new)
+        caches = Caches(k_cache, v_cache, k_scale, v_scale)
+        q = store_new(q, k, v, caches, lengths, block_table, rotary)
         used = lengths + k.shape[1]
     out, lse = attention_with_lse(
         AttentionArgs(
@@ -131,65 +122,11 @@ def flash_attn_with_kvcache(
             chunk_size=chunk_size,
             softcap=softcap,
             num_splits=num_splits,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     )
     return (out, lse) if return_softmax_lse else out
-
-
-def _cache_lengths(
-    q: Tensor,
-    k_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    block_table: Tensor | None,
-) -> Tensor:
-    """int32 `[batch]`: keys in the cache before the new ones."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v go together")
-    if k is not None and cache_seqlens is None:
-        raise ValueError("k needs cache_seqlens: where in the cache the new keys go")
-    if k is not None and v is not None:
-        for name, new in (("k", k), ("v", v)):
-            if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2] != k_cache.shape[2]:
-                raise ValueError(
-                    f"{name} must be [{q.shape[0]}, seqlen_new, {k_cache.shape[2]}, dim], got {tuple(new.shape)}"
-                )
-            check_device(name, new, q.device)
-    if isinstance(cache_seqlens, Tensor):
-        check_tensor("cache_seqlens", cache_seqlens, torch.int32, (q.shape[0],), q.device)
-        return cache_seqlens
-    if cache_seqlens is None and block_table is not None:
-        raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
-    length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
-    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-
-
-def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
-    if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= q.shape[-1] or cos.shape[0] == 0:
-        raise ValueError(
-            f"rotary_cos and rotary_sin must both be [seqlen_ro, rotary_dim / 2] with rotary_dim <= {q.shape[-1]}, "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_tensor(name, table, q.dtype, (None, None), q.device)
-
-
-def _slots(lengths: Tensor, num_new: int, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """int64 `[batch, num_new]`: the slots after the first `lengths`. Past the end of the cache: -1 on CUDA, an error
-    on the CPU, where looking costs nothing."""
-    block_size = k_cache.shape[1]
-    capacity = block_size * (1 if block_table is None else block_table.shape[1])
-    positions = lengths.long().unsqueeze(1) + torch.arange(num_new, device=lengths.device)
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and bool((positions >= capacity).any()):
-        raise ValueError(f"the cache holds {capacity} keys a sequence, the new ones would end at {positions.max() + 1}")
-    inside = positions < capacity
-    positions = positions.clamp_max(capacity - 1)
-    if block_table is None:
-        rows = torch.arange(lengths.shape[0], device=lengths.device).unsqueeze(1)
-    else:
-        rows = block_table.long().gather(1, positions // block_size)
-    return torch.where(inside, rows * block_size + positions % block_size, -1)
 
 
 def _check_paged(

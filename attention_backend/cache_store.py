@@ -1,0 +1,163 @@
+"""New keys and values of a call over a KV cache: where they go, how they are turned, and how float8 stores them.
+
+Knows no attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention_backend import ops
+from attention_backend.checks import FP8, check_device, check_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """Keys and values `[batch_cache or num_blocks, slots, num_kv_heads, *]`, with their scales if they are float8."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How new keys and their queries are turned: tables `[seqlen_ro, rotary_dim / 2]`."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    follow: bool  # query i is turned by its own position, else all by the first new key's
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, *, follow: bool
+    ) -> "Rotary | None":
+        """None without tables. Raises for tables that do not fit."""
+        if (cos is None) != (sin is None):
+            raise ValueError("rotary_cos and rotary_sin go together")
+        if cos is None or sin is None:
+            return None
+        if k is None:
+            raise ValueError("rotary_cos without k: rotary is applied to new keys and their queries only")
+        _check_rotary(q, cos, sin)
+        return cls(cos, sin, interleaved, follow)
+
+
+def store_new(
+    q: Tensor, k: Tensor, v: Tensor, caches: Caches, lengths: Tensor, block_table: Tensor | None, rotary: Rotary | None
+) -> Tensor:
+    """Writes k and v `[batch, seqlen_new, num_kv_heads, *]` behind the first `lengths` keys. Returns q, turned."""
+    for name, new, cache in (("k", k, caches.k), ("v", v, caches.v)):
+        if new.shape[3] != cache.shape[3]:
+            raise ValueError(f"{name} has head_dim {new.shape[3]}, its cache {cache.shape[3]}")
+    slots = _slots(lengths, k.shape[1], caches.k, block_table).flatten()
+    rows = (k.flatten(0, 1), v.flatten(0, 1))
+    k_cache, v_cache = caches.k.transpose(1, 2), caches.v.transpose(1, 2)
+    if k_cache.dtype == FP8:
+        if rotary is not None:
+            # Turned into a cache of their own dtype, one block of all tokens.
+            block = [x.new_empty(1, *x.shape[1::-1], x.shape[2]) for x in rows]
+            q = _rotate_and_store(
+                q, k, rows, block[0], block[1], torch.arange(len(slots), device=q.device), lengths, rotary
+            )
+            rows = (block[0][0].transpose(0, 1), block[1][0].transpose(0, 1))
+        rows = (_float8(rows[0], "k_scale", caches.k_scale), _float8(rows[1], "v_scale", caches.v_scale))
+        # Storing moves bytes: two at a time, as a dtype that kernels know.
+        ops.store_kv_op(*(x.view(torch.bfloat16) for x in (*rows, k_cache, v_cache)), slots)
+    elif k_cache.dtype != k.dtype or v_cache.dtype != v.dtype:
+        raise TypeError(f"k and v are {k.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}")
+    elif rotary is not None:
+        q = _rotate_and_store(q, k, rows, k_cache, v_cache, slots, lengths, rotary)
+    else:
+        ops.store_kv_op(*rows, k_cache, v_cache, slots)
+    return q
+
+
+def _rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    rows: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    rotary: Rotary,
+) -> Tensor:
+    steps = torch.arange(max(q.shape[1], k.shape[1]), dtype=torch.int32, device=q.device)
+    turning = steps[: q.shape[1]] if rotary.follow else torch.zeros_like(steps[: q.shape[1]])
+    q_positions, k_positions = (lengths.unsqueeze(1) + s for s in (turning, steps[: k.shape[1]]))
+    turned: Tensor = ops.rotate_and_store_op(
+        q.flatten(0, 1), *rows, k_cache, v_cache, slots, q_positions.flatten(), k_positions.flatten(), rotary.cos,
+        rotary.sin, rotary.interleaved,
+    )  # fmt: skip
+    return turned.view(q.shape)
+
+
+def _float8(x: Tensor, name: str, scale: Tensor | None) -> Tensor:
+    """x / scale per head, `[T, num_kv_heads, *]`; what is out of range becomes the largest number."""
+    if scale is None:
+        raise ValueError(f"a {FP8} cache needs {name}: what its numbers are multiplied by")
+    check_tensor(name, scale, torch.float32, (x.shape[1],), x.device)
+    largest = torch.finfo(FP8).max
+    return (x.float() / scale.unsqueeze(-1)).clamp(-largest, largest).to(FP8)
+
+
+def cache_lengths(
+    q: Tensor,
+    k_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    block_table: Tensor | None,
+) -> Tensor:
+    """int32 `[batch]`: keys in the cache before the new ones."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v go together")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("k needs cache_seqlens: where in the cache the new keys go")
+    if k is not None and v is not None:
+        for name, new in (("k", k), ("v", v)):
+            if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2] != k_cache.shape[2]:
+                raise ValueError(
+                    f"{name} must be [{q.shape[0]}, seqlen_new, {k_cache.shape[2]}, dim], got {tuple(new.shape)}"
+                )
+            if new.dtype != q.dtype:
+                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {new.dtype}")
+            check_device(name, new, q.device)
+    if isinstance(cache_seqlens, Tensor):
+        check_tensor("cache_seqlens", cache_seqlens, torch.int32, (q.shape[0],), q.device)
+        return cache_seqlens
+    if cache_seqlens is None and block_table is not None:
+        raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
+    length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+
+
+def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= q.shape[-1] or cos.shape[0] == 0:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must both be [seqlen_ro, rotary_dim / 2] with rotary_dim <= {q.shape[-1]}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_tensor(name, table, q.dtype, (None, None), q.device)
+
+
+def _slots(lengths: Tensor, num_new: int, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
+    """int64 `[batch, num_new]`: the slots after the first `lengths`. Past the end of the cache: -1 on CUDA, an error
+    on the CPU, where looking costs nothing."""
+    block_size = k_cache.shape[1]
+    capacity = block_size * (1 if block_table is None else block_table.shape[1])
+    positions = lengths.long().unsqueeze(1) + torch.arange(num_new, device=lengths.device)
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and bool((positions >= capacity).any()):
+        raise ValueError(f"the cache holds {capacity} keys a sequence, the new ones would end at {positions.max() + 1}")
+    inside = positions < capacity
+    positions = positions.clamp_max(capacity - 1)
+    if block_table is None:
+        rows = torch.arange(lengths.shape[0], device=lengths.device).unsqueeze(1)
+    else:
+        rows = block_table.long().gather(1, positions // block_size)
+    return torch.where(inside, rows * block_size + positions % block_size, -1)
