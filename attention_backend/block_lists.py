@@ -74,7 +74,8 @@ def build(grid: Grid, numbers: Tensor, full: Tensor, evaluate: Evaluate) -> List
     known, open_numbers = numbers[whole], numbers[~whole]
     store: dict[bytes, int] = {}  # the bits of a block -> its row
     found, partial, bit_rows = [known], [torch.zeros_like(known, dtype=torch.bool)], [torch.full_like(known, -1)]
-    for piece in open_numbers.split(_PIECE):
+    for start in range(0, open_numbers.numel(), _PIECE):
+        piece = open_numbers[start : start + _PIECE]
         visible, exists = _pairs(grid, piece, evaluate)
         kept = visible.flatten(1).any(1)
         open_block = kept & ~(visible | ~exists).flatten(1).all(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention_backend.block_lists import BLOCK, Evaluate, Grid, Lists, build
+from attention_backend.block_lists import BLOCK, Evaluate, Grid, Lists, build, unpack
 from attention_backend.checks import check_tensor
 from attention_backend.errors import UnsupportedError
 
@@ -121,6 +121,21 @@ class BlockSparsity:
         """Listed blocks of all blocks: what the cost of attention is proportional to."""
         rows, columns = self.counts.shape[:3].numel(), -(-self.seqlen_k // BLOCK)
         return int(self.counts[..., 1].sum()) / (rows * columns) if rows * columns else 0.0
+
+    def to_mask(self) -> Tensor:
+        """bool `[Bm, Hm, seqlen_q, seqlen_k]`, True where visible: quadratic, for looking at small ones."""
+        batch, heads, rows, width = self.blocks.shape
+        columns = -(-self.seqlen_k // BLOCK)
+        slots = torch.arange(width, device=self.blocks.device)
+        mask = torch.zeros((batch, heads, rows, columns, BLOCK, BLOCK), dtype=torch.bool, device=slots.device)
+        listed = (slots < self.counts[..., 1:]).nonzero()
+        b, h, row, slot = listed.unbind(1)
+        mask[b, h, row, self.blocks[b, h, row, slot].long()] = True
+        b, h, row, slot = listed[slot < self.counts[b, h, row, 0]].unbind(1)
+        visible = unpack(self.bits[self.bit_rows[b, h, row, slot].long()])
+        mask[b, h, row, self.blocks[b, h, row, slot].long()] = visible
+        whole = mask.transpose(3, 4).reshape(batch, heads, rows * BLOCK, columns * BLOCK)
+        return whole[:, :, : self.seqlen_q, : self.seqlen_k]
 
     def to(self, device: torch.device | str) -> BlockSparsity:
         return BlockSparsity(*Lists(*(x.to(device) for x in self.lists)), self.seqlen_q, self.seqlen_k)
