@@ -1,5 +1,6 @@
 """Memory of the CPU path is linear in length: 32k tokens, measured by the allocator."""
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,7 +32,9 @@ def test_forward_and_backward_at_32k_hold_no_square() -> None:
     assert peak(args, grad=True) < SQUARE // 64
 
 
-def test_the_last_rows_of_a_full_32k_problem_hold_no_square() -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_the_last_rows_of_a_full_32k_problem_hold_no_square(dropout_p: float) -> None:
     k, v = (torch.randn(1, LENGTH, 2, 16) for _ in range(2))
-    args = AttentionArgs(torch.randn(1, 256, 4, 16), k, v, 0.25, window_right=0)
+    q, seed = torch.randn(1, 256, 4, 16), torch.tensor([1, 2])
+    args = AttentionArgs(q, k, v, 0.25, window_right=0, dropout_p=dropout_p, dropout_seed=seed)
     assert peak(args, grad=True) < 256 * LENGTH * 4 * 4 // 2  # half of this problem's scores
