@@ -55,27 +55,16 @@ struct Dropout {
 #pragma unroll
     for (int i = 0; i + 1 < BLOCKS; i += 2) {
       const uint4 x = bytes(row_block * 4 + lane / 8, (key_block + i + odd) * 4 + lane % 4);
-      const uint2 mine = odd ? make_uint2(x.y, x.w) : make_uint2(x.x, x.z);
+      // Words x and z belong to an even g, y and w to an odd one.
+      const uint32 low = odd ? x.y : x.x, high = odd ? x.w : x.z;
       const uint32 other_low = __shfl_xor_sync(~0u, odd ? x.x : x.y, 4);
       const uint32 other_high = __shfl_xor_sync(~0u, odd ? x.z : x.w, 4);
-      drop(probs[i], odd ? other_low : mine.x, odd ? other_high : mine.y);
-      drop(probs[i + 1], odd ? mine.x : other_low, odd ? mine.y : other_high);
+      drop(probs[i], odd ? other_low : low, odd ? other_high : high);
+      drop(probs[i + 1], odd ? low : other_low, odd ? high : other_high);
     }
     if (BLOCKS % 2) {
-      const uint2 words = row_words(row_block, key_block + BLOCKS - 1);
-      drop(probs[BLOCKS - 1], words.x, words.y);
-    }
-  }
-
-  // The same of one block, unpacked, in the order of accumulators: s[0], s[1] are (g, 2c..), s[2], s[3] (g + 8, 2c..),
-  // s[4], s[5] (g, 2c + 8..), s[6], s[7] (g + 8, 2c + 8..).
-  __device__ __forceinline__ void operator()(float (&s)[8], int row_block, int key_block) const {
-    const uint2 words = row_words(row_block, key_block);
-    const uint32 low = kept(words.x), high = kept(words.y);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint32 mask = spread(i & 2 ? high : low, 0x8888 + (i / 4 * 2 + i % 2) * 0x1111);
-      s[i] = __uint_as_float(__float_as_uint(s[i]) & mask);
+      const uint4 x = bytes(row_block * 4 + lane / 8, (key_block + BLOCKS - 1) * 4 + lane % 4);
+      drop(probs[BLOCKS - 1], odd ? x.y : x.x, odd ? x.w : x.z);
     }
   }
 
@@ -83,13 +72,6 @@ struct Dropout {
   uint32 key0, key1, offset;
   uint32 addend, any_of_both;
   int plane;
-
-  // The bytes of this thread's rows g and g + 8.
-  __device__ __forceinline__ uint2 row_words(int row_block, int key_block) const {
-    const int lane = threadIdx.x % 32;
-    const uint4 x = bytes(row_block * 4 + lane / 8, key_block * 4 + lane % 4);
-    return lane & 4 ? make_uint2(x.y, x.w) : make_uint2(x.x, x.z);
-  }
 
   // The top bit of every byte: whether it is at least the threshold t. The lower seven bits plus 128 - t (256 - t for a
   // t above 128) carry into it; with the byte's own top bit one of both is enough, above 128 it takes both.
