@@ -58,8 +58,8 @@ class Rung:
 
 RUNGS = (
     Rung("rung1_naive", "one thread a row, scores in global memory", "sm_75", 128, 128, 0, scores=True),
-    Rung("rung2_tiled", "tiles in shared memory", "sm_75", 64, 256, _FLOAT_TILES, scores=True),
-    Rung("rung3_online", "online softmax: no scores in global memory", "sm_75", 64, 256, _FLOAT_TILES),
+    Rung("rung2_tiled", "tiles in shared memory", "sm_80", 64, 256, _FLOAT_TILES, scores=True),
+    Rung("rung3_online", "online softmax: no scores in global memory", "sm_80", 64, 256, _FLOAT_TILES),
     Rung("rung4_mma", "tensor cores by mma.sync", "sm_80", 64, 128, 3 * 64 * (HEAD_DIM * 2 + 16)),
     Rung(
         "rung5_tma_wgmma",

@@ -2,7 +2,7 @@
 // largest score so far; when a larger one comes, what was summed is scaled down. No score leaves the thread block.
 // (Milakov and Gimelshein, arXiv 1805.02867; in attention: Rabe and Staats, 2112.05682, FlashAttention, 2205.14135.)
 //
-// q, k, v, out: [heads, n, 128] bfloat16. Grid (n / 64, heads), 256 threads. Any GPU.
+// q, k, v, out: [heads, n, 128] bfloat16. Grid (n / 64, heads), 256 threads. sm_80 and later (85 KB of shared memory).
 #include <cuda_bf16.h>
 
 constexpr int kDim = 128, kTile = 64, kThreads = 256;

@@ -71,12 +71,7 @@ extern "C" __global__ void __launch_bounds__(160, 1)
 
   if (threadIdx.x == 0) {
     barrier_init(full_q, 1);
-    for (int i = 0; i < kStages; i++) {
-      barrier_init(full_k + 8 * i, 1);
-      barrier_init(full_v + 8 * i, 1);
-      barrier_init(empty_k + 8 * i, 1);
-      barrier_init(empty_v + 8 * i, 1);
-    }
+    for (int i = 0; i < 4 * kStages; i++) barrier_init(full_k + 8 * i, 1);
     barrier_init_fence();
   }
   __syncthreads();

@@ -1,7 +1,7 @@
 // Rung 6: overlap. Two consumer warpgroups of 64 query rows take turns: while the products of one keep the tensor
-// cores busy, the other computes the softmax of its own tile. A warpgroup starts the scores of a tile together with the output
-// product of the tile before, which goes on during the softmax (FlashAttention-3, arXiv 2407.08608). The producer hands
-// registers to the consumers, which hold scores, weights and output at the same time.
+// cores busy, the other computes the softmax of its own tile. A warpgroup starts the scores of a tile together with the
+// output product of the tile before, which goes on during the softmax (FlashAttention-3, arXiv 2407.08608). The
+// producer hands registers to the consumers, which hold scores, weights and output at the same time.
 //
 // Maps of q, k, v and the tensor out: [heads, n, 128] bfloat16. Grid (n / 128, heads), 384 threads. sm_90a only.
 #include "parts/element.cuh"
@@ -75,12 +75,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 
   if (threadIdx.x == 0) {
     barrier_init(full_q, 1);
-    for (int i = 0; i < kStages; i++) {
-      barrier_init(full_k + 8 * i, 1);
-      barrier_init(full_v + 8 * i, 1);
-      barrier_init(empty_k + 8 * i, 2);  // both warpgroups are done with it
-      barrier_init(empty_v + 8 * i, 2);
-    }
+    for (int i = 0; i < 4 * kStages; i++)  // full when TMA is done, empty when both warpgroups are
+      barrier_init(full_k + 8 * i, i / kStages % 2 == 0 ? 1 : 2);
     barrier_init_fence();
   }
   __syncthreads();
@@ -140,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     wgmma_wait<1>();  // the scores are there, the output of the tile before may not be
     if (thread == 0) barrier_arrive(empty_k + 8 * stage);
     softmax_tile(s, maximum, sum, correction);
-    wgmma_wait<0>();
+    wgmma_wait<0>();  // until here the product reads probs
     if (thread == 0) barrier_arrive(empty_v + 8 * before);
     pack_tile(probs, s);
 #pragma unroll
