@@ -138,14 +138,6 @@ def _lay_out(grid: Grid, numbers: Tensor, partial: Tensor, bit_rows: Tensor) -> 
     return counts, table(total, line, slot, column), table(partials, line[partial], slot[partial], bit_rows[partial])
 
 
-def ranges(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """(owner, value): every value of `[first[i], stop[i])` for every i, flat."""
-    lengths = (stop - first).clamp_min(0)
-    owner = torch.repeat_interleave(torch.arange(first.numel(), device=first.device), lengths)
-    before = lengths.cumsum(0) - lengths
-    return owner, torch.arange(owner.numel(), device=first.device) - before[owner] + first[owner]
-
-
 def host_rows(lists: Lists) -> Iterator[tuple[int, int, int, list[int], list[int]]]:
     """(batch, head, row of blocks, key blocks, rows of bits of the first of them), for code that walks them in
     Python. Copies the lists to the host once."""

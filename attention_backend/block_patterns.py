@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention_backend.block_lists import BLOCK, Evaluate, Grid, ranges
+from attention_backend.block_candidates import Candidates, by_block, intervals, pairs, sharing_blocks
+from attention_backend.block_lists import BLOCK, Grid
 from attention_backend.block_sparsity import BlockSparsity
 from attention_backend.problem import UNBOUNDED
 
 Device = torch.device | str | None
-#: Blocks to look at, int64 `[n]`, and which of them are known to be visible whole, bool `[n]`.
-_Candidates = tuple[Tensor, Tensor]
 #: (batch, head, positions, keys), broadcast against each other -> bool: which pairs are visible.
 _Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -61,9 +60,9 @@ def sliding_window(
 
     places = is_global.nonzero().squeeze(1)
     rows, columns = (places - shift)[places >= shift] // BLOCK, places // BLOCK
-    lines = _pairs(grid, rows.unique(), _arange(grid.columns, rows))
+    lines = pairs(grid, rows.unique(), _arange(grid.columns, rows))
     return _build(
-        grid, [_intervals(grid, low, high), lines, _pairs(grid, _arange(grid.rows, rows), columns.unique())], visible
+        grid, [intervals(grid, low, high), lines, pairs(grid, _arange(grid.rows, rows), columns.unique())], visible
     )
 
 
@@ -92,7 +91,7 @@ def dilated_window(
         return (distance % gap == 0) & (distance >= -window[0] * gap) & (distance <= window[1] * gap)
 
     low, high = p - window[0] * gaps[:, None], p + window[1] * gaps[:, None] + 1
-    numbers, full = _intervals(grid, low, high)
+    numbers, full = intervals(grid, low, high)
     return _build(grid, [(numbers, full & (gaps[grid.split(numbers)[1]] == 1))], visible)
 
 
@@ -110,7 +109,7 @@ def prefix_lm(
         return (j <= p) | (j < lengths[b])
 
     high = torch.maximum(lengths[:, None], p + 1)
-    return _build(grid, [_intervals(grid, torch.zeros_like(high), high)], visible)
+    return _build(grid, [intervals(grid, torch.zeros_like(high), high)], visible)
 
 
 def documents(document_ids: Tensor, *, causal: bool = True) -> BlockSparsity:
@@ -128,9 +127,9 @@ def documents(document_ids: Tensor, *, causal: bool = True) -> BlockSparsity:
         return same & (j <= p) if causal else same
 
     # Whole blocks: one document in the row block, the same one in the column block.
-    first, last = (_by_block(grid, ids, fill).unflatten(1, (-1, BLOCK)) for fill in (_LARGE, -1))
+    first, last = (by_block(grid, ids, fill).unflatten(1, (-1, BLOCK)) for fill in (_LARGE, -1))
     least, most = first.amin(-1), last.amax(-1)  # [batch, blocks]
-    batch, row, column = _sharing_blocks(ids)
+    batch, row, column = sharing_blocks(ids)
     if causal:
         batch, row, column = (x[column <= row] for x in (batch, row, column))
     full = (most[batch, row] == least[batch, column]) & (least[batch, row] == most[batch, column])
@@ -162,11 +161,11 @@ def fixed(seqlen: int, *, stride: int, summary: int, device: Device = None) -> B
         return (j <= p) & ((j // stride == p // stride) | (j % stride >= stride - summary))
 
     per_block = torch.bincount(p[p % stride >= stride - summary] // BLOCK, minlength=grid.columns)
-    numbers, _ = _pairs(grid, _arange(grid.rows, p), per_block.nonzero().squeeze(1))
+    numbers, _ = pairs(grid, _arange(grid.rows, p), per_block.nonzero().squeeze(1))
     _, _, row, column = grid.split(numbers)
     full = (per_block[column] == BLOCK) & (column < row)
     below = column <= row
-    return _build(grid, [_intervals(grid, p // stride * stride, p + 1), (numbers[below], full[below])], visible)
+    return _build(grid, [intervals(grid, p // stride * stride, p + 1), (numbers[below], full[below])], visible)
 
 
 def butterfly(
@@ -193,53 +192,14 @@ def butterfly(
 _LARGE = 1 << 62  # exact as a float, which F.pad makes of it
 
 
-def _build(grid: Grid, candidates: list[_Candidates], visible: _Visible) -> BlockSparsity:
+def _build(grid: Grid, candidates: list[Candidates], visible: _Visible) -> BlockSparsity:
     shift = grid.seqlen_k - grid.seqlen_q
 
     def evaluate(b: Tensor, h: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
         return visible(b[:, None, None], h[:, None, None], rows[:, :, None] + shift, keys[:, None, :])
 
     numbers, full = (torch.cat(parts) for parts in zip(*candidates, strict=True))
-    wrapped: Evaluate = evaluate
-    return BlockSparsity.build(grid, numbers, full, wrapped)
-
-
-def _intervals(grid: Grid, low: Tensor, high: Tensor) -> _Candidates:
-    """Blocks between the least `low` and the greatest `high` of each row block, where row i sees keys low <= j < high:
-    int64 `[seqlen_q]` or `[masks, seqlen_q]`."""
-    low, high = (x.clamp(0, grid.seqlen_k).reshape(-1, grid.seqlen_q) for x in (low, high))
-    empty = low >= high
-    low, high = low.masked_fill(empty, grid.seqlen_k), high.masked_fill(empty, 0)
-
-    def of_blocks(x: Tensor, fill: int) -> Tensor:  # [masks * rows, 128]
-        return _by_block(grid, x, fill).reshape(-1, BLOCK)
-
-    first = of_blocks(low, grid.seqlen_k).amin(1) // BLOCK
-    stop = (of_blocks(high, 0).amax(1) + BLOCK - 1) // BLOCK
-    whole_from, whole_to = of_blocks(low, 0).amax(1), of_blocks(high, grid.seqlen_k).amin(1)
-    line, column = ranges(first, stop)
-    full = (column * BLOCK >= whole_from[line]) & (((column + 1) * BLOCK).clamp_max(grid.seqlen_k) <= whole_to[line])
-    return line * grid.columns + column, full
-
-
-def _pairs(grid: Grid, rows: Tensor, columns: Tensor) -> _Candidates:
-    """Every row block of `rows` with every column block of `columns`, to be looked at."""
-    numbers = grid.number(0, rows[:, None], columns[None, :]).flatten()
-    return numbers, torch.zeros_like(numbers, dtype=torch.bool)
-
-
-def _sharing_blocks(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, row block, column block) of blocks that hold tokens of one document, repeats allowed."""
-    batch, place = (ids >= 0).nonzero(as_tuple=True)
-    names, name = torch.unique(ids[batch, place], return_inverse=True)
-    owners, document = torch.unique(batch * max(1, names.numel()) + name, return_inverse=True)
-    columns = -(-ids.shape[1] // BLOCK)
-    member = torch.unique(document * columns + place // BLOCK)  # sorted by document, then block
-    document, block = member // columns, member % columns
-    size = torch.bincount(document)
-    start = (size.cumsum(0) - size)[document]
-    first, second = ranges(start, start + size[document])
-    return (owners // max(1, names.numel()))[document[first]], block[first], block[second]
+    return BlockSparsity.build(grid, numbers, full, evaluate)
 
 
 def _global_tokens(tokens: int | Tensor, seqlen_k: int, device: Device) -> Tensor:
@@ -253,11 +213,6 @@ def _global_tokens(tokens: int | Tensor, seqlen_k: int, device: Device) -> Tenso
     found = torch.zeros(seqlen_k, dtype=torch.bool, device=tokens.device if device is None else device)
     found[tokens.to(found.device)] = True
     return found
-
-
-def _by_block(grid: Grid, x: Tensor, fill: int) -> Tensor:
-    """x `[*, seqlen_q]` padded to whole blocks."""
-    return F.pad(x, (0, grid.rows * BLOCK - grid.seqlen_q), value=fill)
 
 
 def _arange(n: int, like: Tensor) -> Tensor:
