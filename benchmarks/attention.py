@@ -1,20 +1,27 @@
-"""Attention speed: our kernels beside torch's SDPA (cuDNN, FlashAttention-2, memory-efficient) and FlexAttention.
+"""Attention speed: our kernels beside torch's SDPA (cuDNN, FlashAttention-2, memory-efficient), FlashAttention-3 and 4,
+FlashInfer and FlexAttention, and our goals, computed from what was timed.
 
-    python benchmarks/attention.py [forward|decode|paged|all] [--quick] [--head-dims 64,128] [--seqlens 2048,8192]
-                                   [--flex] [--out results.json]
+    python benchmarks/attention.py [SECTION ...] [--quick] [--head-dims 64,128] [--seqlens 2048,8192]
+                                   [--only longwave,cudnn] [--flex] [--slow] [--out results.json]
+    python benchmarks/attention.py --peers       which peers can be imported here
 
-Every contender of a cell is checked against torch SDPA before it is timed. Contenders take turns on the same random
-inputs in the same run; a time is the median of CUDA-event timings with the L2 flushed before each call. Decode is
-replayed from CUDA graphs, as engines run it: otherwise the host's time to launch is what is measured. TFLOP/s count
-4 * batch * heads * rows * keys * head_dim, halved under a causal mask; decode counts bytes of keys and values read.
+Sections: forward, decode, latency, paged, chunk, varlen, padding, shared_prefix, fp8_kv, fp8_forward, fp8_error,
+block_sparse, dropout; all of them by default. Peers that are packages of their own (flash_attn_interface,
+flash_attn.cute, flashinfer) are timed when they can be imported; they cannot all be in one process, so a run times
+those of its PYTHONPATH, and ratios are within a run.
 
-Expected times on an H200, kernels cold: forward 3 minutes (one head dim: 1), decode 1.5, paged 1, `all --quick` 1;
-`--flex` adds about 3. Parts that fit a time limit are chosen by section, --head-dims and --seqlens.
+Contenders take turns on the same random inputs in the same run; a time is the median of CUDA-event timings with the L2
+flushed before each call. Each contender's result is compared with a float32 truth before and after it is timed, on up
+to 64 rows of up to 4 sequences. Decode is replayed from CUDA graphs, as engines run it: otherwise the host's time to
+launch is what is measured. TFLOP/s count 4 * heads * head_dim for every visible pair of a row and a key (a causal
+square as its half); decode counts bytes of keys and values read.
 
-Exit code 0: timed (goals may be missed). 1: a result of ours was wrong or missing. 2: no NVIDIA GPU.
+Exit code 0: timed (goals may be missed). 1: a result of ours was wrong or missing. 2: no NVIDIA GPU, or an argument
+that names nothing.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -26,87 +33,25 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks import machine
-from benchmarks.attention_cells import SECTIONS, Cell, quick, select
-from benchmarks.attention_contenders import FA2, OURS, OURS_GENERIC, REGISTRY, Call, Contender, Tensors, relative_error
-from benchmarks.attention_report import Record, Report, Result
-from benchmarks.stopwatch import Stopwatch, alternate, copy_bandwidth
+from benchmarks.attention_contenders import REGISTRY, Contender, chosen, peers_found
+from benchmarks.attention_goals import goals
+from benchmarks.attention_grid import SECTIONS, quick, select
+from benchmarks.attention_report import Record, Report
+from benchmarks.attention_timing import compile_ahead, time_cell
+from benchmarks.stopwatch import Stopwatch, copy_bandwidth
 
-TOLERANCE = 1e-2  # relative; two bf16 implementations differ by about 3e-3
-_ROTATED_BYTES = 256 * 1024 * 1024
-_MAX_SETS = 8
-
-
-class Section(StrEnum):
-    """What to time; the names of SECTIONS and all of them."""
-
-    forward = "forward"
-    decode = "decode"
-    paged = "paged"
-    all = "all"
-
-
-def input_sets(cell: Cell) -> int:
-    """How many input sets together are larger than any L2."""
-    return max(1, min(_MAX_SETS, -(-_ROTATED_BYTES // cell.input_bytes)))
-
-
-def reason_of(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160] if text else 'no message'}"
-
-
-def prepare(cell: Cell, sets: Sequence[Tensors], contender: Contender) -> tuple[list[Call], Result]:
-    """The calls of a contender over all input sets, checked on the first; no calls when it cannot run or is wrong."""
-    try:
-        calls = [contender.make(cell, tensors) for tensors in sets]
-        error = relative_error(cell, sets[0], calls[0]())
-    except Exception as failure:  # whatever stops a peer is its reason in the record
-        return [], Result(None, reason_of(failure))
-    if not error <= TOLERANCE:  # NaN is wrong too
-        return [], Result(None, f"wrong result: relative error {error:.2e}", None)
-    if cell.section == Section.decode and sets[0].q.is_cuda:
-        try:
-            calls = [captured(call) for call in calls]
-        except Exception as failure:  # as above
-            return [], Result(None, f"not captured in a CUDA graph: {reason_of(failure)}", error)
-    return calls, Result(None, None, error)
-
-
-def captured(call: Call) -> Call:
-    """The call as the replay of a CUDA graph."""
-    call()  # so that nothing is compiled or loaded in the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return out
-
-    return replay
-
-
-def time_cell(cell: Cell, contenders: Sequence[Contender], watch: Stopwatch, rounds: int) -> Record:
-    sets = [Tensors.random(cell, watch.device) for _ in range(input_sets(cell))]
-    prepared = {c.name: prepare(cell, sets, c) for c in contenders if cell.section in c.sections}
-    medians = alternate({name: calls for name, (calls, _) in prepared.items() if calls}, watch.times, rounds)
-    results = {}
-    for name, (_, checked) in prepared.items():
-        median = medians.get(name)
-        if median is None:
-            results[name] = checked
-        elif isinstance(median, Exception):
-            results[name] = Result(None, reason_of(median), checked.error)
-        else:
-            results[name] = Result(median, None, checked.error)
-    return Record(cell, results)
+Section = StrEnum("Section", {name: name for name in (*SECTIONS, "all")})  # type: ignore[misc]
 
 
 def progress(record: Record) -> str:
-    cell = record.cell
-    shape = f"{cell.section} d={cell.head_dim} {cell.mask} {cell.batch}x{cell.seqlen_q}x{cell.seqlen_k}"
-    return shape + "".join(f"  {name} {r.ms:.4f} ms" if r.ms else f"  {name} -" for name, r in record.results.items())
+    times = (f"  {name} {r.ms:.4f} ms" if r.ms else f"  {name} -" for name, r in record.results.items())
+    return str(record.cell) + "".join(times)
+
+
+def peers_line() -> str:
+    found = peers_found()
+    here, absent = ([name for name, yes in found.items() if yes is wanted] for wanted in (True, False))
+    return f"peers found: {', '.join(here) or 'none'}; not importable, so not timed: {', '.join(absent) or 'none'}"
 
 
 def numbers(text: str | None) -> list[int] | None:
@@ -116,43 +61,67 @@ def numbers(text: str | None) -> list[int] | None:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 64,128") from error
 
 
+def named(only: str | None) -> list[str] | None:
+    if only is None:
+        return None
+    names = only.split(",")
+    if unknown := set(names) - set(REGISTRY):
+        raise typer.BadParameter(f"no contender named {sorted(unknown)}; there are {', '.join(REGISTRY)}")
+    return names
+
+
 def main(
-    section: Annotated[Section, typer.Argument(help="what to time")] = Section.all,
+    section: Annotated[list[Section] | None, typer.Argument(help="what to time; all by default")] = None,
     quick_: Annotated[bool, typer.Option("--quick", help="a few cells of each section")] = False,
     head_dims: Annotated[str | None, typer.Option(help="only these, such as 64,128")] = None,
     seqlens: Annotated[str | None, typer.Option(help="only these lengths (of keys)")] = None,
     only: Annotated[str | None, typer.Option(help="only these contenders, such as longwave,fa2")] = None,
     flex: Annotated[bool, typer.Option("--flex", help="time FlexAttention too (compiles)")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="time our generic kernel and memory-efficient too")] = False,
     flush: Annotated[bool, typer.Option(help="flush the L2 before every call")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="turns of every contender")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of every contender")] = 3,
+    repeat_ms: Annotated[float, typer.Option(min=1, help="milliseconds of calls a turn")] = 40.0,
+    warm_up_ms: Annotated[float, typer.Option(min=0, help="milliseconds of calls before a turn")] = 5.0,
+    ahead: Annotated[bool, typer.Option(help="compile our kernels on all cores first")] = True,
     out: Annotated[Path | None, typer.Option(help="write every number to this JSON file")] = None,
     commit: Annotated[str | None, typer.Option(help="the commit, where there is no git checkout")] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="say which peers can be imported, and end")] = False,
 ) -> None:
     """Times our attention kernels beside their peers."""
-    dims, lengths = numbers(head_dims), numbers(seqlens)
+    if peers:
+        typer.echo(peers_line())
+        return
+    dims, lengths, names = numbers(head_dims), numbers(seqlens), named(only)
     if not torch.cuda.is_available():
         typer.echo("This benchmark times CUDA kernels and torch sees no NVIDIA GPU here.", err=True)
         raise typer.Exit(2)
-    sections = SECTIONS if section is Section.all else (section.value,)
+    asked = {str(s) for s in section or [Section("all")]}
+    sections = [s for s in SECTIONS if s in asked or "all" in asked]
     cells = select(sections, dims, lengths)
     cells = quick(cells) if quick_ else cells
-    wanted = only.split(",") if only else [name for name, c in REGISTRY.items() if flex or not c.optional]
-    unknown = set(wanted) - set(REGISTRY)
-    if unknown or not cells:
-        raise typer.BadParameter(f"no contender named {sorted(unknown)}" if unknown else "no cell has these dimensions")
-    watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), flush=flush)
-    options = {"flush": flush, "rounds": rounds, "warm_up_ms": watch.warm_up_ms, "repeat_ms": watch.repeat_ms}
-    report = Report(machine.facts(commit), options, OURS, OURS_GENERIC, FA2, copy_bandwidth(watch))
+    racing = {s: chosen(s, names, slow, flex) for s in sections}
+    cells = [cell for cell in cells if racing[cell.section]]
+    if not cells:
+        raise typer.BadParameter("no cell has these dimensions and contenders")
+    watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), flush, warm_up_ms, repeat_ms)
+    options = {"flush": flush, "rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
+    report = Report(machine.facts(commit), options | {"peers": peers_found()}, copy_bandwidth(watch))
     facts = {name: report.machine[name] for name in ("gpu", "driver", "torch", "cuda", "cudnn", "commit")}
-    typer.echo(f"{facts}\ndevice copy {report.copy_tb_per_s:.2f} TB/s (read + write)")
+    typer.echo(f"{facts}\n{peers_line()}\ndevice copy {report.copy_tb_per_s:.2f} TB/s (read + write)")
+    if ahead:
+        begin = time.monotonic()
+        everyone: list[Contender] = list({c.name: c for cs in racing.values() for c in cs}.values())
+        calls = compile_ahead(cells, everyone, watch.device)
+        typer.echo(f"{calls} first calls of ours, compiled ahead: {time.monotonic() - begin:.1f} s")
     for cell in cells:
-        report.records.append(time_cell(cell, [REGISTRY[name] for name in wanted], watch, rounds))
+        begin = time.monotonic()
+        report.records.append(time_cell(cell, racing[cell.section], watch, rounds))
         torch.cuda.empty_cache()
-        typer.echo(progress(report.records[-1]))
+        typer.echo(f"{progress(report.records[-1])}  ({time.monotonic() - begin:.1f} s)")
         if out:
-            report.write(out)
+            report.write(out, [goal.facts() for goal in goals(report.records, report.copy_tb_per_s)])
     summarise(report, sections)
-    ours = [r.results[name] for r in report.records for name in (OURS, OURS_GENERIC) if name in r.results]
+    ours = [r for record in report.records for name, r in record.results.items() if REGISTRY[name].ours]
     if any(result.ms is None for result in ours):
         raise typer.Exit(1)
 
@@ -160,7 +129,8 @@ def main(
 def summarise(report: Report, sections: Sequence[str]) -> None:
     for section in sections:
         typer.echo("\n" + report.table(section))
-    typer.echo("\n" + "\n".join([*report.missing(), *map(str, report.goals())]))
+    timed = [goal for goal in goals(report.records, report.copy_tb_per_s) if goal.values]
+    typer.echo("\n" + "\n".join([*report.missing(), *map(str, timed)]))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,19 @@
 """The cells of the attention benchmark: shapes, and the operations and bytes they are counted as. Knows no device."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import asdict, dataclass, replace
+from math import isqrt
 from typing import Any
 
-SECTIONS = ("forward", "decode", "paged")
-HEAD_DIMS = (64, 128, 256)
-SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-GQA_SEQLENS = (2048, 8192, 32768)
-DECODE = ((1, 1024), (1, 8192), (1, 131072), (8, 32768), (32, 8192), (64, 4096), (64, 1024), (16, 131072))
-#: (new tokens, cached prefix) of one sequence
-CHUNKS = ((2048, 0), (8192, 0), (32768, 0), (2048, 6144), (2048, 30720), (8192, 122880))
-_TOKENS = 16384  # of a forward cell: batch * seqlen
-_HIDDEN = 2048  # heads * head_dim
 _BYTES = 2  # of a bf16
+_TILE = 128  # rows and keys of a block; twins have lengths of whole ones
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One bf16 problem: q `[batch, seqlen_q, heads, head_dim]`, k and v `[batch, seqlen_k, kv_heads, head_dim]`."""
+    """One bf16 problem: q `[batch, seqlen_q, heads, head_dim]`, k and v `[batch, seqlen_k, kv_heads, head_dim]`.
+
+    varlen: q, k and v `[sum(lengths), *, head_dim]`; seqlen_q and seqlen_k are the largest length.
+    """
 
     section: str
     batch: int
@@ -30,20 +24,46 @@ class Cell:
     head_dim: int
     causal: bool
     page: int = 0  # 0: contiguous keys only
+    lengths: tuple[
+        int, ...
+    ] = ()  # varlen: of each sequence; padding: its keys in use, the first ones (causal: the last)
+    shared: int = 0  # leading keys that all sequences have in the same pages
+    density: float = 1.0  # share of the 128 x 128 blocks that are visible
+    dropout: float = 0.0
+    calls: int = 1  # in one CUDA graph, each on inputs of its own
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs of a query row and a key, of all sequences; a causal square counts as half of it."""
+        if self.section == "varlen":
+            return sum(n * n for n in self.lengths) // (2 if self.causal else 1)
+        if self.section == "padding":  # rows in the padding are computed under a full mask, and see nothing causally
+            return sum(n * n for n in self.lengths) // 2 if self.causal else self.seqlen_q * sum(self.lengths)
+        pairs = self.seqlen_q * self.seqlen_k - (self.seqlen_q * self.seqlen_q // 2 if self.causal else 0)
+        return round(self.batch * pairs * self.density)
 
     @property
     def flops(self) -> int:
-        """4 * pairs * head_dim with pairs = query rows * keys, less the masked half of the causal square."""
-        pairs = self.seqlen_q * self.seqlen_k - (self.seqlen_q * self.seqlen_q // 2 if self.causal else 0)
-        return 4 * self.batch * self.heads * pairs * self.head_dim
+        return 4 * self.pairs * self.heads * self.head_dim
+
+    @property
+    def kv_tokens(self) -> int:
+        """Stored ones: shared keys once, padding included."""
+        if self.section == "varlen":
+            return sum(self.lengths)
+        return self.shared + self.batch * (self.seqlen_k - self.shared)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths) if self.section == "varlen" else self.batch * self.seqlen_q
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.batch * self.seqlen_k * self.kv_heads * self.head_dim * _BYTES
+        return 2 * self.kv_tokens * self.kv_heads * self.head_dim * _BYTES
 
     @property
     def input_bytes(self) -> int:
-        return self.kv_bytes + self.batch * self.seqlen_q * self.heads * self.head_dim * _BYTES
+        return self.kv_bytes + self.rows * self.heads * self.head_dim * _BYTES
 
     @property
     def mask(self) -> str:
@@ -52,49 +72,43 @@ class Cell:
     def facts(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> "Cell":
+        """From `facts` as JSON gives them back, or as a file has them that was written before a field existed."""
+        known = {name: facts[name] for name in cls.__dataclass_fields__ if name in facts}
+        return cls(**known | {"lengths": tuple(facts.get("lengths", ()))})
 
-def forward_cells(head_dims: Sequence[int] = HEAD_DIMS, seqlens: Sequence[int] = SEQLENS) -> Iterator[Cell]:
-    """FlashAttention's grid (16k tokens, hidden size 2048), then 32 query heads over 8 key heads at batch 1."""
-    for head_dim, causal, seqlen in product(head_dims, (True, False), seqlens):
-        batch, heads = max(1, _TOKENS // seqlen), _HIDDEN // head_dim
-        yield Cell("forward", batch, seqlen, seqlen, heads, heads, head_dim, causal)
-    if 128 in head_dims:
-        for seqlen, causal in product(GQA_SEQLENS, (True, False)):
-            if seqlen in seqlens:
-                yield Cell("forward", 1, seqlen, seqlen, 32, 8, 128, causal)
-
-
-def decode_cells(head_dims: Sequence[int] = (128,), contexts: Sequence[int] | None = None) -> Iterator[Cell]:
-    """One query row a sequence, 32 heads over 8, pages of 64."""
-    for head_dim, (batch, context) in product(head_dims, DECODE):
-        if contexts is None or context in contexts:
-            yield Cell("decode", batch, 1, context, 32, 8, head_dim, False, page=64)
-
-
-def paged_cells(head_dims: Sequence[int] = (128,), seqlens: Sequence[int] | None = None) -> Iterator[Cell]:
-    """Chunked prefill through pages of 64 beside the same chunk over contiguous keys."""
-    for head_dim, (new, prefix) in product(head_dims, CHUNKS):
-        if seqlens is None or new + prefix in seqlens:
-            yield Cell("paged", 1, new, new + prefix, 32, 8, head_dim, True, page=64)
+    def __str__(self) -> str:
+        keys = f"{self.batch}x{self.seqlen_q}x{self.seqlen_k}"
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        extras = [
+            f"page {self.page}" if self.page else "",
+            f"{len(self.lengths)} lengths" if self.lengths else "",
+            f"{self.shared} shared" if self.shared else "",
+            f"density {self.density:g}" if self.density < 1 else "",
+            f"dropout {self.dropout:g}" if self.dropout else "",
+            f"{self.calls} calls" if self.calls > 1 else "",
+        ]
+        return " ".join([self.section, f"d={self.head_dim}", self.mask, keys, f"heads {heads}", *filter(None, extras)])
 
 
-def quick(cells: Sequence[Cell]) -> list[Cell]:
-    """A few cells of each section, the goals' among them: a minute instead of several."""
-    forward = [c for c in cells if c.section == "forward" and c.heads == c.kv_heads]
-    keep = [c for c in forward if c.head_dim in (64, 128) and c.seqlen_q in (2048, 8192)]
-    keep += [
-        c for c in cells if c.section == "decode" and (c.batch, c.seqlen_k) in ((1, 8192), (8, 32768), (16, 131072))
-    ]
-    return keep + [c for c in cells if c.section == "paged" and c.seqlen_k <= 8192]
+def dense_twin(cell: Cell) -> Cell:
+    """The plain dense problem that a cell's speed is held against: nearly the same FLOPs, none of its difficulty.
 
-
-def select(sections: Sequence[str], head_dims: Sequence[int] | None, seqlens: Sequence[int] | None) -> list[Cell]:
-    """The cells of the sections asked for; None leaves each section its own list."""
-    cells: list[Cell] = []
-    if "forward" in sections:
-        cells += forward_cells(head_dims or HEAD_DIMS, seqlens or SEQLENS)
-    if "decode" in sections:
-        cells += decode_cells(head_dims or (128,), seqlens)
-    if "paged" in sections:
-        cells += paged_cells(head_dims or (128,), seqlens)
-    return cells
+    * varlen: equal lengths, of the mean over tokens, so that tokens and FLOPs are both the same;
+    * padding: fewer sequences, all of them full;
+    * chunk, paged: the square without a mask that has as many pairs;
+    * block_sparse, dropout, fp8: the same shape without the option (block_sparse: of more FLOPs).
+    """
+    if cell.section == "varlen":
+        tokens = sum(cell.lengths)
+        length = max(_TILE, round(sum(n * n for n in cell.lengths) / tokens / _TILE) * _TILE)
+        batch = max(1, round(tokens / length))
+        return replace(cell, section="forward", batch=batch, seqlen_q=length, seqlen_k=length, lengths=())
+    if cell.section == "padding":
+        square = cell.seqlen_q * cell.seqlen_k // (2 if cell.causal else 1)
+        return replace(cell, section="forward", batch=max(1, round(cell.pairs / square)), lengths=())
+    if cell.section in ("chunk", "paged"):
+        side = max(_TILE, round(isqrt(cell.pairs // cell.batch) / _TILE) * _TILE)
+        return replace(cell, section="forward", seqlen_q=side, seqlen_k=side, causal=False, page=0)
+    return replace(cell, section="forward", density=1.0, dropout=0.0)

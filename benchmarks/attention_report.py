@@ -1,17 +1,28 @@
-"""What the attention benchmark says: one record per cell, the table, the goals, the JSON file. Knows no device."""
+"""What the attention benchmark says: one record per cell, the tables, the JSON file. Knows no device."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.attention_cells import Cell
+from benchmarks.attention_registry import OURS
 
-FORWARD_GOAL, DECODE_GOAL = 0.95, 0.85
-_GOAL_SEQLENS = range(2048, 16384 + 1)
-_GOAL_DECODES = ((8, 32768), (16, 131072))
+#: What a section's numbers are, by their name in the file; TFLOP/s where nothing is said.
+_UNITS = {
+    "decode": ("tb_per_s", "TB/s of KV read", 3),
+    "latency": ("us", "microseconds a call", 2),
+    "shared_prefix": ("us", "microseconds a step", 1),
+    "fp8_kv": ("us", "microseconds a step", 1),
+    "fp8_error": ("relative_rmse", "error over the truth's size", 4),
+}
+_TFLOPS = ("tflops", "TFLOP/s", 1)
+
+
+def unit(section: str) -> tuple[str, str, int]:
+    """The name in the file, in words, and the decimals."""
+    return _UNITS.get(section, _TFLOPS)
 
 
 @dataclass(frozen=True)
@@ -20,7 +31,8 @@ class Result:
 
     ms: float | None
     reason: str | None = None
-    error: float | None = None  # relative, against torch SDPA
+    error: float | None = None  # relative, against the float32 truth
+    twin: Cell | None = None  # what it ran, when that is not the cell
 
 
 @dataclass(frozen=True)
@@ -28,43 +40,61 @@ class Record:
     cell: Cell
     results: Mapping[str, Result]
 
-    def speed(self, name: str) -> float | None:
-        """TFLOP/s, for decode TB/s of KV read."""
+    def ms(self, name: str) -> float | None:
+        result = self.results.get(name)
+        return result.ms if result else None
+
+    def rate(self, name: str) -> float | None:
+        """TFLOP/s of what the contender ran."""
         result = self.results.get(name)
         if result is None or result.ms is None:
             return None
-        work = self.cell.kv_bytes if self.cell.section == "decode" else self.cell.flops
-        return work / result.ms / 1e9
+        return (result.twin or self.cell).flops / result.ms / 1e9
+
+    def number(self, name: str) -> float | None:
+        """In the section's unit."""
+        ms, kind = self.ms(name), unit(self.cell.section)[0]
+        if ms is None:
+            return None
+        if kind == "us":
+            return ms * 1e3
+        if kind == "tb_per_s":
+            return self.cell.kv_bytes / ms / 1e9
+        return self.results[name].error if kind == "relative_rmse" else self.rate(name)
 
     def ratio(self, name: str, peer: str) -> float | None:
-        ours, theirs = self.speed(name), self.speed(peer)
+        """How many times the peer's TFLOP/s; on the same cell that is how many times as fast."""
+        ours, theirs = self.rate(name), self.rate(peer)
         return ours / theirs if ours and theirs else None
 
+    def times_as_fast(self, name: str, peer: str) -> float | None:
+        """The peer's time over ours, whatever each ran."""
+        ours, theirs = self.ms(name), self.ms(peer)
+        return theirs / ours if ours and theirs else None
+
+    def peers(self) -> list[str]:
+        """The contenders that are not ours and were timed."""
+        return [name for name, r in self.results.items() if r.ms is not None and not name.startswith(OURS)]
+
+    def best_peer(self) -> str | None:
+        return min(self.peers(), key=lambda name: self.ms(name) or 0.0, default=None)
+
     def facts(self) -> dict[str, Any]:
-        unit = "tb_per_s" if self.cell.section == "decode" else "tflops"
+        key = unit(self.cell.section)[0]
         results = {
-            name: {"ms": r.ms, unit: self.speed(name), "relative_error": r.error, "reason": r.reason}
+            name: {"ms": r.ms, key: self.number(name), "relative_error": r.error, "reason": r.reason}
+            | ({"twin": r.twin.facts()} if r.twin else {})
             for name, r in self.results.items()
         }
         return self.cell.facts() | {"flops": self.cell.flops, "kv_bytes": self.cell.kv_bytes, "results": results}
 
-
-@dataclass(frozen=True)
-class Goal:
-    name: str
-    goal: float
-    values: Sequence[float]  # one per cell; empty when no cell was timed
-
-    @property
-    def met(self) -> bool | None:
-        return min(self.values) >= self.goal if self.values else None
-
-    def __str__(self) -> str:
-        if not self.values:
-            return f"{self.name}: not measured (goal {self.goal:.2f})"
-        mean = math.exp(sum(map(math.log, self.values)) / len(self.values))
-        verdict = "met" if self.met else "MISSED"
-        return f"{self.name}: worst {min(self.values):.3f}, mean {mean:.3f} (goal {self.goal:.2f} in each: {verdict})"
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Record":
+        results = {
+            name: Result(r["ms"], r["reason"], r["relative_error"], Cell.of(r["twin"]) if "twin" in r else None)
+            for name, r in facts["results"].items()
+        }
+        return cls(Cell.of(dict(facts)), results)
 
 
 @dataclass
@@ -73,41 +103,21 @@ class Report:
 
     machine: Mapping[str, Any]
     options: Mapping[str, Any]
-    ours: str
-    generic: str
-    fa2: str
     copy_tb_per_s: float | None = None
     records: list[Record] = field(default_factory=list)
 
-    def goals(self) -> list[Goal]:
-        goals = [self._forward_goal(dim, causal) for dim in (64, 128) for causal in (True, False)]
-        return goals + [self._decode_goal(batch, context) for batch, context in _GOAL_DECODES]
+    @classmethod
+    def read(cls, path: Path) -> "Report":
+        content = json.loads(path.read_text())
+        records = [Record.of(facts) for facts in content["cells"]]
+        return cls(content["machine"], content["options"], content["copy_tb_per_s"], records)
 
-    def _forward_goal(self, head_dim: int, causal: bool) -> Goal:
-        ratios = [
-            r.ratio(self.generic, self.fa2)
-            for r in self.records
-            if r.cell.section == "forward" and r.cell.head_dim == head_dim and r.cell.causal == causal
-            if r.cell.seqlen_q in _GOAL_SEQLENS and r.cell.heads == r.cell.kv_heads
-        ]
-        name = f"generic forward / FA2, d={head_dim} {'causal' if causal else 'full'}, 2k to 16k"
-        return Goal(name, FORWARD_GOAL, [x for x in ratios if x is not None])
-
-    def _decode_goal(self, batch: int, context: int) -> Goal:
-        speeds = [
-            r.speed(self.ours)
-            for r in self.records
-            if r.cell.section == "decode" and (r.cell.batch, r.cell.seqlen_k, r.cell.head_dim) == (batch, context, 128)
-        ]
-        shares = [x / self.copy_tb_per_s for x in speeds if x is not None and self.copy_tb_per_s]
-        return Goal(f"decode {batch} x {context}, share of copy bandwidth", DECODE_GOAL, shares)
-
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, goals: Sequence[Mapping[str, Any]] = ()) -> None:
         content = {
             "machine": dict(self.machine),
             "options": dict(self.options),
             "copy_tb_per_s": self.copy_tb_per_s,
-            "goals": [{"name": g.name, "goal": g.goal, "values": list(g.values), "met": g.met} for g in self.goals()],
+            "goals": [dict(goal) for goal in goals],
             "cells": [r.facts() for r in self.records],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,27 +125,27 @@ class Report:
         partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         partial.replace(path)
 
+    def of_section(self, section: str) -> list[Record]:
+        return [r for r in self.records if r.cell.section == section]
+
     def table(self, section: str) -> str:
-        records = [r for r in self.records if r.cell.section == section]
+        records = self.of_section(section)
         names = list(dict.fromkeys(name for r in records for name in r.results))
-        peers = [name for name in names if name != self.ours]
-        unit = "TB/s of KV read" if section == "decode" else "TFLOP/s"
+        others = [name for name in names if name != OURS]
         share = ["of copy"] if section == "decode" else []
-        head = ["d", "mask", "q", "keys", "batch", "heads", *names, *share, *(f"/{p}" for p in peers)]
-        rows = [[*self._shape(r.cell), *self._numbers(r, names, peers)] for r in records]
-        return f"{section}, {unit}; the last columns are {self.ours} over the peer\n{plain_table(head, rows)}"
+        head = ["d", "mask", "q", "keys", "batch", "heads", "", *names, *share, *(f"/{p}" for p in others)]
+        rows = [[*_shape(r.cell), *self._numbers(r, names, others)] for r in records]
+        what = "how many times as fast" if unit(section)[0] == "us" else "over the others"
+        return f"{section}, {unit(section)[1]}; the last columns are {OURS}, {what}\n{plain_table(head, rows)}"
 
-    def _shape(self, cell: Cell) -> list[str]:
-        heads = f"{cell.heads}/{cell.kv_heads}" if cell.heads != cell.kv_heads else str(cell.heads)
-        return [str(cell.head_dim), cell.mask, str(cell.seqlen_q), str(cell.seqlen_k), str(cell.batch), heads]
-
-    def _numbers(self, record: Record, names: Sequence[str], peers: Sequence[str]) -> list[str]:
-        digits = 3 if record.cell.section == "decode" else 1
-        numbers = [_number(record.speed(name), digits) for name in names]
+    def _numbers(self, record: Record, names: Sequence[str], others: Sequence[str]) -> list[str]:
+        digits = unit(record.cell.section)[2]
+        numbers = [_text(record.number(name), digits) for name in names]
         if record.cell.section == "decode":
-            speed = record.speed(self.ours)
-            numbers.append(_number(speed / self.copy_tb_per_s if speed and self.copy_tb_per_s else None, 2))
-        return numbers + [_number(record.ratio(self.ours, peer), 2) for peer in peers]
+            speed = record.number(OURS)
+            numbers.append(_text(speed / self.copy_tb_per_s if speed and self.copy_tb_per_s else None, 2))
+        compare = record.times_as_fast if record.cell.section == "block_sparse" else record.ratio
+        return numbers + [_text(compare(OURS, name), 2) for name in others]
 
     def missing(self) -> list[str]:
         """One line per contender and reason, with how many cells it cost."""
@@ -148,10 +158,21 @@ class Report:
         return [f"{name}: {count} cells not timed: {reason}" for (name, reason), count in reasons.items()]
 
 
+def _shape(cell: Cell) -> list[str]:
+    heads = f"{cell.heads}/{cell.kv_heads}" if cell.heads != cell.kv_heads else str(cell.heads)
+    extras = {
+        "page": cell.page,
+        "density": cell.density if cell.density < 1 else 0,
+        "calls": cell.calls - 1 and cell.calls,
+    }
+    extra = ", ".join(f"{name} {value:g}" for name, value in extras.items() if value)
+    return [str(cell.head_dim), cell.mask, str(cell.seqlen_q), str(cell.seqlen_k), str(cell.batch), heads, extra]
+
+
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     return "\n".join("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in (head, *rows))
 
 
-def _number(value: float | None, digits: int) -> str:
+def _text(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

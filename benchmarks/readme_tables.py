@@ -12,11 +12,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
+from benchmarks import attention_results
+from benchmarks.attention_goals import Rule, number
+from benchmarks.attention_report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 
-FORWARD_SEQLENS = (1024, 4096, 16384)
+FORWARD_SEQLENS = (512, 2048, 16384)
+DECODE_PEERS = ("flashinfer", "fa3", "fa4", "cudnn", "fa2")
+TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
+GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
 Facts = dict[str, Any]
 
 
@@ -38,47 +47,74 @@ def origin(facts: Facts) -> str:
     )
 
 
-def speed(result: Facts | None, unit: str, digits: int) -> str:
-    if result is None or result["ms"] is None:
-        return "-"
-    return f"{result[unit]:.{digits}f}"
+def origins(reports: Sequence[Report]) -> str:
+    """Of several runs, each once."""
+    return "; ".join(dict.fromkeys(origin({"machine": report.machine}) for report in reports))
 
 
-def ratio(results: Facts, ours: str, peer: str) -> str:
-    times = [results.get(name, {}).get("ms") for name in (peer, ours)]
-    return f"{times[0] / times[1]:.2f}" if all(times) else "-"
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def forward() -> str:
-    """TFLOP/s of the forward, of what dispatch chooses on this GPU and of the generic kernel, beside torch's."""
-    facts = load("attention_forward_h200.json")
-    rows = []
-    for cell in facts["cells"]:
-        if cell["seqlen_k"] not in FORWARD_SEQLENS or cell["heads"] != cell["kv_heads"]:
+def forward() -> str | None:
+    """TFLOP/s of the forward beside the best peer of each cell."""
+    reports = attention_results.with_section(attention_results.runs(RESULTS), "forward")
+    lines = []
+    for row in attention_results.rows(reports, "forward"):
+        cell, best = row.cell, row.best_peer()
+        if cell.seqlen_k not in FORWARD_SEQLENS or cell.heads != cell.kv_heads or best is None:
             continue
-        r = cell["results"]
-        numbers = [speed(r.get(name), "tflops", 0) for name in ("longwave", "cudnn", "longwave-generic", "fa2")]
-        shape = [str(cell["head_dim"]), "causal" if cell["causal"] else "full", str(cell["seqlen_k"])]
-        ratios = [ratio(r, "longwave", "cudnn"), ratio(r, "longwave-generic", "fa2")]
-        rows.append([*shape, *numbers, *ratios])
-    header = ["head_dim", "mask", "length", "ours", "cuDNN", "our generic kernel", "FA2 (torch)", "ours / cuDNN"]
-    return f"Forward, TFLOP/s ({origin(facts)}):\n\n" + table([*header, "generic / FA2"], rows)
+        shape = [str(cell.head_dim), cell.mask, str(cell.seqlen_k), f"{cell.batch} x {cell.heads}"]
+        peer = f"{attention_results.LABELS.get(best, best)} {row.peer(best):.0f}"
+        lines.append([*shape, f"{row.ours:.0f}", peer, f"{row.ratios[best]:.2f}", times(row.ratios.get("cudnn"))])
+    if not lines:
+        return None
+    header = ["head_dim", "mask", "length", "batch x heads", "ours", "best peer", "ours / best", "ours / cuDNN"]
+    return f"Forward, TFLOP/s ({origins(reports)}):\n\n" + table(header, lines)
 
 
-def decode() -> str:
+def decode() -> str | None:
     """TB/s of keys and values read by a decode step over shuffled pages of 64 tokens."""
-    facts = load("attention_decode_h200.json")
-    rows = []
-    for cell in facts["cells"]:
-        r = cell["results"]
-        share = r["longwave"]["tb_per_s"] / facts["copy_tb_per_s"]
-        numbers = [speed(r.get(name), "tb_per_s", 2) for name in ("longwave", "cudnn", "fa2")]
-        rows.append([str(cell["batch"]), str(cell["seqlen_k"]), *numbers, f"{100 * share:.0f} %"])
-    header = ["batch", "context", "ours, over pages", "cuDNN, contiguous", "FA2 (torch), contiguous", "ours / copy"]
+    reports = attention_results.with_section(attention_results.runs(RESULTS), "decode")
+    rows = attention_results.rows(reports, "decode")
+    if not rows:
+        return None
+    peers = [name for name in DECODE_PEERS if any(name in row.ratios for row in rows)]
+    lines = [
+        [
+            str(row.cell.batch),
+            str(row.cell.seqlen_k),
+            f"{row.ours:.2f}",
+            f"{100 * row.share_of_copy:.0f} %" if row.share_of_copy else "-",
+            *(times(row.ratios.get(name)) for name in peers),
+        ]
+        for row in rows
+    ]
     what = (
         "Decode, one query row, 32 query heads over 8 key heads, head_dim 128, TB/s of keys and values read, from CUDA"
     )
-    return f"{what}\ngraphs ({origin(facts)}):\n\n" + table(header, rows)
+    over = [f"ours / {attention_results.LABELS[name]}" + (CONTIGUOUS if name in TORCH else "") for name in peers]
+    header = ["batch", "context", "ours, over pages", "of copy", *over]
+    return f"{what}\ngraphs ({origins(reports)}):\n\n" + table(header, lines)
+
+
+def goals() -> str | None:
+    """Every goal of the attention kernels that a run measured."""
+    reports = attention_results.runs(RESULTS)
+    lines = [
+        [
+            goal.name,
+            f"{GOAL_SIGNS[goal.rule]} {goal.goal:g}",
+            number(goal.values[goal.worst]),
+            number(goal.mean),
+            str(len(goal.values)),
+            "yes" if goal.met else "no",
+        ]
+        for goal in attention_results.all_goals(reports)
+    ]
+    if not lines:
+        return None
+    return f"Goals ({origins(reports)}):\n\n" + table(["what", "goal", "worst", "mean", "cells", "met"], lines)
 
 
 def longcontext() -> str:
@@ -115,17 +151,26 @@ def cpu() -> str:
     return text + table(["requests", "ours", "transformers"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"forward": forward, "decode": decode, "longcontext": longcontext, "cpu": cpu}
+TABLES: dict[str, Callable[[], str | None]] = {
+    "forward": forward,
+    "decode": decode,
+    "goals": goals,
+    "longcontext": longcontext,
+    "cpu": cpu,
+}
 
 
 def rewritten(readme: str) -> str:
+    """With every table between its markers; one whose markers are not there, or that has no results, is left out."""
     for name, make in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         before, found, rest = readme.partition(begin)
         _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"README.md has no {begin.strip()} ... {end.strip()}")
-        readme = f"{before}{begin}{make()}\n{end}{after}"
+        if bool(found) != bool(closed):
+            raise SystemExit(f"README.md has no whole {begin.strip()} ... {end.strip()}")
+        text = make() if found else None
+        if text is not None:
+            readme = f"{before}{begin}{text}\n{end}{after}"
     return readme
 
 

@@ -8,7 +8,7 @@ import torch
 
 Call = Callable[[], object]
 _FLUSH_BYTES = 256 * 1024 * 1024  # several times any L2; writing it also hides the launch latency of what follows
-_MIN_REPEATS, _MAX_REPEATS = 3, 1000
+_MIN_REPEATS, _MAX_REPEATS = 3, 300  # in a round; the flush takes longer than a short call
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Stopwatch:
 
     device: torch.device
     flush: bool = True
-    warm_up_ms: float = 10.0
-    repeat_ms: float = 50.0
+    warm_up_ms: float = 5.0
+    repeat_ms: float = 40.0
     _scratch: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

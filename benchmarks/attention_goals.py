@@ -1,0 +1,245 @@
+"""The goals of the attention kernels, computed from a run's records: issue 3's table, row by row. Knows no device."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from benchmarks.attention_registry import (
+    CUDNN,
+    FA2,
+    FA3,
+    FLASHINFER,
+    OURS,
+    OURS_BF16,
+    OURS_CONTIGUOUS,
+    OURS_DENSE,
+    OURS_GENERIC,
+    OURS_KERNEL,
+    PER_TENSOR,
+)
+from benchmarks.attention_report import Record
+
+_LARGE_KV = 100_000_000  # bytes, from which decode is held to the copy bandwidth
+#: TFLOP/s at 16k, by head_dim and causal
+_ABSOLUTE = {
+    (128, False): 710,
+    (128, True): 705,
+    (64, False): 560,
+    (64, True): 565,
+    (256, False): 800,
+    (256, True): 785,
+}
+
+
+class Rule(StrEnum):
+    """What of the values must reach the goal."""
+
+    EACH = "each at least"
+    MEAN = "geometric mean at least"
+    AT_MOST = "each at most"
+
+
+@dataclass(frozen=True)
+class Goal:
+    name: str
+    goal: float
+    values: Sequence[float]  # one per cell; empty when no cell was timed
+    cells: Sequence[str] = ()  # what each value is of
+    rule: Rule = Rule.EACH
+
+    @property
+    def worst(self) -> int:
+        """The place of the worst value."""
+        pick = max if self.rule is Rule.AT_MOST else min
+        return pick(range(len(self.values)), key=lambda i: self.values[i])
+
+    @property
+    def mean(self) -> float:
+        return math.exp(sum(map(math.log, self.values)) / len(self.values))
+
+    @property
+    def met(self) -> bool | None:
+        if not self.values:
+            return None
+        if self.rule is Rule.MEAN:
+            return self.mean >= self.goal
+        worst = self.values[self.worst]
+        return worst <= self.goal if self.rule is Rule.AT_MOST else worst >= self.goal
+
+    def __str__(self) -> str:
+        if not self.values:
+            return f"{self.name}: not measured ({self.rule} {self.goal:g})"
+        where = f" ({self.cells[self.worst]})" if self.cells else ""
+        count = f", {sum(self._passes(x) for x in self.values)} of {len(self.values)} cells pass"
+        verdict = "met" if self.met else "MISSED"
+        numbers = f"worst {number(self.values[self.worst])}{where}, mean {number(self.mean)}{count}"
+        return f"{verdict:6} {self.name}, {self.rule} {self.goal:g}: {numbers}"
+
+    def _passes(self, value: float) -> bool:
+        return value <= self.goal if self.rule is Rule.AT_MOST else value >= self.goal
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "goal": self.goal,
+            "rule": str(self.rule),
+            "values": list(self.values),
+            "cells": list(self.cells),
+            "met": self.met,
+        }
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3f}"
+
+
+def goals(records: Sequence[Record], copy_tb_per_s: float | None) -> list[Goal]:
+    """All of them; those that no cell was timed for have no values."""
+    return [*_forward(records), *_options(records), *_decode(records, copy_tb_per_s)]
+
+
+def of_cells(
+    records: Sequence[Record],
+    section: str,
+    name: str,
+    goal: float,
+    value: Callable[[Record], float | None],
+    rule: Rule = Rule.EACH,
+    where: Callable[[Record], bool] = lambda _: True,
+) -> Goal:
+    """A goal over the cells of a section that `where` picks and that have a value."""
+    values, cells = [], []
+    for record in records:
+        if record.cell.section == section and where(record) and (x := value(record)) is not None:
+            values.append(x)
+            cells.append(str(record.cell))
+    return Goal(name, goal, values, cells, rule)
+
+
+def over(peer: str) -> Callable[[Record], float | None]:
+    return lambda record: record.ratio(OURS, peer)
+
+
+def over_best(record: Record) -> float | None:
+    best = record.best_peer()
+    return record.ratio(OURS, best) if best else None
+
+
+def _forward(records: Sequence[Record]) -> Iterator[Goal]:
+    timed = [r for r in records if r.cell.section == "forward"]
+    bar = "the best of " + (", ".join(dict.fromkeys(p for r in timed for p in r.peers())) or "its peers")
+    yield of_cells(records, "forward", f"forward over {bar}", 1.0, over_best)
+    yield of_cells(records, "forward", f"forward over {bar}, all cells", 1.03, over_best, Rule.MEAN)
+    yield of_cells(
+        records, "forward", "forward over cuDNN from 2k up", 1.1, over(CUDNN), where=lambda r: r.cell.seqlen_k >= 2048
+    )
+    for (head_dim, causal), goal in _ABSOLUTE.items():
+        name = f"forward d={head_dim} {'causal' if causal else 'full'} 16k, TFLOP/s"
+        yield of_cells(records, "forward", name, goal, lambda r: r.rate(OURS), where=_is_16k(head_dim, causal))
+    yield of_cells(
+        records,
+        "forward",
+        "generic forward over FA2, d=64 and 128, 2k to 16k",
+        0.95,
+        lambda r: r.ratio(OURS_GENERIC, FA2),
+        where=lambda r: r.cell.head_dim in (64, 128) and 2048 <= r.cell.seqlen_q <= 16384 and not _grouped(r),
+    )
+
+
+def _is_16k(head_dim: int, causal: bool) -> Callable[[Record], bool]:
+    wanted = (head_dim, causal, 16384)
+    return lambda r: (r.cell.head_dim, r.cell.causal, r.cell.seqlen_q) == wanted and not _grouped(r)
+
+
+def _grouped(record: Record) -> bool:
+    return record.cell.heads != record.cell.kv_heads
+
+
+def _options(records: Sequence[Record]) -> Iterator[Goal]:
+    dense = over(OURS_DENSE)
+    yield of_cells(records, "varlen", "varlen over the same FLOPs dense", 0.95, dense)
+    yield of_cells(records, "padding", "half padding over the same FLOPs dense", 0.95, dense)
+    yield of_cells(records, "padding", "half padding over the best of cuDNN, FA2", 1.3, over_best)
+    for page in (64, 128):
+        name = f"prefill over pages of {page} over contiguous"
+        yield of_cells(
+            records,
+            "paged",
+            name,
+            0.95,
+            over(OURS_CONTIGUOUS),
+            where=lambda r, page=page: r.cell.page == page,  # type: ignore[misc]
+        )
+    yield of_cells(
+        records,
+        "chunk",
+        "512 tokens on 131k over pages, over the same FLOPs dense",
+        0.85,
+        dense,
+        where=lambda r: r.cell.seqlen_q == 512,
+    )
+    yield of_cells(
+        records,
+        "block_sparse",
+        "block-sparse at 25 %, 32k: times as fast as dense",
+        3.0,
+        lambda r: r.times_as_fast(OURS, OURS_DENSE),
+        where=lambda r: r.cell.density == 0.25,
+    )
+    for name, who in (("kernel", OURS_KERNEL), ("with quantisation", OURS)):
+        yield of_cells(
+            records,
+            "fp8_forward",
+            f"FP8 forward d=128 16k full, {name}, TFLOP/s",
+            1000,
+            lambda r, who=who: r.rate(who),  # type: ignore[misc]
+            where=_is_16k(128, False),
+        )
+    yield of_cells(
+        records, "fp8_error", "FP8 forward, outliers: error over per-tensor FP8's", 0.5, _error_share, Rule.AT_MOST
+    )
+
+
+def _error_share(record: Record) -> float | None:
+    ours, plain = record.results.get(OURS), record.results.get(PER_TENSOR)
+    return ours.error / plain.error if ours and plain and ours.error and plain.error else None
+
+
+def _decode(records: Sequence[Record], copy_tb_per_s: float | None) -> Iterator[Goal]:
+    def share(record: Record) -> float | None:
+        speed = record.number(OURS)
+        return speed / copy_tb_per_s if speed and copy_tb_per_s else None
+
+    yield of_cells(
+        records,
+        "decode",
+        "decode from 100 MB of KV, share of copy bandwidth",
+        0.95,
+        share,
+        where=lambda r: r.cell.kv_bytes >= _LARGE_KV,
+    )
+    for peer in (FLASHINFER, FA3, CUDNN):
+        kind = "cuDNN's contiguous decode" if peer == CUDNN else peer
+        yield of_cells(records, "decode", f"decode over shuffled pages over {kind}", 1.0, over(peer))
+    for peer in (FLASHINFER, FA3):
+        name = f"64 requests sharing 100k tokens: times as fast as {peer} without sharing"
+        yield of_cells(records, "shared_prefix", name, 8.0, over(peer))
+    yield of_cells(
+        records,
+        "latency",
+        "decode 1 x 1k in a graph, microseconds",
+        8.0,
+        lambda r: r.number(OURS),
+        Rule.AT_MOST,
+        where=lambda r: r.cell.calls > 1,
+    )
+    yield of_cells(
+        records,
+        "fp8_kv",
+        "decode over FP8 KV at 131k: times as fast as bf16",
+        1.7,
+        lambda r: r.times_as_fast(OURS, OURS_BF16),
+        where=lambda r: r.cell.seqlen_k == 131072,
+    )

@@ -1,0 +1,193 @@
+"""Our contenders: what dispatch chooses, and what it is held against of our own."""
+
+import torch
+from torch import Tensor
+
+from attention_backend import dispatch
+from attention_backend.problem import AttentionArgs
+from benchmarks.attention_cells import Cell
+from benchmarks.attention_inputs import BLOCK, K_SCALE, V_SCALE, Tensors, as_float8, block_pattern
+from benchmarks.attention_registry import (
+    OURS,
+    OURS_BF16,
+    OURS_CONTIGUOUS,
+    OURS_DENSE,
+    OURS_GENERIC,
+    OURS_UNSHARED,
+    Call,
+    contender,
+)
+
+_SEED = 1234
+
+
+def _window_right(cell: Cell) -> int:
+    return 0 if cell.causal else -1
+
+
+def _run(args: AttentionArgs) -> Call:
+    return lambda: dispatch.run(args)[0]
+
+
+def _contiguous_args(cell: Cell, t: Tensors) -> AttentionArgs:
+    return AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=_window_right(cell))
+
+
+def _paged_args(cell: Cell, t: Tensors) -> AttentionArgs:
+    return AttentionArgs(
+        t.q,
+        t.stored_k.transpose(1, 2),
+        t.stored_v.transpose(1, 2),
+        cell.head_dim**-0.5,
+        block_table=t.table,
+        seqused_k=t.used,
+        max_seqlen_k=cell.seqlen_k,
+        window_right=_window_right(cell),
+    )
+
+
+@contender(OURS_CONTIGUOUS, "decode", "paged", "chunk")
+@contender(OURS_BF16, "fp8_forward")
+@contender(OURS_DENSE, "varlen", "padding", "chunk", "block_sparse", "dropout", twin=True)
+@contender(OURS, "forward")
+def contiguous(cell: Cell, t: Tensors) -> Call:
+    return _run(_contiguous_args(cell, t))
+
+
+@contender(OURS_UNSHARED, "shared_prefix")
+@contender(OURS_BF16, "fp8_kv")
+@contender(OURS, "decode", "latency", "paged", "chunk")
+def paged(cell: Cell, t: Tensors) -> Call:
+    return _run(_paged_args(cell, t))
+
+
+@contender(OURS_GENERIC, "forward", optional=True)
+def generic(cell: Cell, t: Tensors) -> Call:
+    """The forward for every GPU from sm_75 on, where dispatch may prefer one for this GPU."""
+    from attention_backend.kernels import flash_fwd
+
+    args = _contiguous_args(cell, t)
+    return lambda: flash_fwd.forward(args)[0]
+
+
+@contender(OURS, "varlen")
+def varlen(cell: Cell, t: Tensors) -> Call:
+    return _run(
+        AttentionArgs(
+            t.q,
+            t.k,
+            t.v,
+            cell.head_dim**-0.5,
+            cu_seqlens_q=t.cu,
+            cu_seqlens_k=t.cu,
+            max_seqlen_q=cell.seqlen_q,
+            max_seqlen_k=cell.seqlen_k,
+            window_right=_window_right(cell),
+        )
+    )
+
+
+@contender(OURS, "padding")
+def padding(cell: Cell, t: Tensors) -> Call:
+    """Keys in use are the first ones, or under a causal mask the last ones, as generation pads."""
+    return _run(
+        AttentionArgs(
+            t.q,
+            t.k,
+            t.v,
+            cell.head_dim**-0.5,
+            seqused_k=None if cell.causal else t.used,
+            leftpad_k=cell.seqlen_k - t.used if cell.causal else None,
+            window_right=_window_right(cell),
+        )
+    )
+
+
+@contender(OURS, "dropout")
+def dropout(cell: Cell, t: Tensors) -> Call:
+    seed = torch.tensor([_SEED, 0], dtype=torch.int64, device=t.q.device)
+    return _run(
+        AttentionArgs(
+            t.q,
+            t.k,
+            t.v,
+            cell.head_dim**-0.5,
+            window_right=_window_right(cell),
+            dropout_p=cell.dropout,
+            dropout_seed=seed,
+        )
+    )
+
+
+@contender(OURS, "fp8_kv")
+def float8_pages(cell: Cell, t: Tensors) -> Call:
+    k_scale, v_scale = (torch.full((cell.kv_heads,), x, device=t.q.device) for x in (K_SCALE, V_SCALE))
+    return _run(
+        AttentionArgs(
+            t.q,
+            as_float8(t.stored_k, K_SCALE).transpose(1, 2),
+            as_float8(t.stored_v, V_SCALE).transpose(1, 2),
+            cell.head_dim**-0.5,
+            block_table=t.table,
+            seqused_k=t.used,
+            max_seqlen_k=cell.seqlen_k,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    )
+
+
+@contender(OURS, "shared_prefix")
+def shared_prefix(cell: Cell, t: Tensors) -> Call:
+    from attention_backend.shared_prefix import shared_prefix_attention
+
+    shared = cell.shared // cell.page
+    prefix, suffix = t.table[0, :shared].contiguous(), t.table[:, shared:].contiguous()
+    length = torch.full((1,), cell.shared, dtype=torch.int32, device=t.q.device)
+    own = t.used - cell.shared
+    k, v = t.stored_k.transpose(1, 2), t.stored_v.transpose(1, 2)
+
+    def call() -> Tensor:
+        out = shared_prefix_attention(
+            t.q,
+            k,
+            v,
+            prefix_block_table=prefix,
+            prefix_len=length,
+            suffix_block_table=suffix,
+            suffix_lens=own,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
+@contender(OURS, "block_sparse")
+def block_sparse(cell: Cell, t: Tensors) -> Call:
+    from attention_backend.block_sparse import BlockSparsity, block_sparse_attention
+
+    sparsity = BlockSparsity.from_block_mask(flex_block_mask(cell, t.q.device))
+
+    def call() -> Tensor:
+        out = block_sparse_attention(t.q, t.k, t.v, sparsity)
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
+def flex_block_mask(cell: Cell, device: torch.device):  # type: ignore[no-untyped-def]  # BlockMask
+    """FlexAttention's BlockMask of a cell's pattern: full blocks only."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    pattern = block_pattern(cell).to(device)
+    counts = pattern.sum(1).int()[None, None]
+    listed = pattern.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
+    none = torch.zeros_like(counts), torch.zeros_like(listed)
+
+    def visible(_b: Tensor, _h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return pattern[row // BLOCK, key // BLOCK]
+
+    lengths = (cell.seqlen_q, cell.seqlen_k)
+    return BlockMask.from_kv_blocks(*none, counts, listed, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths)

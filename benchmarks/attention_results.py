@@ -1,0 +1,89 @@
+"""Measured runs of the attention benchmark, put together: several files, each with ours and some of the peers.
+
+Speeds of different runs are never compared: a peer stands beside ours of its own run. Knows no device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.attention_cells import Cell
+from benchmarks.attention_goals import Goal, goals
+from benchmarks.attention_registry import OURS
+from benchmarks.attention_report import Report
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+#: Contenders as they are called in text and plots.
+LABELS = {
+    OURS: "ours",
+    "cudnn": "cuDNN",
+    "fa2": "FA2 (torch)",
+    "fa3": "FA3",
+    "fa4": "FA4",
+    "flashinfer": "FlashInfer",
+    "flashinfer-cascade": "FlashInfer cascade",
+    "flex": "FlexAttention",
+    "mem-eff": "memory-efficient",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell with ours of the first run that has it, and every peer relative to ours of the peer's run."""
+
+    cell: Cell
+    ours: float  # in the section's unit
+    share_of_copy: float | None
+    ratios: dict[str, float]  # ours / peer: the least of the runs
+
+    def peer(self, name: str) -> float | None:
+        """The peer's speed, had ours been in its run what it is in this row."""
+        return self.ours / self.ratios[name] if name in self.ratios else None
+
+    def best_peer(self) -> str | None:
+        return min(self.ratios, key=lambda name: self.ratios[name], default=None)
+
+
+def runs(folder: Path = RESULTS) -> list[Report]:
+    return [Report.read(path) for path in sorted(folder.glob("attention_*.json"))]
+
+
+def with_section(reports: Sequence[Report], section: str) -> list[Report]:
+    return [report for report in reports if report.of_section(section)]
+
+
+def rows(reports: Sequence[Report], section: str) -> list[Row]:
+    """Of the cells that ours was timed in, in the order of the files."""
+    found: dict[Cell, Row] = {}
+    for report in reports:
+        for record in report.of_section(section):
+            ours = record.number(OURS)
+            if ours is None:
+                continue
+            row = found.setdefault(record.cell, Row(record.cell, ours, _share(ours, report), {}))
+            for name in record.peers():
+                ratio = record.ratio(OURS, name)
+                if ratio is not None:
+                    row.ratios[name] = min(ratio, row.ratios.get(name, ratio))
+    return list(found.values())
+
+
+def _share(ours: float, report: Report) -> float | None:
+    return ours / report.copy_tb_per_s if report.copy_tb_per_s else None
+
+
+def all_goals(reports: Sequence[Report]) -> list[Goal]:
+    """The goals that anything was measured for, over all runs together."""
+    together: dict[str, Goal] = {}
+    for report in reports:
+        for goal in goals(report.records, report.copy_tb_per_s):
+            if not goal.values:
+                continue
+            known = together.get(goal.name)
+            if known is None:
+                together[goal.name] = goal
+            else:
+                values, cells = [*known.values, *goal.values], [*known.cells, *goal.cells]
+                together[goal.name] = replace(known, values=values, cells=cells)
+    return list(together.values())

@@ -1,0 +1,87 @@
+"""The README's plots and tables are drawn from result files, of several runs together."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import attention_results, plots, readme_tables
+from benchmarks.attention_cells import Cell
+from benchmarks.attention_grid import decode_cells, forward_cells
+from benchmarks.attention_report import Record, Report, Result
+
+MACHINE = {
+    "gpu": "a GPU",
+    "driver": "1",
+    "torch": "2",
+    "cupy": "3",
+    "commit": "0123456789abcdef",
+    "date": "2026-11-21T12:00:00+00:00",
+}
+
+
+def run(cells: list[Cell], **ms: float) -> Report:
+    results = {name: Result(x, None, 1e-3) for name, x in ms.items()}
+    return Report(MACHINE, {}, 4.2, [Record(cell, results) for cell in cells])
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Two runs, each with another peer; ours is slower in the second."""
+    folder = tmp_path / "results"
+    cells = [*forward_cells(), *decode_cells()]
+    run(cells, longwave=1.0, cudnn=1.2, fa3=1.1).write(folder / "attention_a.json")
+    run(cells, longwave=2.0, cudnn=1.9, flashinfer=2.6, fa4=2.2).write(folder / "attention_b.json")
+    return folder
+
+
+def test_peers_stand_beside_ours_of_their_own_run(results: Path) -> None:
+    row = attention_results.rows(attention_results.runs(results), "decode")[0]
+    assert row.ratios == pytest.approx({"cudnn": 0.95, "fa3": 1.1, "flashinfer": 1.3, "fa4": 1.1})
+    assert row.best_peer() == "cudnn"
+    assert row.peer("flashinfer") == pytest.approx(row.ours / 1.3)
+
+
+def test_goals_of_several_runs_are_one_line_each(results: Path) -> None:
+    found = {goal.name: goal for goal in attention_results.all_goals(attention_results.runs(results))}
+    over = found["decode over shuffled pages over cuDNN's contiguous decode"]
+    assert len(over.values) == 16
+    assert over.met is False
+
+
+def test_plots_are_drawn_at_800_pixels_twice_over(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    paths = plots.draw(results, tmp_path / "img")
+    assert [p.name for p in paths] == ["attention_forward.png", "attention_decode.png"]
+    for path in paths:
+        image = imread(path)
+        assert image.shape[1] == 1600
+        assert image[0, 0, :3].min() == 1.0  # a light background
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
+    assert plots.draw(tmp_path, tmp_path / "img") == []
+
+
+def test_tables_name_the_best_peer_and_every_goal(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme_tables, "RESULTS", results)
+    forward = readme_tables.forward()
+    assert forward is not None
+    assert "| 64 | causal | 512 | 32 x 32 |" in forward
+    assert "| cuDNN " in forward
+    decode = readme_tables.decode()
+    assert decode is not None
+    assert "ours / FlashInfer | ours / FA3 | ours / FA4 | ours / cuDNN, contiguous |" in decode
+    assert "| 1.30 | 1.10 | 1.10 | 0.95 |" in decode
+    goals = readme_tables.goals()
+    assert goals is not None
+    assert "| forward over the best of cudnn, fa3 | ≥ 1 | 1.100 | 1.100 | 48 | yes |" in goals
+
+
+def test_a_table_without_results_or_markers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme_tables, "RESULTS", tmp_path)
+    text = "before\n<!-- goals -->\nas it was\n<!-- /goals -->\nafter\n"
+    assert readme_tables.rewritten(text) == text
+    with pytest.raises(SystemExit, match="goals"):
+        readme_tables.rewritten(text.replace("<!-- /goals -->", ""))
