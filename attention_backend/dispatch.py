@@ -35,7 +35,6 @@ _FLOATS = (torch.float32, *_HALVES)
 _MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
 _MAX_GRID = 65535  # blocks in y and z
 _DECODE_ROWS = 64
-_HOPPER_SOFTCAP_HEAD_DIM = 128
 _DECODE_SEQUENCES = 1024  # what heuristics.sm80.decode_config leaves room for
 
 
@@ -93,31 +92,48 @@ def _tensor_cores(args: AttentionArgs) -> Iterator[str]:
     yield from _cuda(args)
 
 
+def _same_dtype(args: AttentionArgs) -> Iterator[str]:
+    if args.k.dtype != args.dtype:
+        yield f"keys and values are {args.k.dtype}, queries {args.dtype}"
+
+
+def _no_dropout(args: AttentionArgs) -> Iterator[str]:
+    if args.dropout_threshold:
+        yield "it has no dropout"
+
+
+def _generic(args: AttentionArgs) -> Iterator[str]:
+    yield from _same_dtype(args)
+    yield from _tensor_cores(args)
+
+
+def _float32(args: AttentionArgs) -> Iterator[str]:
+    yield from _same_dtype(args)
+    yield from _no_dropout(args)
+    yield from _cuda(args)
+
+
 def _few_rows(args: AttentionArgs) -> Iterator[str]:
     rows = args.num_heads // args.num_kv_heads * args.seqlen_q
     if rows > _DECODE_ROWS:
         yield f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
     if args.batch > _DECODE_SEQUENCES:
         yield f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
+    if args.k.dtype != args.dtype and torch.cuda.get_device_capability(args.q.device) < (8, 9):
+        yield f"this GPU has no {args.k.dtype} (it needs sm_89)"
+    yield from _no_dropout(args)
     yield from _tensor_cores(args)
 
 
 def _hopper(args: AttentionArgs) -> Iterator[str]:
     if torch.cuda.get_device_capability(args.q.device) != (9, 0):
         yield "this GPU is not a Hopper (sm_90)"
-    if args.head_dim != args.head_dim_v or args.head_dim not in sm90.HEAD_DIMS:
-        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not one of {', '.join(map(str, sm90.HEAD_DIMS))}"
-    for name, option in (("key mask", args.key_mask), ("ALiBi", args.alibi_slopes), ("bias", args.bias)):
-        if option is not None:
-            yield f"it has no {name}"
-    if args.softcap and args.head_dim != _HOPPER_SOFTCAP_HEAD_DIM:
-        yield f"softcap at head_dim {args.head_dim} would spill registers"
-    if args.paged and sm90.page_rows(args.k.shape[1], sm90.MIN_BLOCK_N) is None:
+    if args.paged and args.k.shape[1] % sm90.MIN_PAGE_ROWS:
         yield f"pages of {args.k.shape[1]} tokens are not a multiple of {sm90.MIN_PAGE_ROWS}"
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
         if any(s <= 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
             yield f"{name} is expanded (strides {x.stride()}), which the TMA cannot read"
-    yield from _tensor_cores(args)
+    yield from _generic(args)
 
 
 _OPTIONS = (
@@ -131,37 +147,37 @@ TABLE = (
         "flash_decode",
         "cuda",
         _HALVES,
-        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}",
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}; "
+        "float8_e4m3fn keys and values from sm_89",
         _few_rows,
     ),
     Capability(
         "flash_fwd_sm90",
         "cuda",
         _HALVES,
-        "head_dim 64, 128, 256 (keys and values alike) on Hopper; dense, varlen and paged (pages of a multiple of "
-        f"{sm90.MIN_PAGE_ROWS}); MHA, GQA, MQA; causal, full, windows, chunks, key padding, softcap (at 128), sinks; "
-        "Nq != Nk",
+        f"Hopper; head_dim 16 to {_MAX_HEAD_DIM} by 8; pages of a multiple of {sm90.MIN_PAGE_ROWS}; "
+        f"{_OPTIONS}; dropout",
         _hopper,
     ),
     Capability(
         "flash_fwd_sm80",
         "cuda",
         _HALVES,
-        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; {_OPTIONS}",
-        _tensor_cores,
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; {_OPTIONS}; dropout",
+        _generic,
     ),
     Capability(
         "flash_fwd_f32",
         "cuda",
         (torch.float32,),
         f"head_dim up to {_MAX_HEAD_DIM}, exact float32 arithmetic, not fast; {_OPTIONS}",
-        _cuda,
+        _float32,
     ),
     Capability(
         "cpu_reference",
         "cpu",
         (torch.float64, *_FLOATS),
-        f"any head_dim; {_OPTIONS}",
+        f"any head_dim; {_OPTIONS}; dropout; float8_e4m3fn keys and values",
         _nothing,
     ),
 )

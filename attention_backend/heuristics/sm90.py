@@ -1,15 +1,21 @@
-"""Problem -> tile configuration of the Hopper forward (wgmma, TMA). Pure arithmetic: no torch, no device."""
+"""Problem -> tile configuration of the Hopper forward (wgmma, TMA), packing and splits. Pure arithmetic: no device."""
 
 from dataclasses import dataclass
 from math import gcd
 
-_STAGES = 2
-#: Head dimensions with a Hopper kernel.
-HEAD_DIMS = (64, 128, 256)
+#: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
+HEAD_DIM_TILES = (64, 80, 96, 128, 192, 256)
+#: Tiles whose keys are wider than their values (DeepSeek's).
+MIXED_TILES = ((192, 128),)
 #: Keys of one TMA copy from a page; fewer would be too many copies.
 MIN_PAGE_ROWS = 16
-#: The narrowest tile of a paged problem: a page size that serves it serves the others too.
-MIN_BLOCK_N = 64
+#: Rows and keys of a block of a block-sparse mask.
+SPARSE_BLOCK = 128
+MAX_SPLITS = 128
+
+_SHARED_MEMORY = 227 * 1024
+_TILE_BYTES = 2 * 88  # two descriptions of tiles (parts/forward_work.cuh)
+_LISTED_BYTES = 8  # of a stage: its key and bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +24,102 @@ class HopperConfig:
 
     block_m: int
     block_n: int
+    q_stages: int
     producer_registers: int
     consumer_registers: int
+    turns: bool  # the warpgroups take turns at the tensor cores
+    polynomials: int = 0  # of 8 columns, those whose exponentials the FMA units compute
+    stages: int = 2
 
     @property
     def threads(self) -> int:
         return 128 * (self.block_m // 64 + 1)
 
-    def smem_bytes(self, head_dim: int) -> int:
-        tiles = 2 * head_dim * (self.block_m + 2 * _STAGES * self.block_n)
-        barriers = 8 * (1 + 4 * _STAGES)
-        return tiles + barriers + 1024  # the tiles start at a multiple of 1,024
+    def smem_bytes(self, tile: int, tile_v: int) -> int:
+        slabs, slabs_v = -(-tile // 64), -(-tile_v // 64)
+        queries = self.q_stages * slabs * self.block_m * 128
+        keys = self.stages * (slabs + slabs_v) * self.block_n * 128
+        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 4)
+        # The tiles start at a multiple of 1,024.
+        return queries + keys + barriers + _LISTED_BYTES * self.stages + _TILE_BYTES + 1024
 
 
-def hopper_config(head_dim: int, *, full: bool, paged: bool) -> HopperConfig:
-    """`full`: no row's keys depend on its position, so wider tiles waste nothing at a diagonal."""
-    if head_dim == 64:
-        return HopperConfig(192, 128, 32, 160)
-    if head_dim == 128:
-        return HopperConfig(128, 176 if full and not paged else 128, 24, 240)
-    return HopperConfig(128, MIN_BLOCK_N if paged else 80, 24, 240)
+@dataclass(frozen=True, slots=True)
+class HopperPlan:
+    """How rows are laid into tiles, and keys shared out."""
+
+    pack: bool  # the rows of all query heads of a key head lie in one tile
+    tile_rows: int
+    num_splits: int
+
+
+def head_dim_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Tile widths of keys and values."""
+    tile, tile_v = (next(t for t in HEAD_DIM_TILES if t >= d) for d in (head_dim, head_dim_v))
+    if tile == tile_v or (tile, tile_v) in MIXED_TILES:
+        return tile, tile_v
+    return (max(tile, tile_v),) * 2
+
+
+def hopper_config(tile: int, tile_v: int, *, full: bool, paged: bool, sparse: bool, extras: bool) -> HopperConfig:
+    """`full`: no row's keys depend on its position, so wider tiles waste nothing at a diagonal.
+
+    `extras`: scores are changed or masked by more than an interval of keys, which costs registers.
+    """
+    two = (40, 232)
+    if tile == 64 and not (sparse or extras):
+        return HopperConfig(192, 128, 2, 32, 160, turns=True)
+    if tile <= 128:
+        wide = full and not (paged or sparse or extras)
+        return HopperConfig(128, 160 if wide else 128, 2, *two, turns=True)
+    if tile == 192:
+        narrow = 64 if sparse else 96 if paged or extras else 112
+        return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, *two, turns=False)
+    return HopperConfig(128, 64 if paged or sparse or extras else 80, 1, *two, turns=False)
 
 
 def page_rows(page_size: int, block_n: int) -> int | None:
     """Keys of one copy from a page: what divides page and tile. None when it is too small to be worth it."""
     rows = gcd(page_size, block_n)
     return rows if rows >= MIN_PAGE_ROWS else None
+
+
+def hopper_plan(
+    config: HopperConfig,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    batch: int,
+    heads: int,
+    group: int,
+    num_sms: int,
+    packable: bool,
+    num_splits: int = 0,
+) -> HopperPlan:
+    """`seqlen_q` and `seqlen_k` are upper bounds; `num_splits` 0: as many as fill the device."""
+    tile_rows = config.block_m // group * group if group <= config.block_m else 0
+    pack = packable and group > 1 and tile_rows > 0
+    if pack:
+        packed = _share(seqlen_q * group, tile_rows) * tile_rows / config.block_m
+        pack = _share(seqlen_q, config.block_m) < 0.9 * packed
+    if not pack:
+        tile_rows = config.block_m
+    rows, lines = (seqlen_q * group, heads // group) if pack else (seqlen_q, heads)
+    tiles = -(-rows // tile_rows) * lines * batch
+    steps = max(1, -(-seqlen_k // config.block_n))
+    splits = min(num_splits, MAX_SPLITS) or _splits(tiles, steps, num_sms)
+    return HopperPlan(pack, tile_rows, splits)
+
+
+def _share(rows: int, tile_rows: int) -> float:
+    """Of the rows of all tiles, those that are real."""
+    return rows / (-(-rows // tile_rows) * tile_rows)
+
+
+def _splits(tiles: int, steps: int, num_sms: int) -> int:
+    """The fewest parts of the keys that come within a tenth of the best use of the device; 1 where tiles are many."""
+    if tiles >= 0.8 * num_sms or steps < 8:
+        return 1
+    most = min(MAX_SPLITS, steps // 4, num_sms)
+    use = [tiles * s / (-(-tiles * s // num_sms) * num_sms) for s in range(1, most + 1)]
+    return next(s for s, u in enumerate(use, 1) if u >= 0.9 * max(use))

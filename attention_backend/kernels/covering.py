@@ -7,16 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
+from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
-from attention_backend.heuristics.sm90 import HEAD_DIMS
 from attention_backend.jit.spec import KernelVariant
-from attention_backend.kernels.decode_variants import combine_variant, decode_variant, store_variant
-from attention_backend.kernels.variants import (
-    Options,
-    f32_variant,
-    forward_variant,
-    hopper_variant,
-)
+from attention_backend.kernels.decode_covering import decode_covering_set
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
 
 def covering_set(arch: str) -> Iterator[KernelVariant]:
@@ -25,23 +21,14 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
     main, other = (torch.float16,) * 2 if arch == "sm_75" else (torch.bfloat16, torch.float16)
     for tile in HEAD_DIM_TILES:
         yield forward_variant(Options(main, tile, tile, paged=True), arch)[0]
-        yield decode_variant(Options(main, tile, tile, paged=True), arch, 8)[0]
         yield forward_variant(Options(other, tile, tile), arch)[0]
-    for rows in (16, 32):
-        yield decode_variant(Options(main, 128, 128, paged=True), arch, rows)[0]
-        yield decode_variant(Options(other, 256, 256), arch, rows)[0]
     for odd in (Options(main, 72, 72), Options(main, 192, 128, paged=True)):
         yield forward_variant(odd, arch)[0]
-        yield decode_variant(odd, arch, 8)[0]
     for extra in _extras(main):
         yield forward_variant(extra, arch)[0]
-        yield decode_variant(extra, arch, 8)[0]
     if arch == "sm_90a":
         yield from _hopper()
-    for dtype in (main, other):
-        yield combine_variant(dtype, arch)
-    for dtype, rotary in ((main, 0), (main, 1), (main, 2), (other, 0), (torch.float32, 0), (torch.float32, 1)):
-        yield store_variant(dtype, arch, rotary)
+    yield from decode_covering_set(arch)
     yield f32_variant(Options(torch.float32, 64, 64), arch)
     yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)
     yield f32_variant(Options(torch.float32, 256, 256, key_mask=True, softcap=True, alibi=True, bias=1), arch)
@@ -49,11 +36,27 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
 
 def _hopper() -> Iterator[KernelVariant]:
     bf16, fp16 = torch.bfloat16, torch.float16
-    for head_dim in HEAD_DIMS:
-        yield hopper_variant(Options(bf16, head_dim, head_dim, paged=True), False, 64)[0]
-        yield hopper_variant(Options(fp16, head_dim, head_dim), True, 0)[0]
-        yield hopper_variant(Options(bf16, head_dim, head_dim), False, 0)[0]
-    yield hopper_variant(Options(bf16, 128, 128, paged=True, softcap=True), False, 64)[0]
+    for tile in sm90.HEAD_DIM_TILES:
+        paged = HopperOptions(Options(bf16, tile, tile, paged=True), page_size=64)
+        yield hopper_variant(paged)
+        yield hopper_variant(paged, pack=True)
+        yield hopper_variant(paged, pack=True, split=True)
+        yield hopper_variant(HopperOptions(Options(fp16, tile, tile)))
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), full=True))
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), full=True, sparse=True))
+        for extra in (
+            Options(bf16, tile, tile, key_mask=True),
+            Options(bf16, tile, tile, softcap=True),
+            Options(bf16, tile, tile, alibi=True),
+            Options(bf16, tile, tile, dropout=True),
+        ):
+            yield hopper_variant(HopperOptions(extra))
+    for tile, tile_v in sm90.MIXED_TILES:
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v)))
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v, paged=True), page_size=64), pack=True)
+    yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True, softcap=True), page_size=64), pack=True)
+    yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
+    yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
 
 
 def _extras(dtype: torch.dtype) -> Iterator[Options]:

@@ -1,33 +1,226 @@
 // Attention forward for Hopper: FlashAttention-3's structure (arXiv 2407.08608, sections 3.1 and 3.2) in plain CUDA and
-// PTX. One producer warp fills rings of key and value tiles by TMA; each consumer warpgroup owns 64 query rows, starts
-// the product of the next scores before the softmax of this tile, and (with two) takes turns at the tensor cores.
+// PTX, made persistent. One block per SM draws tiles of query rows until none is left. Of its first warpgroup, one warp
+// draws the tiles (parts/forward_work.cuh) and three keep rings of query, key and value tiles filled by TMA, across tiles.
+// Each other warpgroup owns 64 query rows. It starts the product of the next scores before the softmax of these, also
+// from one tile to the next, so that the tensor cores never wait for a tile's end; the warpgroups take turns at them.
 //
-// Tiles are walked from right to left: those that some row sees only in part first and last, those that all see between.
+// Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
+// between. The running maximum is replaced only when it grew by a factor of 2^8, so the output is hardly ever rescaled
+// (FlashAttention-4's rule; exact, as the maximum only keeps exponents small).
 //
-// Compile-time: BF16, HEAD_DIM (64, 128, 256; keys and values), BLOCK_M, BLOCK_N, PAGED (PAGE_ROWS keys a copy),
-// SOFTCAP (at 128), PRODUCER_REGISTERS and CONSUMER_REGISTERS. KEY_MASK, ALIBI and BIAS must be 0.
+// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, EXP2_POLYNOMIALS (of 8 columns,
+// those whose exponentials are computed without the special function unit), PAGED (PAGE_ROWS keys a copy), PACK (rows of
+// all query heads of a key head in one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128),
+// KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"
-#include "parts/forward_params.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
 #include "parts/softmax.cuh"
 #include "parts/tma.cuh"
 #include "parts/wgmma_sm90.cuh"
 
-constexpr int kStages = 2;
+#define DENSE_KEYS (!PAGED)
+#include "parts/forward_work.cuh"
+
 constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr bool kTurns = kConsumers == 2 && HEAD_DIM <= 128;
-constexpr int kSlabs = HEAD_DIM / 64;  // a tile is slabs of 64 columns, 128 swizzled bytes a row
+constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
-constexpr int kBytesQ = kSlabs * kSlabQ, kBytesKv = kSlabs * kSlabKv;
+constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
+constexpr int kTileSlots = 2;
+constexpr int kLoaders = 3;  // warps that read a tile's description besides the consumers'
+constexpr float kSlack = 8.f;
 
-struct True {
-  static constexpr bool value = true;
+// What consumers must know of a step that lists of blocks gave: its first key, and its row of bits or -1.
+struct ListedStep {
+  int key, bits;
 };
-struct False {
-  static constexpr bool value = false;
+
+struct Shared {
+  uint32 q, k, v;  // rings
+  uint32 full_q, empty_q, full_k, empty_k, full_v, empty_v, full_tile, empty_tile;
+  Tile* tiles;
+  ListedStep* listed;  // [STAGES]
+
+  __device__ __forceinline__ explicit Shared(char* memory) {
+    const uint32 base = shared_address(memory), aligned = (base + 1023) & ~1023u;
+    q = aligned;
+    k = q + Q_STAGES * kBytesQ;
+    v = k + STAGES * kBytesK;
+    full_q = v + STAGES * kBytesV;
+    empty_q = full_q + 8 * Q_STAGES;
+    full_k = empty_q + 8 * Q_STAGES;
+    empty_k = full_k + 8 * STAGES;
+    full_v = empty_k + 8 * STAGES;
+    empty_v = full_v + 8 * STAGES;
+    full_tile = empty_v + 8 * STAGES;
+    empty_tile = full_tile + 8 * kTileSlots;
+    char* rest = memory + (empty_tile + 8 * kTileSlots - base);
+    listed = reinterpret_cast<ListedStep*>(rest);
+    tiles = reinterpret_cast<Tile*>(listed + STAGES);
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < Q_STAGES; i++) {
+      barrier_init(full_q + 8 * i, 1);
+      barrier_init(empty_q + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_k + 8 * i, 1);
+      barrier_init(full_v + 8 * i, 1);
+      barrier_init(empty_k + 8 * i, kConsumers);
+      barrier_init(empty_v + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < kTileSlots; i++) {
+      barrier_init(full_tile + 8 * i, 1);
+      barrier_init(empty_tile + 8 * i, kConsumers * 4 + kLoaders);
+    }
+    barrier_init_fence();
+  }
 };
+
+static_assert((STAGES & (STAGES - 1)) == 0 && (Q_STAGES & (Q_STAGES - 1)) == 0, "rings are of a power of two");
+
+// Place of element n of a ring of SIZE: its stage (times 8: of its barrier), and the parity of that barrier's phase.
+template <int SIZE>
+__device__ __forceinline__ int stage(int n) {
+  return n & (SIZE - 1);
+}
+template <int SIZE>
+__device__ __forceinline__ uint32 parity(int n) {
+  return n / SIZE & 1;
+}
+template <int SIZE>
+__device__ __forceinline__ void wait_full(uint32 barriers, int n) {
+  barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n));
+}
+template <int SIZE>
+__device__ __forceinline__ void wait_empty(uint32 barriers, int n) {  // the first round finds all stages empty
+  barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n) ^ 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------- producers
+
+__device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {
+  WorkLine line(p);
+  int index = blockIdx.x;
+#pragma unroll 1
+  for (int t = 0;; t++) {
+    wait_empty<kTileSlots>(shared.empty_tile, t);
+    Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    line.draw(index, tile, p);
+    const bool more = tile.steps > 0;
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(shared.full_tile + 8 * stage<kTileSlots>(t));
+      if (more) index = gridDim.x + atomicAdd(p.work.counters, 1);
+    }
+    if (!more) break;
+    index = __shfl_sync(~0u, index, 0);
+  }
+  // The last block to get here leaves the counters as it found them.
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    if (atomicAdd(p.work.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      p.work.counters[0] = 0;
+      p.work.counters[1] = 0;
+    }
+  }
+}
+
+// Calls load(tile, its number) for every tile, on all lanes of one warp.
+template <class Load>
+__device__ __forceinline__ void for_tiles(const Shared& shared, Load load) {
+#pragma unroll 1
+  for (int t = 0;; t++) {
+    wait_full<kTileSlots>(shared.full_tile, t);
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    if (tile.steps == 0) return;
+    load(tile, t);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+  }
+}
+
+__device__ __forceinline__ void load_queries(const Shared& shared, const TensorMap* map, const HopperParams& p) {
+  for_tiles(shared, [&](const Tile& tile, int t) {
+    if (threadIdx.x % 32 != 0) return;
+    const uint32 full = shared.full_q + 8 * stage<Q_STAGES>(t), to = shared.q + stage<Q_STAGES>(t) * kBytesQ;
+    const int batch = p.forward.sequence.cu_seqlens_q ? 0 : tile.batch;
+    const int first = tile.seq.q_begin + tile.first_row / rows_packed(p);
+    wait_empty<Q_STAGES>(shared.empty_q, t);
+    barrier_expect(full, kSlabsK * 128 * rows_per_tile(p));
+#pragma unroll
+    for (int c = 0; c < kSlabsK; c++)
+#if PACK
+      tma_load(to + c * kSlabQ, map, full, c * 64, 0, first, tile.head, batch, kEvictFirst);
+#else
+      tma_load(to + c * kSlabQ, map, full, c * 64, first, tile.head, batch, kEvictFirst);
+#endif
+  });
+}
+
+// Fills the ring of key tiles, or of value tiles.
+template <bool KEYS>
+__device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* map, const HopperParams& p) {
+  constexpr int kSlabs = KEYS ? kSlabsK : kSlabsV;
+  const uint32 ring = KEYS ? shared.k : shared.v, full_ring = KEYS ? shared.full_k : shared.full_v;
+  const uint32 empty_ring = KEYS ? shared.empty_k : shared.empty_v;
+  const int lane = threadIdx.x % 32;
+  int n = 0;
+  for_tiles(shared, [&](const Tile& tile, int) {
+    const int kv_head = PACK ? tile.head : tile.head / p.forward.group, steps = tile.steps;
+    int key = tile.end_key;
+#if PAGED
+    // Every lane copies its own rows of the tile, so the lookups of pages wait for memory at the same time.
+    const SequenceParams& sequence = p.forward.sequence;
+    const int* table = sequence.block_table + tile.batch * sequence.block_table_stride;
+    const int last_page = (max(tile.held_high, 1) - 1) / sequence.page_size;
+#else
+    const int kv_batch = p.forward.sequence.cu_seqlens_k ? 0 : tile.batch, begin = tile.seq.k_begin;
+#endif
+#pragma unroll 1
+    for (int step = 0; step < steps; step++, n++) {
+      const uint32 full = full_ring + 8 * stage<STAGES>(n), to = ring + stage<STAGES>(n) * kSlabs * kSlabKv;
+#if SPARSE
+      constexpr int kParts = 128 / BLOCK_N;
+      const int entry = step / kParts;
+      const bool any = tile.seq.stop > 0;
+      key = any ? p.sparse.blocks[static_cast<int64>(tile.list) * p.sparse.blocks_row + entry] * 128 + step % kParts * BLOCK_N
+                : 0;
+      const int bits =
+          any && step < tile.masked_end ? p.sparse.bit_rows[static_cast<int64>(tile.list) * p.sparse.bit_rows_row + entry] : -1;
+#else
+      key -= BLOCK_N;
+#endif
+#if PAGED
+      const int row = key + lane * PAGE_ROWS, page = min(row / sequence.page_size, last_page);  // past the end: any page
+      const bool mine = lane < BLOCK_N / PAGE_ROWS;
+      const int block = mine ? table[page] : 0;
+      wait_empty<STAGES>(empty_ring, n);
+      if (lane == 0) barrier_expect(full, kSlabs * kSlabKv);
+      if (mine)
+#pragma unroll
+        for (int c = 0; c < kSlabs; c++)
+          tma_load(to + c * kSlabKv + lane * PAGE_ROWS * 128, map, full, c * 64, row % sequence.page_size, kv_head, block,
+                   kEvictLast);
+#else
+      if (lane == 0) {
+        wait_empty<STAGES>(empty_ring, n);
+#if SPARSE
+        if (KEYS) shared.listed[stage<STAGES>(n)] = {key, bits};
+#endif
+        barrier_expect(full, kSlabs * kSlabKv);
+#pragma unroll
+        for (int c = 0; c < kSlabs; c++)
+          tma_load(to + c * kSlabKv, map, full, c * 64, begin + key, kv_head, kv_batch, kEvictLast);
+      }
+#endif
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------- consumers
 
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
@@ -40,57 +233,122 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, 
 }
 
 // Starts acc += p v of one tile.
-__device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v) {
+__device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v) {
   const uint64 b = wgmma_descriptor(v, kSlabKv);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 16; i++) Wgmma<HEAD_DIM>::registers(acc, p[i], b + i * 128);
+  for (int i = 0; i < BLOCK_N / 16; i++) Wgmma<HEAD_DIM_V>::registers(acc, p[i], b + i * 128);
   wgmma_commit();
 }
 
-// Turns scores into unnormalised probabilities; updates a row's maximum and sum; gives the factor of what came before.
-template <bool MASKED>
-__device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], float (&row_max)[2], float (&row_sum)[2],
-                                             float (&correction)[2], const Score& score, const Sequence& seq, int row0,
-                                             int key0) {
-#if SCORE_CHANGES
+// 2^x on the FMA units, for x from -126 to 127 (smaller ones count as -126): 2^x = 2^n 2^r with n the nearest integer and
+// a polynomial of degree 3 for 2^r, relative error 7.5e-5, an eighth of half a unit in the last place of a bfloat16.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  x = fmaxf(x, -126.f);
+  const float n = x + kRound, r = x - (n - kRound);
+  const float y = fmaf(fmaf(fmaf(0.0551712066f, r, 0.242610276f), r, 0.693260968f), r, 0.999928117f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(n) << 23));
+}
+
+// The query and the head of a row.
+__device__ __forceinline__ int query_of(int row, const HopperParams& p) { return row / rows_packed(p); }
+__device__ __forceinline__ int head_of(int row, const Tile& tile, const HopperParams& p) {
+  return tile.head * rows_packed(p) + row % rows_packed(p);
+}
+
+#if KEY_MASK
+// Of this thread's keys (columns 8 i + column, + 1), those that the mask shows, as bits 2 i and 2 i + 1.
+struct KeyBits {
+  uint32 words[(BLOCK_N / 4 + 31) / 32];
+
+  __device__ __forceinline__ KeyBits(const uint8* mask, int first_key, int stop) {
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; i++)
-    s[i] = score(s[i], row0 + i / 2 % 2 * 8, key0 + i / 4 * 8 + i % 2, seq);
-#endif
-  if (MASKED) {
+    for (int w = 0; w < (BLOCK_N / 4 + 31) / 32; w++) words[w] = 0;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int low = seq.low(row0 + half * 8) - key0;
-      const uint32 count = max(seq.high(row0 + half * 8) - key0 - low, 0);
+    for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
-      for (int i = 0; i < BLOCK_N / 8; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (static_cast<uint32>(i * 8 + j - low) >= count) s[i * 4 + half * 2 + j] = -kInfinity;
-    }
+      for (int j = 0; j < 2; j++) {
+        const int key = first_key + i * 8 + j;
+        if (key < stop && mask[key]) words[i / 16] |= 1u << (i % 16 * 2 + j);
+      }
   }
+  __device__ __forceinline__ bool sees(int i, int j) const { return words[i / 16] >> (i % 16 * 2 + j) & 1; }
+};
+#endif
+
+// Hides the keys that rows may not see; `row0` is the thread's first row, `key0` the tile's first key.
+__device__ __forceinline__ void mask_scores(float (&s)[BLOCK_N / 2], const Tile& tile, const HopperParams& p, int row0,
+                                            int key0, int column, const uint4* bits) {
+  const Sequence& seq = tile.seq;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float m = row_max[half];
+    const int query = query_of(row0 + half * 8, p);
+    const int low = seq.low(query) - key0 - column;
+    const uint32 count = max(seq.high(query) - key0 - column - low, 0);
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; i++) m = fmaxf(m, fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
+    for (int i = 0; i < BLOCK_N / 8; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (static_cast<uint32>(i * 8 + j - low) >= count) s[i * 4 + half * 2 + j] = -kInfinity;
+#if SPARSE
+    if (bits) {
+      uint32 words[4];
+      *reinterpret_cast<uint4*>(words) = bits[(row0 + half * 8) % 128];
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 8; i++) {
+        // A tile is the block's 128 keys or, of the narrow ones, a part of them.
+        const uint32 word = BLOCK_N == 128 ? words[i / 4] : words[(key0 % 128) / 32 + i / 4];
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+          if (!(word >> (i % 4 * 8 + column + j) & 1)) s[i * 4 + half * 2 + j] = -kInfinity;
+      }
+    }
+#endif
+  }
+}
+
+// A row's running softmax, of the thread's two rows.
+struct Rows {
+  float max[2], sum[2];
+
+  __device__ __forceinline__ void clear() {
+    max[0] = max[1] = -kInfinity;
+    sum[0] = sum[1] = 0.f;
+  }
+};
+
+// Turns scores into unnormalised probabilities. True when some row of the warp must have its output rescaled.
+__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
+                                             const Score& score) {
+  bool grew = false;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float m = fmaxf(s[half * 2], s[half * 2 + 1]);
+#pragma unroll
+    for (int i = 1; i < BLOCK_N / 8; i++) m = fmaxf(m, fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    const float shift = MASKED && m == -kInfinity ? 0.f : m * score.scale_log2;
-    correction[half] = exp2_approx(row_max[half] * score.scale_log2 - shift);
-    row_max[half] = m;
+    correction[half] = 1.f;
+    if ((m - rows.max[half]) * score.scale_log2 > kSlack) {  // from -inf to any; never from -inf to -inf, a NaN
+      correction[half] = exp2_approx(score.exponent(rows.max[half], score.shift(m)));
+      rows.max[half] = m;
+      grew = true;
+    }
+    const float shift = score.shift(rows.max[half]);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const float e = exp2_approx(fmaf(s[i * 4 + half * 2 + j], score.scale_log2, -shift));
+        const float x = score.exponent(s[i * 4 + half * 2 + j], shift);
+        const float e = i % 8 < EXP2_POLYNOMIALS ? exp2_polynomial(x) : exp2_approx(x);
         s[i * 4 + half * 2 + j] = e;
         sum += e;
       }
-    row_sum[half] = row_sum[half] * correction[half] + sum;
+    rows.sum[half] = rows.sum[half] * correction[half] + sum;
   }
+  return __any_sync(~0u, grew);
 }
 
 __device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
@@ -100,182 +358,254 @@ __device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const fl
     for (int j = 0; j < 4; j++) p[i][j] = pack2(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    flash_fwd_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-                   const __grid_constant__ TensorMap map_v, const __grid_constant__ ForwardParams p) {
-  extern __shared__ __align__(1024) char shared[];
-  const uint32 tile_q = (shared_address(shared) + 1023) & ~1023u;
-  const uint32 ring_k = tile_q + kBytesQ, ring_v = ring_k + kStages * kBytesKv;
-  const uint32 full_q = ring_v + kStages * kBytesKv, full_k = full_q + 8, empty_k = full_k + 8 * kStages;
-  const uint32 full_v = empty_k + 8 * kStages, empty_v = full_v + 8 * kStages;
-
-  const int head = blockIdx.y, batch = blockIdx.z;
-  const Sequence seq(p.sequence, batch);
-  // Blocks with the most keys start first.
-  const int first_row = (gridDim.x - 1 - blockIdx.x) * BLOCK_M;
-  if (first_row >= seq.seqlen_q) return;
-  const int last_row = min(first_row + BLOCK_M, seq.seqlen_q) - 1;
-  const int any_low = seq.low(first_row), any_high = seq.high(last_row);
-  const int all_low = seq.low(last_row), all_high = seq.high(first_row);
-  const int first_tile = any_low / BLOCK_N;
-  const int end_tile = any_high > any_low ? (any_high + BLOCK_N - 1) / BLOCK_N : first_tile;
-  const int tiles = end_tile - first_tile;
-
-  if (threadIdx.x == 0) {
-    barrier_init(full_q, 1);
-#pragma unroll
-    for (int i = 0; i < kStages; i++) {
-      barrier_init(full_k + 8 * i, 1);
-      barrier_init(full_v + 8 * i, 1);
-      barrier_init(empty_k + 8 * i, kConsumers);
-      barrier_init(empty_v + 8 * i, kConsumers);
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
-
-  if (threadIdx.x < 128) {  // the producer warpgroup; one thread works
-    registers_lower<PRODUCER_REGISTERS>();
-    if (threadIdx.x != 0 || tiles == 0) return;
-    const int kv_head = head / p.group;
-#if PAGED
-    const int* table = p.sequence.block_table + batch * p.sequence.block_table_stride;
-    const int last_page = (any_high - 1) / p.sequence.page_size;
-#else
-    const int kv_batch = p.sequence.cu_seqlens_k ? 0 : batch;
+// Ends the softmax of the thread's rows: writes their lse, gives the factor of their output.
+__device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, const Tile& tile, const HopperParams& p,
+                                         const Score& score, int local_row) {
+  const ForwardParams& f = p.forward;
+  const bool packed = f.sequence.cu_seqlens_q != nullptr;
+  float* lse = f.lse + (packed ? tile.seq.q_begin : tile.batch * f.lse_batch);
+#if SPLIT
+  lse += tile.split * p.work.lse_split;
 #endif
-    auto load = [&](const TensorMap* map, uint32 ring, uint32 full, uint32 empty, int step) {
-      const int stage = step % kStages, key = (end_tile - 1 - step) * BLOCK_N;
-      barrier_wait(empty + 8 * stage, (step / kStages & 1) ^ 1);
-      barrier_expect(full + 8 * stage, kBytesKv);
-      const uint32 tile = ring + stage * kBytesKv;
-#if PAGED
-#pragma unroll 1
-      for (int r = 0; r < BLOCK_N; r += PAGE_ROWS) {
-        const int page = min((key + r) / p.sequence.page_size, last_page);  // beyond the end: any page, it is masked
-        const int row = (key + r) % p.sequence.page_size, block = table[page];
-#pragma unroll
-        for (int c = 0; c < kSlabs; c++)
-          tma_load(tile + c * kSlabKv + r * 128, map, full + 8 * stage, c * 64, row, kv_head, block, kEvictLast);
-      }
-#else
-#pragma unroll
-      for (int c = 0; c < kSlabs; c++)
-        tma_load(tile + c * kSlabKv, map, full + 8 * stage, c * 64, seq.k_begin + key, kv_head, kv_batch, kEvictLast);
-#endif
-    };
-    barrier_expect(full_q, kBytesQ);
-    const int q_batch = p.sequence.cu_seqlens_q ? 0 : batch;
-#pragma unroll
-    for (int c = 0; c < kSlabs; c++)
-      tma_load(tile_q + c * kSlabQ, &map_q, full_q, c * 64, seq.q_begin + first_row, head, q_batch, kEvictFirst);
-    load(&map_k, ring_k, full_k, empty_k, 0);
-#pragma unroll 1
-    for (int step = 1; step < tiles; step++) {
-      load(&map_k, ring_k, full_k, empty_k, step);
-      load(&map_v, ring_v, full_v, empty_v, step - 1);
-    }
-    load(&map_v, ring_v, full_v, empty_v, tiles - 1);
-    return;
-  }
-
-  registers_raise<CONSUMER_REGISTERS>();
-  const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
-  const int row0 = first_row + group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
-  const Score score(p.score, batch, head);
-
-  float acc[HEAD_DIM / 2], row_max[2] = {-kInfinity, -kInfinity}, row_sum[2] = {0.f, 0.f}, correction[2];
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
-
-  // Slots that no row of the sequence sees may hold anything, and zero times NaN is NaN: their values become zeros.
-  const int held_low = seq.low(0), held_high = seq.high(seq.seqlen_q - 1);
-  auto clear_values = [&](int step) {
-    const int key = (end_tile - 1 - step) * BLOCK_N;
-    const int from = min(max(held_low - key, 0), BLOCK_N), to = min(max(held_high - key, from), BLOCK_N);
-    if (from == 0 && to == BLOCK_N) return;
-    const uint32 tile = ring_v + step % kStages * kBytesKv;
-    barrier_wait(full_v + 8 * (step % kStages), step / kStages & 1);
-    for (int i = group * 128 + thread; i < kSlabs * BLOCK_N * 8; i += kConsumers * 128) {
-      const int r = i / 8 % BLOCK_N;
-      if (r < from || r >= to)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + i / 8 / BLOCK_N * kSlabKv + r * 128 + i % 8 * 16),
-                     "r"(0)
-                     : "memory");
-    }
-    fence_async_proxy();
-    named_sync(3, kConsumers * 128);
-  };
-
-  if (tiles > 0) {
-    const uint32 q = tile_q + group * 64 * 128;
-    uint32 probs[BLOCK_N / 16][4];
-    if (kTurns && group == 0) named_arrive(1, 256);  // the first turn
-    {
-      float s[BLOCK_N / 2];
-      barrier_wait(full_q, 0);
-      barrier_wait(full_k, 0);
-      if (kTurns) named_sync(1 + group, 256);
-      start_scores(s, q, ring_k);
-      if (kTurns) named_arrive(1 + (group ^ 1), 256);
-      wgmma_wait<0>();
-      if (thread == 0) barrier_arrive(empty_k);
-      softmax_tile<true>(s, row_max, row_sum, correction, score, seq, row0, (end_tile - 1) * BLOCK_N + column);
-      pack_tile(probs, s);
-    }
-    auto step_tile = [&](auto masked, int step) {
-      const int stage = step % kStages, before = (step - 1) % kStages;
-      float s[BLOCK_N / 2];
-      barrier_wait(full_k + 8 * stage, step / kStages & 1);
-      if (kTurns) named_sync(1 + group, 256);
-      start_scores(s, q, ring_k + stage * kBytesKv);
-      barrier_wait(full_v + 8 * before, (step - 1) / kStages & 1);
-      start_output(acc, probs, ring_v + before * kBytesKv);
-      if (kTurns) named_arrive(1 + (group ^ 1), 256);
-      wgmma_wait<1>();
-      if (thread == 0) barrier_arrive(empty_k + 8 * stage);
-      softmax_tile<decltype(masked)::value>(s, row_max, row_sum, correction, score, seq, row0,
-                                            (end_tile - 1 - step) * BLOCK_N + column);
-      wgmma_wait<0>();
-      if (thread == 0) barrier_arrive(empty_v + 8 * before);
-      pack_tile(probs, s);
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] *= correction[i / 2 % 2];
-    };
-    clear_values(0);
-    // Tiles that every row sees whole: from all_low up to all_high.
-    const int whole_end = max(all_high / BLOCK_N, first_tile), whole_first = (all_low + BLOCK_N - 1) / BLOCK_N;
-    const int masked_end = min(max(end_tile - whole_end, 1), tiles);               // steps before are masked
-    const int whole_steps = min(max(end_tile - whole_first, masked_end), tiles);  // steps before are masked or whole
-    int step = 1;
-#pragma unroll 1
-    for (; step < masked_end; step++) step_tile(True{}, step);
-#pragma unroll 1
-    for (; step < whole_steps; step++) step_tile(False{}, step);
-#pragma unroll 1
-    for (; step < tiles; step++) step_tile(True{}, step);
-    const int last = (tiles - 1) % kStages;
-    if (tiles > 1) clear_values(tiles - 1);
-    barrier_wait(full_v + 8 * last, (tiles - 1) / kStages & 1);
-    start_output(acc, probs, ring_v + last * kBytesKv);
-    wgmma_wait<0>();
-  }
-
-  const bool packed = p.sequence.cu_seqlens_q != nullptr;
-  element* out = p.out + (packed ? 0 : batch * p.out_batch) + head * p.out_head + column;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float l = row_sum[half];
+    float l = rows.sum[half];
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
-    const RowEnd end = end_row(row_max[half] * score.scale_log2, l, p.sinks ? p.sinks + head : nullptr);
-    const int row = row0 + half * 8;
-    if (row > last_row) continue;
-    if (lane % 4 == 0)
-      p.lse[(packed ? seq.q_begin : batch * p.lse_batch) + head * p.lse_head + row] = end.lse * kLn2;
-    uint32* to = reinterpret_cast<uint32*>(out + (seq.q_begin + static_cast<int64>(row)) * p.out_row);
+    const int row = tile.first_row + local_row + half * 8, head = head_of(row, tile, p);
+    const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
+    const RowEnd end = end_row(rows.max[half] * score.scale_log2, l, f.sinks && real ? f.sinks + head : nullptr);
+    factor[half] = end.factor;
+#if DROPOUT
+    factor[half] *= p.dropout.scale;
+#endif
+    if (real && threadIdx.x % 4 == 0) lse[head * f.lse_head + query_of(row, p)] = end.lse * kLn2;
+  }
+}
+
+// Writes the thread's rows of the output, 16 bytes at a time: the four threads of a row swap their pairs of columns.
+__device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], const Tile& tile,
+                                           const HopperParams& p, int local_row) {
+  const ForwardParams& f = p.forward;
+  const int c = threadIdx.x % 4;
+  const bool packed = f.sequence.cu_seqlens_q != nullptr;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i++)
-      to[i * 4] = pack2(acc[i * 4 + half * 2] * end.factor, acc[i * 4 + half * 2 + 1] * end.factor);
+  for (int half = 0; half < 2; half++) {
+    const int row = tile.first_row + local_row + half * 8;
+    const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
+    const int64 offset = (packed ? 0 : tile.batch * f.out_batch) +
+                         (tile.seq.q_begin + static_cast<int64>(query_of(row, p))) * f.out_row +
+                         head_of(row, tile, p) * f.out_head;
+#if SPLIT
+    float* out = reinterpret_cast<float*>(f.out) + tile.split * p.work.out_split + offset;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 8; i++)
+      if (real && i * 8 < f.head_dim_v)
+        *reinterpret_cast<float2*>(out + i * 8 + c * 2) =
+            make_float2(acc[i * 4 + half * 2] * factor[half], acc[i * 4 + half * 2 + 1] * factor[half]);
+#else
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 8; i += 4) {
+      uint32 x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        x[j] = i + j < HEAD_DIM_V / 8 ? pack2(acc[(i + j) * 4 + half * 2] * factor[half],
+                                              acc[(i + j) * 4 + half * 2 + 1] * factor[half])
+                                      : 0;
+      // A 4 x 4 transpose among four lanes: afterwards lane c holds the 8 columns of group i + c.
+#pragma unroll
+      for (int b = 1; b <= 2; b *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (!(j & b)) {
+            const uint32 y = __shfl_xor_sync(~0u, c & b ? x[j] : x[j | b], b);
+            if (c & b)
+              x[j] = y;
+            else
+              x[j | b] = y;
+          }
+      if (real && (i + c) * 8 < f.head_dim_v)
+        *reinterpret_cast<uint4*>(f.out + offset + (i + c) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+#endif
+  }
+}
+
+// Slots that no row of the sequence sees may hold anything, and zero times NaN is NaN: their values become zeros. Each
+// warpgroup does so for itself; both write the same.
+__device__ __forceinline__ void clear_values(uint32 tile_v, int key0, const Tile& tile, const HopperParams& p) {
+  const int thread = threadIdx.x % 128;
+  const int low = tile.held_low - key0, high = tile.held_high == kNoEnd ? BLOCK_N : tile.held_high - key0;
+  for (int i = thread; i < kSlabsV * BLOCK_N * 8; i += 128) {
+    const int r = i / 8 % BLOCK_N;
+    bool held = r >= low && r < high;
+#if KEY_MASK
+    held = held && key0 + r < tile.seq.stop && p.forward.score.key_mask[tile.batch * p.forward.score.key_mask_batch + key0 + r];
+#endif
+    if (!held)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile_v + i / 8 / BLOCK_N * kSlabKv + r * 128 + i % 8 * 16),
+                   "r"(0)
+                   : "memory");
+  }
+  fence_async_proxy();
+  named_sync(1 + kConsumers + threadIdx.x / 128, 128);
+}
+
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Shared& shared, const HopperParams& p)
+      : shared(shared), p(p), group(threadIdx.x / 128 - 1) {
+    local_row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    column = threadIdx.x % 4 * 2;
+  }
+
+  __device__ __forceinline__ void run() {
+    float acc[HEAD_DIM_V / 2];
+    uint32 probs[BLOCK_N / 16][4];
+    Rows rows;
+    if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
+    wait_full<kTileSlots>(shared.full_tile, 0);
+    if (shared.tiles[0].steps == 0) return;
+    rows.clear();
+    zero(acc);
+    wait_full<Q_STAGES>(shared.full_q, 0);
+    step<false>(acc, probs, rows, 0, 0, 0);
+    int n = 1;  // steps so far, of all tiles
+#pragma unroll 1
+    for (int t = 0;; t++) {
+      const int steps = shared.tiles[stage<kTileSlots>(t)].steps;
+#pragma unroll 1
+      for (int i = 1; i < steps; i++, n++) step<true>(acc, probs, rows, t, i, n);
+      wait_full<kTileSlots>(shared.full_tile, t + 1);
+      if (shared.tiles[stage<kTileSlots>(t + 1)].steps == 0) return finish(acc, probs, rows, t, n);
+      wait_full<Q_STAGES>(shared.full_q, t + 1);
+      step<true>(acc, probs, rows, t + 1, 0, n++);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+    }
+  }
+
+ private:
+  const Shared& shared;
+  const HopperParams& p;
+  const int group;
+  int local_row, column;
+
+  static __device__ __forceinline__ void zero(float (&acc)[HEAD_DIM_V / 2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 2; i++) acc[i] = 0.f;
+  }
+
+  __device__ __forceinline__ void take_turn() const {
+    if (TURNS) named_sync(1 + group, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if (TURNS) named_arrive(1 + (group + 1) % kConsumers, 256);
+  }
+
+  // Step `i` of tile t, the n-th of all. The values of the step before, if there is one, are added meanwhile; when that
+  // belongs to the tile before, its output is complete then and is written.
+  template <bool PENDING>
+  __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows, int t,
+                                       int i, int n) const {
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    const Tile& before = shared.tiles[stage<kTileSlots>(t - 1)];  // where i is 0
+    float s[BLOCK_N / 2], correction[2], factor[2];
+    wait_full<STAGES>(shared.full_k, n);
+    take_turn();
+    start_scores(s, shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128, shared.k + stage<STAGES>(n) * kBytesK);
+    if (PENDING) {
+      wait_full<STAGES>(shared.full_v, n - 1);
+      start_output(acc, probs, shared.v + stage<STAGES>(n - 1) * kBytesV);
+    }
+    pass_turn();
+    if (PENDING && i == 0) {
+      const Score score(p.forward.score, before.batch, before.head);
+      end_rows(factor, rows, before, p, score, local_row);
+      rows.clear();
+    }
+    const Score score(p.forward.score, tile.batch, tile.head);
+    int key0 = tile.end_key - (i + 1) * BLOCK_N;
+    const uint4* bits = nullptr;
+#if SPARSE
+    const ListedStep listed = shared.listed[stage<STAGES>(n)];
+    key0 = listed.key;
+    if (listed.bits >= 0) bits = p.sparse.bits + static_cast<int64>(listed.bits) * 128;
+#endif
+#if KEY_MASK
+    const KeyBits shown(p.forward.score.key_mask + tile.batch * p.forward.score.key_mask_batch, key0 + column, tile.seq.stop);
+#endif
+    wgmma_wait<PENDING ? 1 : 0>();
+    if (threadIdx.x % 128 == 0) {
+      barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
+      if (i == tile.steps - 1) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    }
+    const int row0 = tile.first_row + local_row;
+#if SCORE_CHANGES
+#pragma unroll
+    for (int x = 0; x < BLOCK_N / 2; x++)
+      s[x] = score(s[x], row0 + x / 2 % 2 * 8, key0 + column + x / 4 * 8 + x % 2, tile.seq);
+#endif
+#if KEY_MASK
+#pragma unroll
+    for (int x = 0; x < BLOCK_N / 2; x++)
+      if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
+#endif
+    const bool masked = i < tile.masked_end || i >= tile.whole_end || (SPARSE && key0 + BLOCK_N > tile.seq.stop);
+    if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
+    const bool rescale = softmax_tile(s, rows, correction, score);
+    if (PENDING) {
+      wgmma_wait<0>();
+      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
+      if (i == 0) {
+        store_rows(acc, factor, before, p, local_row);
+        zero(acc);
+      } else if (rescale) {
+#pragma unroll
+        for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
+      }
+    }
+    pack_tile(probs, s);
+#if DROPOUT
+    const Dropout dropout(p.dropout, tile.batch * p.work.heads + tile.head);
+    dropout(probs, row0 / 16, key0 / 16);
+#endif
+    if (KEY_MASK || (masked && (key0 < tile.held_low || key0 + BLOCK_N > tile.held_high))) {
+      wait_full<STAGES>(shared.full_v, n);
+      clear_values(shared.v + stage<STAGES>(n) * kBytesV, key0, tile, p);
+    }
+  }
+
+  // Adds the last values, of step n - 1, and writes the last tile, t.
+  __device__ __forceinline__ void finish(float (&acc)[HEAD_DIM_V / 2], const uint32 (&probs)[BLOCK_N / 16][4],
+                                         const Rows& rows, int t, int n) const {
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    wait_full<STAGES>(shared.full_v, n - 1);
+    start_output(acc, probs, shared.v + stage<STAGES>(n - 1) * kBytesV);
+    float factor[2];
+    const Score score(p.forward.score, tile.batch, tile.head);
+    end_rows(factor, rows, tile, p, score, local_row);
+    wgmma_wait<0>();
+    store_rows(acc, factor, tile, p, local_row);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    flash_fwd_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+                   const __grid_constant__ TensorMap map_v, const __grid_constant__ HopperParams p) {
+  extern __shared__ __align__(1024) char memory[];
+  const Shared shared(memory);
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    registers_lower<PRODUCER_REGISTERS>();
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0) load_tiles<true>(shared, &map_k, p);
+    if (warp == 1) load_tiles<false>(shared, &map_v, p);
+    if (warp == 2) load_queries(shared, &map_q, p);
+    if (warp == 3) draw_tiles(shared, p);
+  } else {
+    registers_raise<CONSUMER_REGISTERS>();
+    Consumer(shared, p).run();
   }
 }

@@ -1,30 +1,123 @@
 """Launches flash_fwd_sm90, the Hopper forward. Assumes that dispatch checked the problem."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from attention_backend.heuristics.sm90 import HopperPlan, hopper_plan
 from attention_backend.jit import load
-from attention_backend.kernels.params import ForwardParams, fill_tensors, score_params, sequence_params
-from attention_backend.kernels.tensor_map import tensor_map
-from attention_backend.kernels.variants import Options, hopper_variant
+from attention_backend.kernels import device, flash_merge, workspace
+from attention_backend.kernels.dropout_params import dropout_params
+from attention_backend.kernels.hopper_params import HopperParams, sparse_params
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.params import fill_tensors, score_params, sequence_params
+from attention_backend.kernels.tensor_map import packed_tensor_map, tensor_map
+from attention_backend.kernels.variants import Options
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 
+if TYPE_CHECKING:
+    from attention_backend.block_sparsity import BlockSparsity
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
-    """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32)."""
+_COUNTERS = 2  # of the line of work
+
+
+def forward(args: AttentionArgs, sparsity: BlockSparsity | None = None) -> tuple[Tensor, Tensor]:
+    """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
+
+    With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
+    """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
     if args.k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    params = ForwardParams(sequence=sequence_params(args), score=score_params(args))
-    sinks = fill_tensors(params, args, out, lse)
-    full = args.mask_desc is None and args.window_left == args.window_right == UNBOUNDED and args.chunk_size == 0
-    variant, config, key_rows = hopper_variant(Options.of(args), full, args.k.shape[1] if args.paged else 0)
-    maps = tensor_map(args.q, config.block_m), tensor_map(args.k, key_rows), tensor_map(args.v, key_rows)
-    grid = (-(-args.seqlen_q // config.block_m), args.num_heads, args.batch)
-    kernel = load(variant, args.q.device.index)
-    kernel(grid, (config.threads, 1, 1), (*maps, params), config.smem_bytes(args.head_dim))
-    del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
+    which, plan = _plan(args, sparsity is not None, args.num_splits)
+    if plan.num_splits == 1:
+        _launch(args, which, plan, out, lse, sparsity)
+    else:
+        flash_merge.merge(*_partials(args, which, plan), out, lse, sinks=args.sinks)
     return out, lse
+
+
+def forward_partials(args: AttentionArgs, num_splits: int) -> tuple[Tensor, Tensor]:
+    """The results over `num_splits` parts of every row's keys, sinks left out: float32
+    `[num_splits, rows, num_heads, head_dim_v]` and lse `[num_splits, *args.lse_shape]`; rows count all sequences."""
+    which, plan = _plan(args, False, num_splits)
+    return _partials(args, which, plan)
+
+
+def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tuple[Tensor, Tensor]:
+    rows = args.q.shape[:-2].numel()
+    out = args.q.new_empty((plan.num_splits, rows, *args.out_shape[-2:]), dtype=torch.float32)
+    lse = args.q.new_empty((plan.num_splits, *args.lse_shape), dtype=torch.float32)
+    if out.numel() == 0 or args.k.numel() == 0:
+        return out, lse.fill_(-torch.inf)
+    _launch(args, which, plan, out.view(plan.num_splits, *args.out_shape), lse, None)
+    return out, lse
+
+
+def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOptions, HopperPlan]:
+    """How the problem is run; `num_splits` 0: as many as fill the device."""
+    options = Options.of(args)
+    full = args.mask_desc is None and args.window_left == args.window_right == UNBOUNDED and args.chunk_size == 0
+    which = HopperOptions(options, full, args.k.shape[1] if args.paged else 0, sparse)
+    plan = hopper_plan(
+        which.config,
+        seqlen_q=args.seqlen_q,
+        seqlen_k=args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1],
+        batch=args.batch,
+        heads=args.num_heads,
+        group=args.num_heads // args.num_kv_heads,
+        num_sms=device.num_sms(args.q.device.index),
+        packable=not (sparse or options.alibi or options.bias or options.dropout),
+        num_splits=1 if sparse or options.dropout else num_splits,
+    )
+    return which, plan
+
+
+def _launch(
+    args: AttentionArgs,
+    which: HopperOptions,
+    plan: HopperPlan,
+    out: Tensor,
+    lse: Tensor,
+    sparsity: BlockSparsity | None,
+) -> None:
+    """Into out and lse, or with one more dimension in front, of parts of the keys."""
+    split, index = out.dim() > args.q.dim(), args.q.device.index
+    params = HopperParams()
+    params.forward.sequence, params.forward.score = sequence_params(args), score_params(args)
+    sinks = fill_tensors(params.forward, args, out[0] if split else out, lse[0] if split else lse)
+    group, config = params.forward.group, which.config
+    work = params.work
+    if split:
+        params.forward.sinks = None  # once, where the parts are merged
+        work.out_split, work.lse_split = out.stride(0), lse.stride(0)
+    work.counters = workspace.counters(args.q.device, _COUNTERS).data_ptr()
+    work.batch, work.key_heads = args.batch, args.num_kv_heads
+    work.heads_per_key = 1 if plan.pack else group
+    work.heads = work.key_heads * work.heads_per_key
+    work.pack, work.tile_rows, work.num_splits = group if plan.pack else 1, plan.tile_rows, plan.num_splits
+    work.key_bytes = 2 * (args.head_dim + args.head_dim_v)
+    if sparsity is not None:
+        params.sparse = sparse_params(sparsity)
+    if which.options.dropout:
+        params.dropout = dropout_params(args)
+    rows = which.copied_rows
+    if plan.pack:
+        queries = packed_tensor_map(args.q, group, plan.tile_rows // group)
+    else:
+        queries = tensor_map(args.q, config.block_m)
+    tiles = -(-args.seqlen_q * work.pack // plan.tile_rows) * work.heads * args.batch * plan.num_splits
+    kernel = load(hopper_variant(which, pack=plan.pack, split=split), index)
+    kernel(
+        (min(tiles, device.num_sms(index)), 1, 1),
+        (config.threads, 1, 1),
+        (queries, tensor_map(args.k, rows), tensor_map(args.v, rows), params),
+        config.smem_bytes(*which.tiles),
+    )
+    del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that

@@ -29,38 +29,54 @@ def tensor_map(x: Tensor, rows: int) -> TensorMap:
 
     Coordinates are (column, row, head, batch). Raises TensorMapError for layouts that the TMA cannot read.
     """
+    (batch, length, heads, width), (by_batch, by_row, by_head) = _layout(x)
+    sizes, steps = (width, length, heads, batch), (by_row, by_head, by_batch)
+    return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, rows, 1, 1))
+
+
+def packed_tensor_map(x: Tensor, group: int, rows: int) -> TensorMap:
+    """As `tensor_map`, for copies of `rows` rows of `group` neighbouring heads: row by row, head by head.
+
+    Coordinates are (column, head of the group, row, group of heads, batch).
+    """
+    (batch, length, heads, width), (by_batch, by_row, by_head) = _layout(x)
+    sizes, steps = (width, group, length, heads // group, batch), (by_head, by_row, group * by_head, by_batch)
+    return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, group, rows, 1, 1))
+
+
+def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of four dimensions, and the strides of the first three."""
     shape = x.shape if x.dim() == 4 else (1, *x.shape)
     strides = x.stride() if x.dim() == 4 else (x.shape[0] * x.stride(0), *x.stride())
-    return _encode(x.dtype, x.data_ptr(), tuple(shape), strides, rows)
+    return tuple(shape), tuple(strides[:3])
 
 
 @lru_cache(maxsize=4096)
-def _encode(dtype: torch.dtype, address: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorMap:
-    batch, length, heads, width = shape
+def _encode(
+    dtype: torch.dtype, address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """`steps`: elements between neighbours along every dimension but the first."""
+    rank, element = len(sizes), dtype.itemsize
     # A dimension of one element may have any stride; the driver wants a plain one.
-    steps = [2 * (s if n > 1 else width) for s, n in zip(strides[:3], shape[:3], strict=True)]
-    sizes = (ctypes.c_uint64 * 4)(width, length, heads, batch)
-    pitches = (ctypes.c_uint64 * 3)(steps[1], steps[2], steps[0])
-    box = (ctypes.c_uint32 * 4)(_BOX_COLUMNS, rows, 1, 1)
-    ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
+    pitches = [element * (s if n > 1 else sizes[0]) for s, n in zip(steps, sizes[1:], strict=True)]
     space = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     aligned = ctypes.addressof(space) + (-ctypes.addressof(space)) % _ALIGNMENT
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         _BFLOAT16 if dtype == torch.bfloat16 else _FLOAT16,
-        4,
+        rank,
         ctypes.c_void_p(address),
-        sizes,
-        pitches,
-        box,
-        ones,
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*pitches),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
         0,
         _SWIZZLE_128B,
         _L2_PROMOTION_256B,
         0,
     )
     if code != 0:
-        raise TensorMapError(f"CUDA error {code} for a tensor of shape {shape}, strides {strides}, in boxes of {rows}")
+        raise TensorMapError(f"CUDA error {code} for a tensor of sizes {sizes}, steps {steps}, in boxes of {box}")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, _BYTES))
 
 

@@ -10,7 +10,6 @@ from attention_backend.heuristics.sm80 import (
     forward_config,
     head_dim_tile,
 )
-from attention_backend.heuristics.sm90 import HopperConfig, hopper_config, page_rows
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.problem import AttentionArgs
 
@@ -84,28 +83,6 @@ def forward_variant(options: Options, arch: str) -> tuple[KernelVariant, Forward
         ("MIN_BLOCKS", config.min_blocks),
     )
     return KernelVariant("flash_fwd_sm80", arch, defines, hot=not options.extras), config
-
-
-@cache
-def hopper_variant(options: Options, full: bool, page_size: int) -> tuple[KernelVariant, HopperConfig, int]:
-    """The variant, its tile, and the keys of one copy (of a whole tile, or of a page's share of it)."""
-    config = hopper_config(options.head_dim, full=full, paged=options.paged)
-    rows = (page_rows(page_size, config.block_n) or 0) if options.paged else config.block_n
-    defines = (
-        ("BF16", int(options.dtype == torch.bfloat16)),
-        ("HEAD_DIM", options.head_dim),
-        ("BLOCK_M", config.block_m),
-        ("BLOCK_N", config.block_n),
-        ("PAGED", int(options.paged)),
-        ("PAGE_ROWS", rows),
-        ("SOFTCAP", int(options.softcap)),
-        ("KEY_MASK", 0),
-        ("ALIBI", 0),
-        ("BIAS", 0),
-        ("PRODUCER_REGISTERS", config.producer_registers),
-        ("CONSUMER_REGISTERS", config.consumer_registers),
-    )
-    return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=True), config, rows
 
 
 @cache

@@ -8,14 +8,11 @@ from collections.abc import Iterable
 import torch
 
 from attention_backend.heuristics import sm90
+from attention_backend.heuristics.decode import hopper_page_rows
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
-from attention_backend.kernels.decode_variants import combine_variant, decode_variant
-from attention_backend.kernels.variants import (
-    Options,
-    f32_variant,
-    forward_variant,
-    hopper_variant,
-)
+from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
 from .problems import Case
 
@@ -42,19 +39,16 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
     variants = [forward_variant(options, arch)[0]]
     rows = case.heads // case.kv_heads * case.sq
     if rows <= _DECODE_ROWS:
-        variants += [decode_variant(options, arch, rows)[0], combine_variant(case.torch_dtype, arch)]
-    elif arch == "sm_90a" and _hopper_serves(case, options):
+        page = case.page if options.paged else 0
+        if arch == "sm_90a" and not options.key_mask and (not page or hopper_page_rows(page)):
+            variants += [hopper_decode_variant(options, rows, page)[0]]
+        else:
+            variants += [decode_variant(options, arch, rows)[0]]
+    elif arch == "sm_90a" and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
         full = case.mask == "full" and case.keys != "mask_desc"
-        variants += [hopper_variant(options, full, case.page if options.paged else 0)[0]]
+        which = HopperOptions(options, full, case.page if options.paged else 0)
+        variants += [hopper_variant(which), hopper_variant(which, pack=True)]
     return variants
-
-
-def _hopper_serves(case: Case, options: Options) -> bool:
-    if case.dim != case.dim_v or case.dim not in sm90.HEAD_DIMS or (options.softcap and case.dim == 64):
-        return False
-    if options.key_mask or options.alibi or options.bias:
-        return False
-    return not options.paged or sm90.page_rows(case.page, sm90.MIN_BLOCK_N) is not None
 
 
 def compile_ahead(cases: Iterable[Case]) -> None:

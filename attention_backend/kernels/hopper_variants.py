@@ -1,0 +1,64 @@
+"""Problem -> the compiled Hopper forward that serves it. Knows no launch and no device."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from attention_backend.heuristics.sm90 import HopperConfig, head_dim_tiles, hopper_config, page_rows
+from attention_backend.jit.spec import KernelVariant
+from attention_backend.kernels.variants import Options
+
+
+@dataclass(frozen=True, slots=True)
+class HopperOptions:
+    """What of a problem is compiled in, beside `Options`."""
+
+    options: Options
+    full: bool = False  # no row's keys depend on its position
+    page_size: int = 0  # 0: contiguous keys
+    sparse: bool = False
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return head_dim_tiles(self.options.head_dim, self.options.head_dim_v)
+
+    @property
+    def config(self) -> HopperConfig:
+        o = self.options
+        return hopper_config(*self.tiles, full=self.full, paged=o.paged, sparse=self.sparse, extras=o.extras)
+
+    @property
+    def copied_rows(self) -> int:
+        """Keys of one copy: of a whole tile, or of a page's share of it."""
+        block_n = self.config.block_n
+        return (page_rows(self.page_size, block_n) or 0) if self.options.paged else block_n
+
+
+@cache
+def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = False) -> KernelVariant:
+    options, config, (tile, tile_v) = which.options, which.config, which.tiles
+    defines = (
+        ("BF16", int(options.dtype == torch.bfloat16)),
+        ("HEAD_DIM", tile),
+        ("HEAD_DIM_V", tile_v),
+        ("BLOCK_M", config.block_m),
+        ("BLOCK_N", config.block_n),
+        ("STAGES", config.stages),
+        ("Q_STAGES", config.q_stages),
+        ("TURNS", int(config.turns)),
+        ("PRODUCER_REGISTERS", config.producer_registers),
+        ("CONSUMER_REGISTERS", config.consumer_registers),
+        ("EXP2_POLYNOMIALS", config.polynomials),
+        ("PAGED", int(options.paged)),
+        ("PAGE_ROWS", which.copied_rows),
+        ("PACK", int(pack)),
+        ("SPLIT", int(split)),
+        ("SPARSE", int(which.sparse)),
+        ("KEY_MASK", int(options.key_mask)),
+        ("SOFTCAP", int(options.softcap)),
+        ("ALIBI", int(options.alibi)),
+        ("BIAS", options.bias),
+        ("DROPOUT", int(options.dropout)),
+    )
+    return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=not options.extras)

@@ -1,0 +1,142 @@
+// The work of the persistent Hopper forward: a line of tiles (query rows of one head, and a part of their keys) that all
+// blocks draw from, longest first, so that they finish together.
+//
+// Sequences follow one another on the line. Within one, the heads whose keys and values fit in the L2 together are taken
+// together, from the last query rows to the first: under a causal mask those have the most keys.
+#pragma once
+
+#include "parts/hopper_params.cuh"
+
+// One unit of work, shared by the warps of a block. Rows are packed rows: query * p.pack + (query head of the group).
+struct Tile {
+  int steps;       // key tiles, from right to left; 0: there is no more work
+  int masked_end;  // steps before it see a mask,
+  int whole_end;   // those up to here none, the others again one
+  int end_key;     // one past the last key of step 0
+  int batch, head, split;  // head: of the queries, or of the keys when rows are packed
+  int first_row, end_row;
+  int held_low, held_high;  // slots that hold data; others may hold anything
+  int list;                 // block-sparse: the row of the lists
+  Sequence seq;
+};
+
+// What a variant has not is known when it is compiled.
+__device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
+__device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PACK ? p.work.tile_rows : BLOCK_M; }
+__device__ __forceinline__ int key_splits(const HopperParams& p) { return SPLIT ? p.work.num_splits : 1; }
+
+constexpr int kNoEnd = 0x7fffffff;
+constexpr int kL2Kilobytes = 32 << 10;  // of keys and values that stay in the L2 beside what streams through it
+
+// Draws tiles; all 32 lanes of one warp call. BLOCK_N is the kernel's.
+class WorkLine {
+ public:
+  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(0), before(0) { count(p); }
+
+  // The next tile of this block, or steps == 0.
+  __device__ __forceinline__ void draw(int index, Tile& tile, const HopperParams& p) {
+    int total = __shfl_sync(~0u, sum, 31);
+    while (index >= before + total) {
+      before += total;
+      base += 32;
+      if (base >= p.work.batch) {
+        tile.steps = 0;
+        return;
+      }
+      count(p);
+      total = __shfl_sync(~0u, sum, 31);
+    }
+    const int lane = __ffs(__ballot_sync(~0u, index < before + sum)) - 1;
+    const int start = before + __shfl_sync(~0u, sum - tiles, lane);
+    describe(index - start, base + lane, tile, p);
+    __syncwarp();
+  }
+
+ private:
+  int base, before;  // the first of the 32 sequences looked at, and the tiles before it
+  int tiles, sum;    // of this lane's sequence, and up to and with it
+
+  static __device__ __forceinline__ int row_tiles(int seqlen_q, const HopperParams& p) {
+    return (seqlen_q * rows_packed(p) + rows_per_tile(p) - 1) / rows_per_tile(p);
+  }
+
+  __device__ __forceinline__ void count(const HopperParams& p) {
+    const SequenceParams& sequence = p.forward.sequence;
+    const int b = base + static_cast<int>(threadIdx.x % 32);
+    int rows = sequence.seqlen_q;
+    if (b < p.work.batch && sequence.cu_seqlens_q) rows = sequence.cu_seqlens_q[b + 1] - sequence.cu_seqlens_q[b];
+    tiles = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * key_splits(p) : 0;
+    sum = tiles;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (static_cast<int>(threadIdx.x % 32) >= d) sum += other;
+    }
+  }
+
+  // Tile `index` of sequence b. A producer has few registers: lanes ask for the bounds of different rows.
+  static __device__ __forceinline__ void describe(int index, int b, Tile& tile, const HopperParams& p) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+      tile.seq = Sequence(p.forward.sequence, b);
+      tile.batch = b;
+    }
+    __syncwarp();
+    const Sequence& seq = tile.seq;
+    const int m_tiles = row_tiles(seq.seqlen_q, p), splits = key_splits(p), units = m_tiles * splits;
+    const int kilobytes = (max(seq.stop, 0) / 32 + 1) * p.work.key_bytes / 32;
+    const int together = min(max(kL2Kilobytes / kilobytes, 1), p.work.key_heads) * p.work.heads_per_key;
+    const int section = index / (together * units);
+    index -= section * together * units;
+    const int heads = min(together, p.work.heads - section * together), unit = index / heads;
+    const int m = m_tiles - 1 - unit / splits, split = unit % splits;
+    const int first_row = m * rows_per_tile(p);
+    const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
+    if (lane == 0) {
+      tile.head = section * together + index - unit * heads;
+      tile.split = split;
+      tile.first_row = first_row;
+      tile.end_row = end_row;
+    }
+    // Lanes 0 to 3: the tile's first and last query, the sequence's first and last.
+    const int query = lane < 2 ? (lane == 0 ? first_row : end_row - 1) / rows_packed(p) : lane == 2 ? 0 : seq.seqlen_q - 1;
+    const int low = seq.low(query), high = seq.high(query);
+    const int held_low = __shfl_sync(~0u, low, 2), held_high = __shfl_sync(~0u, high, 3);
+    const int whole_low = __shfl_sync(~0u, low, 1), any_high = __shfl_sync(~0u, high, 1);
+    if (lane != 0) return;
+    tile.held_low = held_low;
+    // Behind a tensor's end TMA reads zeros.
+    tile.held_high = DENSE_KEYS && !p.forward.sequence.cu_seqlens_k && held_high == p.forward.sequence.seqlen_k ? kNoEnd : held_high;
+#if SPARSE
+    describe_list(tile, p, m);
+#else
+    int begin = low / BLOCK_N, end = any_high > low ? (any_high + BLOCK_N - 1) / BLOCK_N : begin;
+    if (SPLIT) {
+      const int all = end - begin;
+      end = begin + all * (split + 1) / splits;
+      begin += all * split / splits;
+    }
+    const bool nothing = begin >= end;  // to see: one step, wholly masked
+    if (nothing) end = begin + 1;
+    const int steps = end - begin, masked_end = min(max(end - high / BLOCK_N, 0), steps);
+    tile.end_key = end * BLOCK_N;
+    tile.masked_end = nothing ? 1 : masked_end;
+    tile.whole_end = min(max(end - (whole_low + BLOCK_N - 1) / BLOCK_N, masked_end), steps);
+    if (nothing) tile.seq.stop = -1;
+    tile.steps = steps;
+#endif
+  }
+
+#if SPARSE
+  static __device__ __forceinline__ void describe_list(Tile& tile, const HopperParams& p, int m) {
+    const SparseParams& s = p.sparse;
+    tile.list = tile.batch * s.batch + tile.head * s.head + m;
+    const int partial = s.counts[2 * tile.list], all = s.counts[2 * tile.list + 1];
+    constexpr int kParts = 128 / BLOCK_N;  // steps of a block
+    if (all == 0) tile.seq.stop = -1;  // one step, wholly masked
+    tile.end_key = 0;             // each step has its own key
+    tile.masked_end = all ? partial * kParts : 1;
+    tile.steps = tile.whole_end = max(all * kParts, 1);
+  }
+#endif
+};
