@@ -1,8 +1,17 @@
-"""Problem -> tile configuration of the decode kernel. Pure arithmetic: no torch, no device."""
+"""Problem -> tile configuration of the decode kernels. Pure arithmetic: no torch, no device."""
 
 from dataclasses import dataclass
+from math import gcd
 
 from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
+
+_PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
+_HOPPER = "sm_90a"
+
+
+def _merge_bytes(num_warps: int, rows: int, width: int) -> int:
+    """parts/decode_merge.cuh: kMergeFloats."""
+    return 4 * num_warps * rows * (width + 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +31,87 @@ class DecodeConfig:
     def keys(self) -> int:
         return 16 * self.num_warps
 
-    def smem_bytes(self, tile: int, tile_v: int, batch: int = 0) -> int:
-        pitch, pitch_v = 2 * tile + ROW_PAD, 2 * tile_v + ROW_PAD
-        ring = self.num_warps * self.stages * 16 * (pitch + pitch_v)
-        merge = 4 * self.num_warps * self.rows * (tile_v + 6)
-        return self.rows * pitch + max(ring, merge) + 4 * (batch + 1)
+    def smem_bytes(self, tile: int, tile_v: int, batch: int, kv_bytes: int = 2) -> int:
+        """`kv_bytes`: of a cached element."""
+        ring = self.num_warps * self.stages * 16 * (kv_bytes * (tile + tile_v) + 2 * ROW_PAD)
+        queries = self.rows * (2 * tile + ROW_PAD + 4)
+        return queries + max(ring, _merge_bytes(self.num_warps, self.rows, tile_v)) + 4 * (batch + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperDecodeConfig:
+    """Tile of flash_decode_sm90: `stages` tiles of 64 keys in flight, num_warps / 4 of them computed at a time."""
+
+    num_warps: int
+    rows: int
+    stages: int
+    merge_width: int  # value columns of one pass of the merge
+    blocks_per_sm: int = 1
+    keys: int = 64
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps + 32
+
+    def smem_bytes(self, tile: int, tile_v: int, batch: int, kv_bytes: int = 2) -> int:
+        ring = self.stages * hopper_stage_bytes(tile, tile_v, kv_bytes)
+        queries = self.rows * (2 * tile + ROW_PAD + 4)
+        merge = _merge_bytes(self.num_warps, self.rows, self.merge_width)
+        return 1024 + ring + queries + merge + 16 * self.stages + 4 * (batch + 1)  # the ring starts at a multiple
+
+
+def hopper_stage_bytes(tile: int, tile_v: int, kv_bytes: int) -> int:
+    slabs = -(-tile * kv_bytes // 128) + -(-tile_v * kv_bytes // 128)
+    return slabs * 64 * 128
 
 
 # (num_warps, blocks_per_sm, stages), best first: the most bytes in flight.
 _DECODE = ((4, 2, 4), (4, 2, 3), (4, 1, 4), (4, 1, 3), (4, 1, 2), (2, 1, 2), (1, 1, 2))
 
 
-def decode_config(arch: str, tile: int, tile_v: int, rows: int) -> DecodeConfig:
+def decode_config(arch: str, tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -> DecodeConfig:
     """`rows`: query rows of a key head's group. Bytes in flight, not arithmetic, decide: the most stages that fit."""
-    wide = max(tile, tile_v)
-    # As many rows as registers allow; more are more blocks, which read the same keys again.
-    most = 32 if wide <= 128 else 8 if arch == "sm_75" else 16
-    padded = min(8 if rows <= 8 else 16 if rows <= 16 else 32, most)
+    padded = _padded_rows(rows, max(tile, tile_v), 8 if arch == "sm_75" else 16)
     for warps, blocks, stages in _DECODE:
         config = DecodeConfig(warps, padded, stages, blocks)
-        # Each block also holds the plan (of up to 1,024 sequences here), 1 KB of the driver's and static memory.
-        if blocks * (config.smem_bytes(tile, tile_v, 1024) + 2048) <= SHARED_MEMORY[arch] + 1024:
+        # Each block also has 1 KB of the driver's and static memory.
+        if blocks * (config.smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes) + 2048) <= SHARED_MEMORY[arch] + 1024:
             return config
-    raise AssertionError(f"no decode tile fits {arch} at head_dim {tile}/{tile_v}")
+    raise AssertionError(f"no decode tile fits {arch} at head_dim {tile}/{tile_v}")  # the covering set proves it
+
+
+def hopper_decode_config(tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -> HopperDecodeConfig:
+    """Enough stages first, then the fewest passes of the merge."""
+    padded = _padded_rows(rows, max(tile, tile_v), 16)
+    num_warps = 8 if padded == 8 else 4  # more rows need the registers of more threads
+    fitting = []
+    for width in (256, 192, 128, 96, 64, 32):
+        if width > tile_v or tile_v % width or 8 * width < tile_v:
+            continue
+        without = HopperDecodeConfig(num_warps, padded, 0, width).smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes)
+        free = SHARED_MEMORY[_HOPPER] - 1024 - without
+        stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 16), _MOST_STAGES)
+        fitting.append((min(stages, _ENOUGH_STAGES), width, stages))
+    enough, width, stages = max(fitting)
+    assert enough >= num_warps // 4 + 1, f"no decode tile fits at head_dim {tile}/{tile_v}"
+    return HopperDecodeConfig(num_warps, padded, stages, width)
+
+
+_MOST_STAGES = 12
+_ENOUGH_STAGES = 5
+
+
+def _padded_rows(rows: int, wide: int, most_wide: int) -> int:
+    """As many rows as registers allow; more are more blocks, which read the same keys again."""
+    return min(8 if rows <= 8 else 16 if rows <= 16 else 32, 32 if wide <= 128 else most_wide)
+
+
+def hopper_page_rows(page_size: int) -> int | None:
+    """Keys of one TMA copy from a page; None when there would be too many copies."""
+    rows = gcd(page_size, 64)
+    return rows if rows >= 16 else None
 
 
 #: A block's smallest share of the keys, in tiles: below it, more parts cost more than they save.
 DECODE_MIN_TILES = 2
+HOPPER_DECODE_MIN_TILES = 1

@@ -7,26 +7,15 @@ from attention_backend.kernels.params import STRIDES, TENSORS, ScoreParams, Sequ
 
 
 class DecodeParams(ctypes.Structure):
-    """flash_decode.cuh"""
+    """parts/decode_params.cuh"""
 
     _fields_ = (
         ("sequence", SequenceParams),
         ("score", ScoreParams),
-        *((name, c_void_p) for name in (*TENSORS, "partial_out", "partial_lse", "segments")),
+        *((name, c_void_p) for name in (*TENSORS, "partial_out", "partial_lse", "counters", "k_scale", "v_scale")),
         *((name, c_int64) for name in STRIDES),
         *((name, c_int) for name in ("batch", "num_kv_heads", "head_dim", "head_dim_v")),
         *((name, c_int) for name in ("group", "group_rows", "min_tiles", "reserved")),
-    )
-
-
-class CombineParams(ctypes.Structure):
-    """flash_combine.cuh"""
-
-    _fields_ = (
-        ("sequence", SequenceParams),
-        *((name, c_void_p) for name in ("partial_out", "partial_lse", "segments", "sinks", "out", "lse")),
-        *((name, c_int64) for name in ("out_batch", "out_row", "out_head", "lse_batch", "lse_head")),
-        *((name, c_int) for name in ("num_kv_heads", "group", "group_rows", "head_dim_v")),
     )
 
 
@@ -36,6 +25,7 @@ class StoreParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "q_out", "k_cache", "v_cache")),
         *((name, c_void_p) for name in ("slot_mapping", "q_positions", "k_positions", "cos", "sin")),
+        *((name, c_void_p) for name in ("k_scale", "v_scale")),
         *((name, c_int64) for name in ("q_row", "q_head", "q_out_row", "q_out_head")),
         *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
         *((name, c_int64) for name in ("k_page", "k_slot", "k_cache_head", "v_page", "v_slot", "v_cache_head")),

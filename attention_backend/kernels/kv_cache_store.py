@@ -8,20 +8,31 @@ from attention_backend.jit import load
 from attention_backend.kernels import device
 from attention_backend.kernels.decode_params import StoreParams
 from attention_backend.kernels.decode_variants import store_variant
+from attention_backend.kernels.params import pointer
 
 _THREADS = 128
 _ALIGNMENT = 16  # bytes that a thread moves at once
 _HALVES, _INTERLEAVED = 1, 2  # ROTARY of the kernel
 
 
-def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Writes token t to slot `slot_mapping[t]` = block * block_size + offset; negative slots are skipped.
 
     k `[T, Hkv, D]`, v `[T, Hkv, Dv]`, caches `[num_blocks, Hkv, block_size, D or Dv]`, slot_mapping int64 `[T]`.
-    Raises UnsupportedError for rows that are not 16-byte aligned.
+    float8_e4m3fn caches need the scales, float32 `[Hkv]`: what is stored is the value over its head's scale, within
+    +-448. Raises UnsupportedError for rows that are not 16-byte aligned, or for float8 before sm_89.
     """
     if k.shape[0]:
-        _launch(_params(k, v, k_cache, v_cache, slot_mapping), k, k.shape[0], rotary=0)
+        p = _params(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        _launch(p, k, k.shape[0], 0, _is_fp8(k_cache))
 
 
 def rotate_and_store(
@@ -36,6 +47,8 @@ def rotate_and_store(
     cos: Tensor,
     sin: Tensor,
     interleaved: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """As `store`, with q `[Tq, Hq, D]` and k rotated by rows `q_positions` and `k_positions` (int32) of cos and sin
     `[seqlen_ro, rotary_dim / 2]`, which are of k's dtype.
@@ -45,7 +58,7 @@ def rotate_and_store(
     q = q if q.stride(-1) == 1 else q.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    p = _params(k, v, k_cache, v_cache, slot_mapping)
+    p = _params(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     p.q, p.q_out = q.data_ptr(), q_out.data_ptr()
     p.q_positions, p.k_positions = q_positions.data_ptr(), k_positions.data_ptr()
     p.cos, p.sin, p.cos_row = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
@@ -54,11 +67,25 @@ def rotate_and_store(
     p.num_heads, p.num_queries = q.shape[1], q.shape[0]
     blocks = max(q.shape[0], k.shape[0])
     if blocks:
-        _launch(p, k, blocks, _INTERLEAVED if interleaved else _HALVES)
+        _launch(p, k, blocks, _INTERLEAVED if interleaved else _HALVES, _is_fp8(k_cache))
     return q_out
 
 
-def _params(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> StoreParams:
+def _is_fp8(cache: Tensor) -> bool:
+    return cache.dtype == torch.float8_e4m3fn
+
+
+def _params(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> StoreParams:
+    if _is_fp8(k_cache) and (k_scale is None or v_scale is None):
+        raise ValueError("float8_e4m3fn caches need k_scale and v_scale")
     for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
         vector = _ALIGNMENT // x.element_size()
         odd = any(s % vector for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
@@ -70,6 +97,7 @@ def _params(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping
     p = StoreParams()
     p.k, p.v, p.k_cache, p.v_cache = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     p.slot_mapping = slot_mapping.data_ptr()
+    p.k_scale, p.v_scale = pointer(k_scale), pointer(v_scale)
     p.k_row, p.k_head, p.v_row, p.v_head = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
     p.k_page, p.k_cache_head, p.k_slot = k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)
     p.v_page, p.v_cache_head, p.v_slot = v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)
@@ -78,7 +106,7 @@ def _params(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping
     return p
 
 
-def _launch(p: StoreParams, k: Tensor, blocks: int, rotary: int) -> None:
+def _launch(p: StoreParams, k: Tensor, blocks: int, rotary: int, fp8_kv: bool) -> None:
     index = k.device.index
-    variant = store_variant(k.dtype, device.arch(index), rotary)
+    variant = store_variant(k.dtype, device.arch(index), rotary, fp8_kv=fp8_kv)
     load(variant, index)((blocks, 1, 1), (_THREADS, 1, 1), p)

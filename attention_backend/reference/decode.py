@@ -116,15 +116,26 @@ def _attend(args: AttentionArgs, part: _Part, q: Tensor) -> tuple[Tensor, Tensor
     dtype = compute_dtype(args.dtype)
     n, heads, length = q.shape[0], args.num_kv_heads, part.bias.shape[2]
     rows = q.reshape(n * heads, -1, args.head_dim).to(dtype) * args.softmax_scale
+    if args.k_scale is not None:  # a key's scale is one factor of all its head's scores
+        rows = rows * args.k_scale.to(dtype).repeat(n)[:, None, None]
     k, v = (
-        cache.transpose(1, 2).flatten(0, 1).index_select(0, part.pieces).to(dtype).view(n * heads, length, -1)
+        _pieces(cache.transpose(1, 2).flatten(0, 1), part.pieces).to(dtype).view(n * heads, length, -1)
         for cache in (args.k, args.v)
     )
     out, lse = _softmax(args, part, rows, k, v)
     if not math.isfinite(out.sum().item()):  # slots out of sight may hold NaN or Inf: then again with 0 there
         hidden = (part.bias == -torch.inf).expand(n, heads, length).reshape(n * heads, length, 1)
         out, lse = _softmax(args, part, rows, k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0))
+    if args.v_scale is not None:
+        out = out * args.v_scale.to(dtype).repeat_interleave(args.num_heads // heads)[:, None]
     return out.view(n, 1, args.num_heads, args.head_dim_v), lse
+
+
+def _pieces(pool: Tensor, which: Tensor) -> Tensor:
+    """Rows of a pool; float8 has no index_select, so as bytes."""
+    if pool.itemsize == 1:
+        return pool.view(torch.uint8).index_select(0, which).view(pool.dtype)
+    return pool.index_select(0, which)
 
 
 def _softmax(args: AttentionArgs, part: _Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

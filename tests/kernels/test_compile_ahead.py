@@ -29,5 +29,7 @@ def test_every_kernel_that_may_serve_is_compiled() -> None:
     assert names(Case(200, 200), "sm_80") == ["flash_fwd_sm80"]
     assert names(Case(200, 200, score="alibi")) == ["flash_fwd_sm80"]
     assert names(Case(200, 200, layout="paged", page=1)) == ["flash_fwd_sm80"]
-    assert names(Case(1, 200)) == ["flash_fwd_sm80", "flash_decode", "flash_combine"]
+    assert names(Case(1, 200)) == ["flash_fwd_sm80", "flash_decode_sm90"]
+    assert names(Case(1, 200), "sm_80") == ["flash_fwd_sm80", "flash_decode"]
+    assert names(Case(1, 200, layout="paged", page=1)) == ["flash_fwd_sm80", "flash_decode"]
     assert names(Case(200, 200, dtype="fp32")) == ["flash_fwd_f32"]

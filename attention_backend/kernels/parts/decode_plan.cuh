@@ -2,16 +2,19 @@
 // the lengths, so a CUDA graph replays right when they change.
 //
 // The keys that a sequence's rows may see are cut into tiles. A pair is one key head of one sequence. The tiles of all
-// pairs, pair after pair, are one line of work; every block takes an equal stretch of it. The part of a stretch that
-// lies in one pair is a segment; segment (block, pair) keeps its result in slot `block + pair`, which is unique because
-// both numbers never fall along the line.
+// pairs, pair after pair, are one line of work (shorter than 2^31 tiles); every block takes an equal stretch of it. The
+// part of a stretch that lies in one pair is a segment; segment (block, pair) keeps its result in slot `block + pair`,
+// which is unique because both numbers never fall along the line.
+//
+// The plan is made once a block, in shared memory: whatever happens to the lengths meanwhile, all of the block's warps
+// count the same tiles. tests/kernels/decode_plan.py is the same in Python.
 #pragma once
 
 #include "parts/seqlen.cuh"
 
 struct Segment {
   int pair, batch, kv_head;
-  int begin, end;    // tiles of the sequence, counted from its key 0
+  int begin, end;    // tiles of the sequence, counted from its first visible one
   int first_slot;    // of the pair
   int num_segments;  // of the pair
   int slot;
@@ -19,71 +22,53 @@ struct Segment {
 
 class DecodePlan {
  public:
-  // `prefix` is shared memory for batch + 1 ints. All threads of the block must call.
+  // `prefix` is shared memory for batch + 1 ints. All threads of the block must call; ends with a block barrier.
   template <int THREADS, int TILE>
   __device__ __forceinline__ void build(const SequenceParams& p, int batch, int num_kv_heads, int blocks,
                                         int min_tiles, int* prefix_in_shared) {
     prefix = prefix_in_shared;
     num_batch = batch;
     num_heads = num_kv_heads;
-    __shared__ int warp_total[THREADS / 32];
-    int base = 0;
-    for (int b0 = 0; b0 < batch; b0 += THREADS) {
-      const int b = b0 + threadIdx.x;
-      int tiles = 0;
-      if (b < batch) {
-        int first, end;
-        tile_range<TILE>(Sequence(p, b), first, end);
-        tiles = end - first;
+    if (batch <= 32) {
+      if (threadIdx.x < 32) {
+        const int tiles = threadIdx.x < batch ? count_tiles<TILE>(p, threadIdx.x) : 0;
+        const int sum = warp_sum(tiles);
+        if (threadIdx.x < batch) prefix_in_shared[threadIdx.x + 1] = sum;
+        if (threadIdx.x == 0) prefix_in_shared[0] = 0;
       }
-      int sum = tiles;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        int other = __shfl_up_sync(~0u, sum, d);
-        if (threadIdx.x % 32 >= d) sum += other;
-      }
-      if (threadIdx.x % 32 == 31) warp_total[threadIdx.x / 32] = sum;
-      __syncthreads();
-      int before = base, total = base;
-#pragma unroll
-      for (int w = 0; w < THREADS / 32; w++) {
-        if (w < threadIdx.x / 32) before += warp_total[w];
-        total += warp_total[w];
-      }
-      if (b < batch) prefix_in_shared[b] = before + sum - tiles;
-      base = total;
-      __syncthreads();
+    } else {
+      build_wide<THREADS, TILE>(p, batch, prefix_in_shared);
     }
-    if (threadIdx.x == 0) prefix_in_shared[batch] = base;
     __syncthreads();
-    const int64 work = static_cast<int64>(base) * num_kv_heads;
-    share = static_cast<int>(max(static_cast<int64>(min_tiles), (work + blocks - 1) / blocks));
-    position = static_cast<int64>(blockIdx.x) * share;
-    end = min(position + share, work);
+    const int work = prefix[batch] * num_kv_heads;
+    share = max(min_tiles, (work + blocks - 1) / blocks);
+    // A stretch that starts past the end is empty; the product would leave 32 bits only where it is.
+    position = static_cast<int>(min(static_cast<int64>(blockIdx.x) * share, static_cast<int64>(work)));
+    end = min(share, work - position) + position;
   }
 
-  __device__ __forceinline__ bool next(Segment& s, const SequenceParams& p) {
+  __device__ __forceinline__ bool next(Segment& s) {
     if (position >= end) return false;
     int low = 0, high = num_batch;  // the last sequence that starts at or before the position
     while (high - low > 1) {
-      int middle = (low + high) / 2;
-      if (static_cast<int64>(prefix[middle]) * num_heads <= position)
+      const int middle = (low + high) / 2;
+      if (prefix[middle] * num_heads <= position)
         low = middle;
       else
         high = middle;
     }
     const int tiles = prefix[low + 1] - prefix[low];
-    const int64 sequence_start = static_cast<int64>(prefix[low]) * num_heads;
-    const int head = static_cast<int>((position - sequence_start) / tiles);
-    const int64 pair_start = sequence_start + static_cast<int64>(head) * tiles;
+    const int sequence_start = prefix[low] * num_heads;
+    const int head = (position - sequence_start) / tiles;
+    const int pair_start = sequence_start + head * tiles;
     s.batch = low;
     s.kv_head = head;
     s.pair = low * num_heads + head;
-    s.begin = static_cast<int>(position - pair_start);
-    s.end = static_cast<int>(min(end - pair_start, static_cast<int64>(tiles)));
-    const int first_block = static_cast<int>(pair_start / share);
+    s.begin = position - pair_start;
+    s.end = min(end - pair_start, tiles);
+    const int first_block = pair_start / share;
     s.first_slot = first_block + s.pair;
-    s.num_segments = static_cast<int>((pair_start + tiles - 1) / share) - first_block + 1;
+    s.num_segments = (pair_start + tiles - 1) / share - first_block + 1;
     s.slot = blockIdx.x + s.pair;
     position = pair_start + s.end;
     return true;
@@ -98,7 +83,46 @@ class DecodePlan {
   }
 
  private:
+  template <int TILE>
+  static __device__ __forceinline__ int count_tiles(const SequenceParams& p, int b) {
+    int first, end;
+    tile_range<TILE>(Sequence(p, b), first, end);
+    return end - first;
+  }
+
+  // Sum of this lane's and all lower lanes' x.
+  static __device__ __forceinline__ int warp_sum(int x) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, x, d);
+      if (threadIdx.x % 32 >= d) x += other;
+    }
+    return x;
+  }
+
+  template <int THREADS, int TILE>
+  static __device__ __forceinline__ void build_wide(const SequenceParams& p, int batch, int* prefix_in_shared) {
+    __shared__ int warp_total[THREADS / 32];
+    int base = 0;
+    for (int b0 = 0; b0 < batch; b0 += THREADS) {
+      const int b = b0 + threadIdx.x;
+      const int sum = warp_sum(b < batch ? count_tiles<TILE>(p, b) : 0);
+      if (threadIdx.x % 32 == 31) warp_total[threadIdx.x / 32] = sum;
+      __syncthreads();
+      int before = base, total = base;
+#pragma unroll
+      for (int w = 0; w < THREADS / 32; w++) {
+        if (w < threadIdx.x / 32) before += warp_total[w];
+        total += warp_total[w];
+      }
+      if (b < batch) prefix_in_shared[b + 1] = before + sum;
+      base = total;
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) prefix_in_shared[0] = 0;
+  }
+
   const int* prefix;
   int num_batch, num_heads, share;
-  int64 position, end;
+  int position, end;
 };

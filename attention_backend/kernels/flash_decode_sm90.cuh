@@ -1,0 +1,165 @@
+// flash_decode for Hopper: one warp streams tiles of 64 keys by TMA into a ring of STAGES, through all segments of its
+// block without a break, while NUM_WARPS warps compute. Four of them share a tile, a slice of 16 keys each; each four
+// take turns. What ends a segment (parts/decode_merge.cuh) hides behind the tiles that are on their way meanwhile.
+//
+// A tile is slabs of 128 bytes of every key, as the TMA's 128-byte swizzle wants them: 16-byte chunk c of row r stands at
+// chunk c ^ (r & 7), so that ldmatrix meets no bank twice. Columns past head_dim, and keys past the tensor, are zeros.
+//
+// Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, NUM_WARPS (4, 8 or 12), ROWS (8, 16 or 32), STAGES, MERGE_WIDTH, PAGED
+// (PAGE_ROWS keys a copy), FP8_KV, SOFTCAP, ALIBI, BIAS. KEY_MASK must be 0.
+#include "parts/decode_merge.cuh"
+#include "parts/tma.cuh"
+
+constexpr uint64 kEvictNormal = 0x1000000000000000ull;  // as CUTLASS encodes it
+constexpr int kTile = 64;
+constexpr int kTeam = NUM_WARPS * 32;   // threads that compute
+constexpr int kThreads = kTeam + 32;    // and the warp that loads
+constexpr int kTurns = NUM_WARPS / 4;   // tiles under way in the compute warps
+constexpr int kSlabsK = (HEAD_DIM * sizeof(cached) + 127) / 128, kSlabsV = (HEAD_DIM_V * sizeof(cached) + 127) / 128;
+constexpr int kSlabColumns = 128 / sizeof(element);  // the maps count 16-bit elements, whatever the type
+constexpr int kSlabBytes = kTile * 128;
+constexpr int kStageBytes = (kSlabsK + kSlabsV) * kSlabBytes;
+constexpr int kCopies = kTile / PAGE_ROWS * (kSlabsK + kSlabsV);
+static_assert(kCopies <= 32, "a lane makes at most one copy");
+
+struct TeamSync {
+  static __device__ __forceinline__ void sync() { named_sync(1, kTeam); }
+};
+typedef SegmentEnd<NUM_WARPS, MERGE_WIDTH, TeamSync> End;
+
+// The tile's keys that no row of the sequence sees may hold anything, and zero times NaN is NaN: this warp's slice of
+// their values becomes zeros.
+__device__ __forceinline__ void clear_unseen(uint32 tile_v, int slice, int from, int to, int lane) {
+#pragma unroll 1
+  for (int i = lane; i < kSlabsV * kSlice * 8; i += 32) {
+    const int r = i / 8 % kSlice;
+    if (r >= from && r < to) continue;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile_v + i / 8 / kSlice * kSlabBytes +
+                                                                  (slice * kSlice + r) * 128 + i % 8 * 16),
+                 "r"(0)
+                 : "memory");
+  }
+  fence_async_proxy();  // the TMA writes here again
+  __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    flash_decode_sm90(const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+                      const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(128) char unaligned[];
+  char* const shared = unaligned + (-shared_address(unaligned) & 1023u);
+  const uint32 ring = shared_address(shared);
+  char* const after = shared + STAGES * kStageBytes;
+  const uint32 tile_q = shared_address(after);
+  float* const factor = reinterpret_cast<float*>(after + ROWS * kPitchQ);
+  float* const merge = factor + ROWS;
+  const uint32 full = shared_address(merge + End::kMergeFloats), empty = full + 8 * STAGES;
+  int* const prefix = reinterpret_cast<int*>(merge + End::kMergeFloats + 4 * STAGES);
+
+  if (threadIdx.x == kTeam) {
+#pragma unroll
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, 4);
+    }
+    barrier_init_fence();
+  }
+  DecodePlan plan;
+  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32 tile = 0;  // tiles of this block so far
+  Segment segment;
+
+  if (warp == NUM_WARPS) {
+    const int piece = lane / (kSlabsK + kSlabsV), slab = lane % (kSlabsK + kSlabsV);
+    const bool copies = lane < kCopies, of_k = slab < kSlabsK;
+    const TensorMap* const map = of_k ? &map_k : &map_v;
+    const int column = (of_k ? slab : slab - kSlabsK) * kSlabColumns;
+    const uint32 place = slab * kSlabBytes + piece * PAGE_ROWS * 128;
+    const uint64 policy = gridDim.y > 1 ? kEvictNormal : kEvictFirst;  // other rows' blocks read the same keys
+    while (plan.next(segment)) {
+      const Sequence seq(p.sequence, segment.batch);
+      int first_tile, end_tile;
+      DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
+      const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
+      const bool sees = any_high > any_low;
+      int key = (first_tile + segment.begin) * kTile + piece * PAGE_ROWS;
+#if PAGED
+      const int* table = p.sequence.block_table + segment.batch * p.sequence.block_table_stride;
+      const int last_page = (any_high - 1) / p.sequence.page_size;
+      // Past the last visible key: any page, it is masked. Looked up one tile ahead.
+      auto block_of = [&](int at) {
+        return sees && copies ? table[max(min(at / p.sequence.page_size, last_page), 0)] : 0;
+      };
+      int next_block = block_of(key);
+#else
+      const int kv_batch = p.sequence.cu_seqlens_k ? 0 : segment.batch;
+#endif
+#pragma unroll 1
+      for (int j = segment.begin; j < segment.end; j++, tile++, key += kTile) {
+        const uint32 stage = tile % STAGES;
+#if PAGED
+        const int block = next_block, row = key % p.sequence.page_size;
+        next_block = j + 1 < segment.end ? block_of(key + kTile) : 0;
+#else
+        const int block = kv_batch, row = seq.k_begin + key;
+#endif
+        barrier_wait(empty + 8 * stage, (tile / STAGES & 1) ^ 1);
+        if (lane == 0) {
+          if (sees)
+            barrier_expect(full + 8 * stage, kStageBytes);
+          else
+            barrier_arrive(full + 8 * stage);
+        }
+        __syncwarp();
+        if (sees && copies)
+          tma_load(ring + stage * kStageBytes + place, map, full + 8 * stage, column, row, segment.kv_head, block,
+                   policy);
+      }
+    }
+    return;
+  }
+
+  const int row_begin = blockIdx.y * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
+  const int rows = min(ROWS, p.group_rows - row_begin);
+  const int turn = warp / 4, slice = warp % 4;
+  while (plan.next(segment)) {
+    const Sequence seq(p.sequence, segment.batch);
+    int first_tile, end_tile;
+    DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
+    const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
+    const int all_low = seq.low(seq.seqlen_q - 1), all_high = seq.high(0);
+    const int first_head = segment.kv_head * p.group;
+    load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, tile_q, factor, threadIdx.x);
+    WarpRows state;
+    state.clear();
+    const Score score(p.score, segment.batch, first_head);
+    copy_wait<0>();
+    TeamSync::sync();  // every warp's share of the query rows has arrived
+
+    const int steps = segment.end - segment.begin;
+#pragma unroll 1
+    for (int j = (turn + kTurns - tile % kTurns) % kTurns; j < steps; j += kTurns) {
+      const uint32 at = tile + j, stage = at % STAGES;
+      const int begin = (first_tile + segment.begin + j) * kTile + slice * kSlice;
+      const uint32 tile_k = ring + stage * kStageBytes, tile_v = tile_k + kSlabsK * kSlabBytes;
+      barrier_wait(full + 8 * stage, at / STAGES & 1);
+      if (begin < any_high && begin + kSlice > any_low) {
+        if (begin < any_low || begin + kSlice > any_high)
+          clear_unseen(tile_v, slice, any_low - begin, any_high - begin, lane);
+        auto chunk = [&](uint32 base, int r, int c) {
+          return base + c / 8 * kSlabBytes + (slice * kSlice + r) * 128 + ((c ^ r) & 7) * 16;
+        };
+        state.add_slice(
+            p, seq, score, segment.batch, first_head, row_begin, begin, begin < all_low || begin + kSlice > all_high,
+            tile_q, factor, lane, [&](int r, int c) { return chunk(tile_k, r, c); },
+            [&](int r, int c) { return chunk(tile_v, r, c); });
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + 8 * stage);
+    }
+    tile += steps;
+    End(p, seq, segment, row_begin, rows, merge, threadIdx.x).finish(state, score.scale_log2);
+  }
+}

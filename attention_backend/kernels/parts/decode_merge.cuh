@@ -1,0 +1,264 @@
+// How a segment ends: the warps' results meet in shared memory; a pair of one segment is done then. Otherwise the
+// partial results go to global memory, and the block that arrives last at the pair's counter merges all of them, always
+// in the order of the segments, so that the same call gives the same bits whoever comes last.
+//
+// out = sum_s 2^(lse_s - lse) out_s with lse = log2 sum_s 2^lse_s (Flash-Decoding, Dao et al., 2023, second step).
+//
+// The counter wraps to zero as the last block counts itself, so the next launch finds what this one found. Nobody waits:
+// all blocks but the last leave.
+#pragma once
+
+#include "parts/decode_plan.cuh"
+#include "parts/decode_rows.cuh"
+#include "parts/softmax.cuh"
+
+// The `WARPS` warps that own a block's rows; `Sync::sync()` is a barrier among them. `WIDTH` value columns of all rows
+// fit into shared memory at once: see merge_floats.
+template <int WARPS, int WIDTH, class Sync>
+struct SegmentEnd {
+  static_assert(HEAD_DIM_V % WIDTH == 0 && WIDTH % 32 == 0 && WIDTH * 8 >= HEAD_DIM_V, "a pass is whole vectors");
+  static constexpr int kPitch = WIDTH + 4;
+  static constexpr int kMergeFloats = WARPS * ROWS * (kPitch + 2);
+  static constexpr int kVectors = (HEAD_DIM_V + 127) / 128;  // of 4 columns, of a lane
+  static constexpr int kBatch = 8 / kVectors;                // segments loaded at once
+  static_assert(kMergeFloats >= WARPS * (HEAD_DIM_V + 4), "a partial merge of every warp fits");
+
+  const DecodeParams& p;
+  const Sequence& seq;
+  const Segment& segment;
+  const int row_begin, rows;
+  float* const shared;  // kMergeFloats, 16-byte aligned
+  const int thread, lane, warp;
+
+  __device__ __forceinline__ SegmentEnd(const DecodeParams& params, const Sequence& sequence, const Segment& s,
+                                        int first_row, int num_rows, float* merge, int thread_of_team)
+      : p(params), seq(sequence), segment(s), row_begin(first_row), rows(num_rows), shared(merge),
+        thread(thread_of_team), lane(thread_of_team % 32), warp(thread_of_team / 32) {}
+
+  // All warps must call. On return shared memory is free again.
+  __device__ __forceinline__ void finish(const WarpRows& state, float scale_log2) {
+    float* const all_max = shared;                   // [WARPS, ROWS]
+    float* const all_sum = all_max + WARPS * ROWS;   // [WARPS, ROWS]
+    float* const all_acc = all_sum + WARPS * ROWS;   // [WARPS, ROWS, kPitch]
+    const bool whole = segment.num_segments == 1;
+#if FP8_KV
+    const float v_scale = p.v_scale[segment.kv_head];
+#else
+    constexpr float v_scale = 1.f;
+#endif
+#pragma unroll
+    for (int c = 0; c < kColumns; c++)
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        float l = state.row_sum[c][x];
+        l += __shfl_xor_sync(~0u, l, 4);
+        l += __shfl_xor_sync(~0u, l, 8);
+        l += __shfl_xor_sync(~0u, l, 16);
+        if (lane < 4) {
+          all_max[warp * ROWS + c * 8 + lane * 2 + x] = state.row_max[c][x];
+          all_sum[warp * ROWS + c * 8 + lane * 2 + x] = l;
+        }
+      }
+#pragma unroll
+    for (int first = 0; first < HEAD_DIM_V; first += WIDTH) {
+#pragma unroll
+      for (int c = 0; c < kColumns; c++)
+#pragma unroll
+        for (int x = 0; x < 2; x++)
+#pragma unroll
+          for (int i = 0; i < WIDTH / 16; i++) {
+            float* to = all_acc + (warp * ROWS + c * 8 + lane % 4 * 2 + x) * kPitch + i * 16;
+            const float(&from)[4] = state.acc[first / 16 + i][c];
+#if FP8_KV  // ldmatrix left even columns in rows 0 to 7 of a tile and odd ones in rows 8 to 15
+            *reinterpret_cast<float2*>(to + lane / 4 * 2) = make_float2(from[x], from[x + 2]);
+#else
+            to[lane / 4] = from[x];
+            to[lane / 4 + 8] = from[x + 2];
+#endif
+          }
+      Sync::sync();
+      // One item: 4 columns of a row.
+      for (int item = thread; item < rows * (WIDTH / 4); item += WARPS * 32) {
+        const int r = item / (WIDTH / 4), column = item % (WIDTH / 4) * 4;
+        if ((row_begin + r) / p.group >= seq.seqlen_q) continue;
+        float m = -kInfinity, l = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) m = fmaxf(m, all_max[w * ROWS + r]);
+        const bool sees = m != -kInfinity;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float weight = sees ? exp2_approx((all_max[w * ROWS + r] - m) * scale_log2) : 0.f;
+          const float4 x = *reinterpret_cast<const float4*>(all_acc + (w * ROWS + r) * kPitch + column);
+          l += weight * all_sum[w * ROWS + r];
+          o[0] += weight * x.x;
+          o[1] += weight * x.y;
+          o[2] += weight * x.z;
+          o[3] += weight * x.w;
+        }
+        const RowEnd end = end_row(m * scale_log2, l, whole ? sink(r) : nullptr);
+        const float factor = end.factor * v_scale;
+        const bool first_item = first == 0 && column == 0;
+        if (whole) {
+          write(r, first + column, make_float4(o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor));
+          if (first_item) write_lse(r, end.lse);
+        } else {
+          const int64 at = static_cast<int64>(segment.slot) * p.group_rows + row_begin + r;
+          *reinterpret_cast<float4*>(p.partial_out + at * HEAD_DIM_V + first + column) =
+              make_float4(o[0] * factor, o[1] * factor, o[2] * factor, o[3] * factor);
+          if (first_item) p.partial_lse[at] = end.lse;
+        }
+      }
+      Sync::sync();
+    }
+    if (!whole && arrive()) {
+      merge();
+      Sync::sync();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const float* sink(int r) const {
+    return p.sinks ? p.sinks + segment.kv_head * p.group + (row_begin + r) % p.group : nullptr;
+  }
+
+  __device__ __forceinline__ void write(int r, int column, float4 o) const {
+    if (column >= p.head_dim_v) return;
+    const int query = (row_begin + r) / p.group, head = segment.kv_head * p.group + (row_begin + r) % p.group;
+    element* out = p.out + (p.sequence.cu_seqlens_q ? 0 : segment.batch * p.out_batch) +
+                   (seq.q_begin + static_cast<int64>(query)) * p.out_row + head * p.out_head + column;
+    *reinterpret_cast<uint2*>(out) = make_uint2(pack2(o.x, o.y), pack2(o.z, o.w));
+  }
+
+  __device__ __forceinline__ void write_lse(int r, float lse) const {
+    const int query = (row_begin + r) / p.group, head = segment.kv_head * p.group + (row_begin + r) % p.group;
+    p.lse[(p.sequence.cu_seqlens_q ? seq.q_begin : segment.batch * p.lse_batch) + head * p.lse_head + query] =
+        lse * kLn2;
+  }
+
+  // Counts this block's segment, whose partial results were written before the last barrier. True in the last block.
+  __device__ __forceinline__ bool arrive() const {
+    int* const last = reinterpret_cast<int*>(shared);
+    if (thread == 0) {
+      __threadfence();
+      const uint32 most = segment.num_segments - 1;
+      uint32* counter = reinterpret_cast<uint32*>(p.counters) + segment.pair * gridDim.y + blockIdx.y;
+      *last = atomicInc(counter, most) == most;
+      __threadfence();
+    }
+    Sync::sync();
+    const bool is_last = *last;
+    Sync::sync();
+    return is_last;
+  }
+
+  // The state of a merge of some segments, for 4 columns of a row.
+  struct Sum {
+    float top, total;
+    float4 o[kVectors];
+
+    __device__ __forceinline__ void clear() {
+      top = -kInfinity;
+      total = 0.f;
+#pragma unroll
+      for (int j = 0; j < kVectors; j++) o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    // Takes `m` as the largest exponent so far.
+    __device__ __forceinline__ void raise(float m) {
+      const float correction = exp2_approx(top - m);
+      top = m;
+      total *= correction;
+#pragma unroll
+      for (int j = 0; j < kVectors; j++) {
+        o[j].x *= correction;
+        o[j].y *= correction;
+        o[j].z *= correction;
+        o[j].w *= correction;
+      }
+    }
+    __device__ __forceinline__ void add(float weight, float sum, const float4 (&x)[kVectors]) {
+      total += weight * sum;
+#pragma unroll
+      for (int j = 0; j < kVectors; j++) {
+        o[j].x += weight * x[j].x;
+        o[j].y += weight * x[j].y;
+        o[j].z += weight * x[j].z;
+        o[j].w += weight * x[j].w;
+      }
+    }
+  };
+
+  // A warp takes a row, or with few rows every `parts`-th segment of a row, and a lane 4 columns of 128.
+  __device__ __forceinline__ void merge() const {
+    const int parts = rows < WARPS ? WARPS / rows : 1;
+    constexpr int kPitchPart = HEAD_DIM_V + 4;
+    for (int unit = warp; unit < rows * parts; unit += WARPS) {
+      const int r = unit % rows, part = unit / rows;
+      if ((row_begin + r) / p.group >= seq.seqlen_q) continue;
+      const int64 first = static_cast<int64>(segment.first_slot) * p.group_rows + row_begin + r;
+      Sum sum;
+      sum.clear();
+      for (int s0 = part; s0 < segment.num_segments; s0 += kBatch * parts) {
+        float lse[kBatch];
+        float4 x[kBatch][kVectors];
+        float m = sum.top;
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) {
+          const int s = s0 + i * parts;
+          const int64 at = first + static_cast<int64>(s) * p.group_rows;
+          lse[i] = s < segment.num_segments ? __ldcg(p.partial_lse + at) : -kInfinity;
+#pragma unroll
+          for (int j = 0; j < kVectors; j++) {
+            x[i][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (s < segment.num_segments && j * 128 + lane * 4 < HEAD_DIM_V)
+              x[i][j] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + at * HEAD_DIM_V + j * 128 + lane * 4));
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) m = fmaxf(m, lse[i]);
+        if (m == -kInfinity) continue;
+        sum.raise(m);
+#pragma unroll
+        for (int i = 0; i < kBatch; i++) sum.add(exp2_approx(lse[i] - m), 1.f, x[i]);
+      }
+      if (parts == 1) {
+        end_merge(r, sum);
+      } else {
+        float* to = shared + unit * kPitchPart;
+        if (lane == 0) {
+          to[0] = sum.top;
+          to[1] = sum.total;
+        }
+#pragma unroll
+        for (int j = 0; j < kVectors; j++)
+          if (j * 128 + lane * 4 < HEAD_DIM_V) *reinterpret_cast<float4*>(to + 4 + j * 128 + lane * 4) = sum.o[j];
+      }
+    }
+    if (parts == 1) return;
+    Sync::sync();
+    if (warp >= rows || (row_begin + warp) / p.group >= seq.seqlen_q) return;
+    Sum sum;
+    sum.clear();
+    for (int part = 0; part < parts; part++) sum.top = fmaxf(sum.top, shared[(part * rows + warp) * kPitchPart]);
+    if (sum.top != -kInfinity)
+      for (int part = 0; part < parts; part++) {
+        const float* from = shared + (part * rows + warp) * kPitchPart;
+        float4 x[kVectors];
+#pragma unroll
+        for (int j = 0; j < kVectors; j++)
+          x[j] = j * 128 + lane * 4 < HEAD_DIM_V ? *reinterpret_cast<const float4*>(from + 4 + j * 128 + lane * 4)
+                                                 : make_float4(0.f, 0.f, 0.f, 0.f);
+        sum.add(exp2_approx(from[0] - sum.top), from[1], x);
+      }
+    end_merge(warp, sum);
+  }
+
+  __device__ __forceinline__ void end_merge(int r, const Sum& sum) const {
+    const RowEnd end = end_row(sum.top, sum.total, sink(r));
+#pragma unroll
+    for (int j = 0; j < kVectors; j++)
+      if (j * 128 + lane * 4 < HEAD_DIM_V)
+        write(r, j * 128 + lane * 4, make_float4(sum.o[j].x * end.factor, sum.o[j].y * end.factor,
+                                                 sum.o[j].z * end.factor, sum.o[j].w * end.factor));
+    if (lane == 0) write_lse(r, end.lse);
+  }
+};
