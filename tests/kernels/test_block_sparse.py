@@ -142,8 +142,10 @@ def test_strides_of_packed_and_transposed_tensors_change_nothing(dim: int, devic
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_lists_of_nothing_give_zero_and_minus_infinity(dim: int, device: torch.device) -> None:
+def test_lists_of_nothing_give_zero_and_minus_infinity_whatever_the_keys_hold(dim: int, device: torch.device) -> None:
     q, k, v = tensors("nothing", (300, 400), 2, dim, device)
+    k.fill_(torch.nan)
+    v.fill_(torch.nan)
     out, lse = run(q, k, v, BlockSparsity.from_mask(torch.zeros(1, 1, 300, 400, dtype=torch.bool, device=device)))
     assert not out.any()
     assert bool((lse == -torch.inf).all())
@@ -154,7 +156,8 @@ def test_lists_of_nothing_give_zero_and_minus_infinity(dim: int, device: torch.d
 def test_nan_in_an_unlisted_block_reaches_no_row(dim: int, device: torch.device) -> None:
     q, k, v = tensors("unlisted", (768, 1000), 2, dim, device)
     mask = blocky("unlisted", 1, 1, 768, 1000, device).to_mask()
-    unlisted = [2, 3, 6]  # of the key blocks 0 to 7, the last of 104 keys
+    mask[:, :, 128:256] = False  # a row of blocks with an empty list
+    unlisted = [0, 3, 6]  # of the key blocks 0 to 7, the last of 104 keys
     for block in unlisted:
         mask[..., block * 128 : (block + 1) * 128] = False
     mask[:, :, 384:, 896:] = True
