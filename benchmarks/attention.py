@@ -33,7 +33,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks import machine
-from benchmarks.attention_contenders import REGISTRY, Contender, chosen, peers_found
+from benchmarks.attention_contenders import REGISTRY, Contender, chosen, peer_versions, peers_found
 from benchmarks.attention_goals import goals
 from benchmarks.attention_grid import SECTIONS, quick, select
 from benchmarks.attention_report import Record, Report
@@ -50,7 +50,8 @@ def progress(record: Record) -> str:
 
 def peers_line() -> str:
     found = peers_found()
-    here, absent = ([name for name, yes in found.items() if yes is wanted] for wanted in (True, False))
+    here = [f"{name} ({version})" for name, version in peer_versions().items()]
+    absent = [name for name, yes in found.items() if not yes]
     return f"peers found: {', '.join(here) or 'none'}; not importable, so not timed: {', '.join(absent) or 'none'}"
 
 
@@ -105,7 +106,7 @@ def main(
         raise typer.BadParameter("no cell has these dimensions and contenders")
     watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), flush, warm_up_ms, repeat_ms)
     options = {"flush": flush, "rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
-    report = Report(machine.facts(commit), options | {"peers": peers_found()}, copy_bandwidth(watch))
+    report = Report(machine.facts(commit), options | {"peers": peer_versions()}, copy_bandwidth(watch))
     facts = {name: report.machine[name] for name in ("gpu", "driver", "torch", "cuda", "cudnn", "commit")}
     typer.echo(f"{facts}\n{peers_line()}\ndevice copy {report.copy_tb_per_s:.2f} TB/s (read + write)")
     if ahead:

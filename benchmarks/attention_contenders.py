@@ -1,7 +1,7 @@
 """All contenders: importing this registers them."""
 
 from benchmarks import attention_fp8, attention_ours, attention_peers, attention_torch
-from benchmarks.attention_registry import REGISTRY, Call, Contender, chosen, peers_found
+from benchmarks.attention_registry import REGISTRY, Call, Contender, chosen, peer_versions, peers_found
 
 __all__ = [
     "REGISTRY",
@@ -12,5 +12,6 @@ __all__ = [
     "attention_peers",
     "attention_torch",
     "chosen",
+    "peer_versions",
     "peers_found",
 ]

@@ -96,7 +96,7 @@ def fp8_kv_cells(head_dims: Dims = (128,)) -> Iterator[Cell]:
         yield Cell("fp8_kv", batch, 1, context, 32, 8, head_dim, False, page=64)
 
 
-def fp8_forward_cells(head_dims: Dims = (128,)) -> Iterator[Cell]:
+def fp8_forward_cells(head_dims: Dims = (128, 64, 256)) -> Iterator[Cell]:
     for head_dim, (seqlen, causal) in product(head_dims, ((16384, False), (16384, True), (4096, False))):
         heads = _HIDDEN // head_dim
         yield Cell("fp8_forward", _TOKENS // seqlen, seqlen, seqlen, heads, heads, head_dim, causal)

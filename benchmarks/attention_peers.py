@@ -10,7 +10,7 @@ from benchmarks.attention_cells import Cell
 from benchmarks.attention_inputs import Tensors
 from benchmarks.attention_registry import CASCADE, FA3, FA4, FLASHINFER, Call, contender
 
-_WORKSPACE_BYTES = 256 * 1024 * 1024
+_WORKSPACE_BYTES = 128 * 1024 * 1024
 _FLOAT8_MAX = 448.0
 _PAGED = ("decode", "latency", "paged", "chunk", "shared_prefix")
 

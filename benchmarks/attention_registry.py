@@ -5,6 +5,7 @@ A contender that cannot run a cell raises; the reason is recorded beside the cel
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -82,6 +83,17 @@ def found(package: str) -> bool:
 def peers_found() -> dict[str, bool]:
     """The optional packages by their contender's name, and whether they can be imported here."""
     return {name: found(package) for name, package in PACKAGES.items()}
+
+
+def peer_versions() -> dict[str, str]:
+    """Of the packages that can be imported; "unknown" for one that was not installed but put on the path."""
+    distributions = packages_distributions()
+    versions = {}
+    for name, package in PACKAGES.items():
+        if found(package):
+            owners = distributions.get(package.partition(".")[0], [])
+            versions[name] = ", ".join(f"{owner} {version(owner)}" for owner in dict.fromkeys(owners)) or "unknown"
+    return versions
 
 
 def chosen(section: str, only: Sequence[str] | None, slow: bool, flex: bool) -> list[Contender]:

@@ -1,6 +1,7 @@
 """Times one cell of the attention benchmark: inputs, contenders in turn, each checked before and after."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +18,7 @@ from benchmarks.stopwatch import Stopwatch, alternate
 GRAPHED = ("decode", "latency", "shared_prefix", "fp8_kv")
 _ROTATED_BYTES = 256 * 1024 * 1024
 _MAX_SETS = 8
-_AHEAD_BYTES = 2 << 30  # cells with larger inputs compile when they are timed
+_AHEAD_BYTES = 1 << 30  # cells with larger inputs compile when they are timed
 
 
 def input_sets(cell: Cell, flush: bool) -> int:
@@ -104,27 +105,42 @@ def still_right(truth: Truth, call: Call) -> str | None:
     return None if acceptable(truth.cell, error) else f"wrong after repeats: relative error {error:.2e}"
 
 
+def first_calls(cells: Sequence[Cell], contenders: Sequence[Contender]) -> list[tuple[str, Cell, Contender]]:
+    """Section, problem and contender of every different call of ours, those of different kernels first: calls of the
+    same kernel wait for one compilation."""
+    seen: set[tuple[str, str, Cell]] = set()
+    alike: Counter[tuple[object, ...]] = Counter()
+    ranked = []
+    for cell in cells:
+        for contender in contenders:
+            problem, section = contender.cell(cell), cell.section
+            key = (contender.name, section, problem)
+            if not contender.ours or section not in contender.makes or key in seen:
+                continue
+            seen.add(key)
+            if problem.input_bytes <= _AHEAD_BYTES:
+                kernel = (contender.name, section, problem.head_dim, problem.causal, problem.page)
+                ranked.append((alike[kernel], (section, problem, contender)))
+                alike[kernel] += 1
+    return [call for _, call in sorted(ranked, key=lambda x: x[0])]
+
+
 def compile_ahead(cells: Sequence[Cell], contenders: Sequence[Contender], device: torch.device) -> int:
     """Makes the first call of our contenders in every cell on all cores, as compiling does not hold the interpreter.
 
     Returns how many calls it made. What fails here fails again in its cell, and is recorded there.
     """
-    todo = {
-        (contender.name, cell.section, contender.cell(cell)): contender
-        for cell in cells
-        for contender in contenders
-        if contender.ours and cell.section in contender.makes and contender.cell(cell).input_bytes <= _AHEAD_BYTES
-    }
 
-    def first_call(section: str, problem: Cell, contender: Contender) -> None:
+    def call_once(section: str, problem: Cell, contender: Contender) -> None:
         try:
             contender.makes[section](problem, Tensors.random(problem, device))()
         except Exception:  # recorded when the cell is timed
             return
 
+    calls = first_calls(cells, contenders)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for (_, section, problem), contender in todo.items():
-            pool.submit(first_call, section, problem, contender)
+        for call in calls:
+            pool.submit(call_once, *call)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return len(todo)
+    return len(calls)

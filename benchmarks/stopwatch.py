@@ -27,7 +27,7 @@ class Stopwatch:
     def times(self, calls: Sequence[Call]) -> list[float]:
         calls[0]()
         guess = max(self._events(calls, 2)[-1], 1e-3)
-        self._events(calls, repeats(self.warm_up_ms, guess))
+        self._events(calls, repeats(self.warm_up_ms, guess, fewest=0))
         return self._events(calls, repeats(self.repeat_ms, guess))
 
     def _events(self, calls: Sequence[Call], count: int) -> list[float]:
@@ -42,8 +42,8 @@ class Stopwatch:
         return [begin.elapsed_time(end) for begin, end in marks]
 
 
-def repeats(budget_ms: float, call_ms: float) -> int:
-    return max(_MIN_REPEATS, min(_MAX_REPEATS, int(budget_ms / call_ms)))
+def repeats(budget_ms: float, call_ms: float, fewest: int = _MIN_REPEATS) -> int:
+    return max(fewest, min(_MAX_REPEATS, int(budget_ms / call_ms)))
 
 
 def alternate(

@@ -1,6 +1,7 @@
 """What the attention benchmark says of what it timed: tables, goals, the file; and its command line without a GPU."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from typer.testing import CliRunner
 
 from benchmarks import attention, machine
 from benchmarks.attention_cells import Cell
+from benchmarks.attention_contenders import REGISTRY
 from benchmarks.attention_goals import Goal, Rule, goals
 from benchmarks.attention_grid import SECTIONS
 from benchmarks.attention_report import Record, Report, Result
+from benchmarks.stopwatch import Call, Stopwatch
 
 CHUNK = Cell("chunk", 1, 512, 131584, 32, 8, 128, True, page=64)
 SQUARE = Cell("forward", 1, 8192, 8192, 32, 8, 128, False)
@@ -193,6 +196,67 @@ def test_an_argument_that_names_nothing_is_refused(arguments: list[str], said: s
     result = CliRunner().invoke(_app(), arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+class InstantWatch(Stopwatch):
+    def __post_init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        return [1.0 for call in calls if call() is not None]
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line's way on the CPU: two small cells, a clock that takes no time."""
+    cells = [
+        Cell("forward", 1, 256, 256, 2, 2, 16, True),
+        Cell("varlen", 2, 40, 40, 2, 2, 16, True, lengths=(40, 7)),
+    ]
+    monkeypatch.setattr(attention, "select", lambda sections, *_: [c for c in cells if c.section in sections])
+    monkeypatch.setattr(attention, "Stopwatch", InstantWatch)
+    monkeypatch.setattr(attention, "copy_bandwidth", lambda _: 4.0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    facts = machine.facts("abc")
+    monkeypatch.setattr(machine, "facts", lambda commit: facts | {"commit": commit})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("small_gpu")
+def test_a_run_writes_its_file_and_says_which_goals_are_met(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    arguments = [
+        "--only",
+        "longwave,longwave-dense",
+        "--no-ahead",
+        "--out",
+        str(out),
+        "--commit",
+        "abc",
+        "--rounds",
+        "1",
+    ]
+    result = CliRunner().invoke(_app(), arguments)
+    assert result.exit_code == 0, result.output
+    report = Report.read(out)
+    assert [str(r.cell) for r in report.records] == [
+        "forward d=16 causal 1x256x256 heads 2",
+        "varlen d=16 causal 2x40x40 heads 2 2 lengths",
+    ]
+    assert report.machine["commit"] == "abc"
+    assert report.options["rounds"] == 1
+    assert "varlen over the same FLOPs dense, each at least 0.95: worst" in result.output
+
+
+@pytest.mark.usefixtures("small_gpu")
+def test_a_run_without_a_result_of_ours_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_cell: Cell, _t: object) -> Call:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(REGISTRY["longwave"].makes, "forward", broken)
+    result = CliRunner().invoke(_app(), ["forward", "--only", "longwave", "--no-ahead"])
+    assert result.exit_code == 1
+    assert "forward longwave: 1 cells not timed: RuntimeError: no such kernel" in result.output
 
 
 def test_peers_are_listed_without_a_gpu() -> None:

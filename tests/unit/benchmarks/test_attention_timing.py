@@ -10,6 +10,7 @@ import torch
 from benchmarks import attention_timing
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_contenders import REGISTRY, Contender, chosen
+from benchmarks.attention_grid import select
 from benchmarks.attention_inputs import Tensors, block_pattern
 from benchmarks.attention_registry import FLEX, OURS, found
 from benchmarks.attention_report import Result
@@ -26,6 +27,7 @@ PADDING = Cell("padding", 3, 40, 40, 4, 4, 16, False, lengths=(40, 7, 25))
 SHARED = Cell("shared_prefix", 4, 1, 150, 4, 2, 16, False, page=16, shared=96)
 SPARSE = Cell("block_sparse", 1, 512, 512, 2, 2, 16, False, density=0.5)
 DROPOUT = Cell("dropout", 2, 256, 256, 4, 4, 16, True, dropout=0.1)
+FLOAT8_FORWARD = Cell("fp8_forward", 1, 200, 200, 2, 2, 64, True)
 FLOAT8 = Cell("fp8_kv", 2, 1, 128, 4, 2, 16, False, page=64)
 CELLS = [
     FORWARD,
@@ -41,7 +43,10 @@ CELLS = [
     SPARSE,
     DROPOUT,
     FLOAT8,
+    FLOAT8_FORWARD,
+    replace(FLOAT8_FORWARD, section="fp8_error", causal=False),
 ]
+CUDA_ONLY = ("longwave-generic", "longwave-kernel")
 
 
 def ours_of(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
@@ -50,7 +55,7 @@ def ours_of(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
 
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [(n, c) for n, c in ours_of(CELLS) if n != "longwave-generic"],
+    [(n, c) for n, c in ours_of(CELLS) if n not in CUDA_ONLY],
     ids=lambda x: x if isinstance(x, str) else f"{x.section}-{x.mask}",
 )
 def test_our_contenders_are_right_on_cpu(name: str, cell: Cell) -> None:
@@ -254,6 +259,7 @@ def test_a_contender_that_raises_leaves_the_race_and_the_others_stay() -> None:
 
 def test_repeats_follow_the_budget_within_limits() -> None:
     assert (repeats(50, 1.0), repeats(50, 100.0), repeats(50, 1e-4)) == (50, 3, 300)
+    assert repeats(5, 10.0, fewest=0) == 0
 
 
 def test_every_section_has_ours_and_something_to_hold_it_against() -> None:
@@ -261,6 +267,21 @@ def test_every_section_has_ours_and_something_to_hold_it_against() -> None:
         names = [c.name for c in chosen(cell.section, None, slow=False, flex=False)]
         assert OURS in names
         assert len(names) > 1 or cell.section == "latency"
+
+
+def test_kernels_compile_ahead_side_by_side() -> None:
+    cells = select(("forward", "dropout"), [64], None)
+    calls = attention_timing.first_calls(cells, [REGISTRY[OURS], REGISTRY["cudnn"], REGISTRY["longwave-dense"]])
+    assert {c.name for _, _, c in calls} == {OURS, "longwave-dense"}
+    assert [(c.name, cell.section, cell.causal) for _, cell, c in calls[:6]] == [
+        (OURS, "forward", True),
+        (OURS, "forward", False),
+        (OURS, "dropout", True),
+        ("longwave-dense", "forward", True),
+        (OURS, "dropout", False),
+        ("longwave-dense", "forward", False),
+    ]
+    assert len(calls) == 14 + 2 * 2
 
 
 def test_slow_contenders_and_flex_attention_are_timed_when_asked_for() -> None:
