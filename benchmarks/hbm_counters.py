@@ -7,8 +7,10 @@ counted, by the read of a large buffer after it.
 
 import csv
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,21 +59,32 @@ def command(ncu: str, probes: Sequence[str]) -> list[str]:
     ]
 
 
-def measure(probes: Sequence[str], ncu: str = "ncu", timeout_s: float = 120.0) -> dict[str, HbmBytes]:
+def measure(probes: Sequence[str], ncu: str = "ncu", timeout_s: float = 60.0) -> dict[str, HbmBytes]:
     """Bytes of each probe (see hbm_probe.py for their form). Raises CountersUnavailableError."""
     found = shutil.which(ncu)
     if found is None:
         raise CountersUnavailableError(f"{ncu} is not there")
+    code, said = _run(command(found, probes), timeout_s)
+    if code != 0:
+        raise CountersUnavailableError(f"ncu ended with {code}: {said.strip()[-_TAIL:]}")
+    return dict(zip(probes, assign(launches(said), len(probes)), strict=True))
+
+
+def _run(words: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output; at a timeout ncu and the program under it are ended."""
     try:
-        done = subprocess.run(
-            command(found, probes), capture_output=True, text=True, check=False, timeout=timeout_s, errors="replace"
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         raise CountersUnavailableError(f"ncu: {error}") from error
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip()
-        raise CountersUnavailableError(f"ncu ended with {done.returncode}: {said[-_TAIL:]}")
-    return dict(zip(probes, assign(launches(done.stdout), len(probes)), strict=True))
+    with process:
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise CountersUnavailableError(f"ncu: not done in {timeout_s:.0f} s") from error
+    return process.returncode, said
 
 
 def launches(text: str) -> list[Launch]:

@@ -153,7 +153,7 @@ class Report:
 def cells(row: Row) -> tuple[str, ...]:
     """The row of the table; one without a time ends with the reason."""
     shape = row.shape
-    start = (row.method, shape.mask, str(shape.rows), str(shape.keys), f"{row.flops_done / 1e9:.1f}")
+    start = (row.method, shape.mask, str(shape.rows), str(shape.keys), f"{row.flops_done / 1e9:.2f}")
     bytes_ = (f"{row.hbm_bytes / 1e6:.1f}", row.hbm_source, f"{row.times_least:.2f}", f"{row.intensity:.1f}")
     if row.ms is None or row.tflops is None or row.extra_bytes is None:
         return (*start, *bytes_, "-", "-", "-", row.reason or "not measured")

@@ -2,7 +2,8 @@
 // memory is used 64 times from shared memory, and what is read from there at least 4 times from registers. The scores
 // still lie in global memory, between a pass over the keys and a pass over the values.
 //
-// q, k, v, out: [heads, n, 128] bfloat16, scores: [heads, n, n] float. Grid (n / 64, heads), 256 threads. sm_80 and later (85 KB of shared memory).
+// q, k, v, out: [heads, n, 128] bfloat16, scores: [heads, n, n] float. Grid (n / 64, heads), 256 threads.
+// sm_80 and later (85 KB of shared memory).
 #include <cuda_bf16.h>
 
 constexpr int kDim = 128, kTile = 64, kThreads = 256;

@@ -104,11 +104,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   registers_raise<240>();
   const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   const uint32 q = tile_q + group * 64 * 128;
-  // A warpgroup starts products between taking its turn, named barrier 1 + group, and giving the other one its turn.
-  auto take_turn = [&] { named_sync(1 + group, 256); };
+  auto take_turn = [&] { named_sync(1 + group, 256); };  // products are started between taking and giving a turn
   auto give_turn = [&] { named_arrive(2 - group, 256); };
   if (group == 1) give_turn();  // group 0 is first
-
   float acc[kDim / 2] = {}, maximum[2] = {-kInfinity, -kInfinity}, sum[2] = {}, correction[2];
   uint32 probs[kKeys / 16][4];
   barrier_wait(full_q, 0);

@@ -166,3 +166,19 @@ def test_without_a_gpu_or_with_a_wrong_length_the_script_stops(arguments: list[s
 
     assert result.exit_code == code
     assert "no NVIDIA GPU" in result.output or "multiple of 128" in result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda r: r.name)
+@pytest.mark.parametrize("seqlen", [128, 640])
+def test_a_rung_is_right_on_the_gpu(rung: Rung, seqlen: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    if not rung.runs_on(torch.cuda.get_device_capability()):
+        pytest.skip(f"needs {rung.arch}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [torch.randn(3, seqlen, 128, dtype=torch.bfloat16, device=device) for _ in range(3)]
+
+    step = ladder.climb_rung(rung, tensors, OneMillisecond(device, flush=False))
+
+    assert (step.reason, step.wrong) == (None, False)

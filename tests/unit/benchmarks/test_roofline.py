@@ -21,6 +21,7 @@ from benchmarks.roofline_counts import (
 )
 from benchmarks.roofline_methods import DECODE, HOPPER, METHODS, RABE_STAATS, STANDARD, NotServedError, random_tensors
 from benchmarks.roofline_report import Report, Row
+from benchmarks.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -106,11 +107,16 @@ def test_rabe_staats_in_parts_is_sdpa() -> None:
 
 
 @pytest.mark.parametrize("method", [RABE_STAATS, DECODE])
-def test_what_a_method_does_not_serve_is_said(method: str) -> None:
-    shape = METHODS[method].shape(64, causal=True)
-
+def test_a_method_without_a_causal_case_is_measured_full_only(method: str) -> None:
+    assert [shape.mask for shape in METHODS[method].shapes([64, 128])] == ["full", "full"]
     with pytest.raises(NotServedError):
-        METHODS[method].make(shape, random_tensors(shape, CPU))
+        METHODS[method].shape(64, causal=True)
+
+
+def test_the_others_are_measured_full_and_causal() -> None:
+    masks = [(shape.rows, shape.mask) for shape in METHODS[HOPPER].shapes([64, 128])]
+
+    assert masks == [(64, "full"), (128, "full"), (64, "causal"), (128, "causal")]
 
 
 def test_a_result_with_nan_has_an_infinite_error() -> None:
@@ -233,3 +239,18 @@ def test_without_a_gpu_the_script_says_so() -> None:
 
     assert result.exit_code == 2
     assert "no NVIDIA GPU" in result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_right_and_measured_on_the_gpu(method: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), warm_up_ms=0.1, repeat_ms=0.1)
+
+    for shape in METHODS[method].shapes([1024]):
+        measured = roofline.row_of(METHODS[method], shape, watch)
+
+        assert not measured.wrong, measured.reason
+        assert measured.reason is None or method == HOPPER
+        assert measured.ms is None or measured.extra_bytes is not None
