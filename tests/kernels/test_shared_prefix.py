@@ -5,6 +5,7 @@ import torch
 
 from attention_backend import cascade, dispatch
 
+from . import first_calls
 from .prefix_problems import (
     Level,
     PrefixCase,
@@ -17,6 +18,7 @@ from .prefix_problems import (
 )
 from .test_graphs import captured
 
+BF16, FP16 = torch.bfloat16, torch.float16
 SUFFIXES = (600, 1, 0, 64, 65, 333)
 
 
@@ -24,41 +26,36 @@ def suffixes(count: int) -> tuple[int, ...]:
     return tuple(SUFFIXES[r % len(SUFFIXES)] for r in range(count))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("requests", [1, 4, 17, 64])
-def test_every_number_of_requests_meets_the_error_rule(requests: int, rows: int, device: torch.device) -> None:
-    check(build(one_prefix(1000, suffixes(requests), rows=rows), device))
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    first_calls.run_all(request, PrefixCase, lambda case: build(case, torch.device("cuda", 0)).attend())
+
+
+REQUESTS = [one_prefix(1000, suffixes(requests), rows=rows) for requests in (1, 4, 17, 64) for rows in (1, 3, 16)]
+LENGTHS = [one_prefix(length, suffixes(40)) for length in (0, 1, 63, 64, 65, 127, 129, 4099, 20_000)]
+SHAPES = [
+    one_prefix(1500, suffixes(33), dim=dim, page=page, dtype=dtype, hnd=page != 64)
+    for dim, page, dtype in (
+        (64, 64, BF16), (80, 64, BF16), (96, 64, BF16), (192, 64, BF16), (256, 64, BF16), (64, 16, FP16),
+        (128, 16, BF16), (128, 48, FP16), (128, 128, BF16), (256, 16, FP16), (40, 4, FP16),
+    )
+]  # fmt: skip
+HEADS = [
+    one_prefix(3000, suffixes(requests), heads=heads, kv_heads=kv_heads)
+    for requests in (3, 50)
+    for heads, kv_heads in ((4, 4), (32, 8), (32, 2), (10, 2), (16, 1))
+]
+OPTIONS = [
+    one_prefix(2000, suffixes(requests), sinks=sinks, softcap=softcap, rows=rows)
+    for requests in (3, 50)
+    for sinks, softcap, rows in ((True, 0.0, 1), (False, 15.0, 1), (True, 0.0, 5))
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 127, 129, 4099, 20_000])
-def test_every_prefix_length_meets_the_error_rule(length: int, device: torch.device) -> None:
-    check(build(one_prefix(length, suffixes(40)), device))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("page", [16, 64, 48])
-def test_every_head_dim_and_page_meets_the_error_rule(
-    page: int, dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    check(build(one_prefix(1500, suffixes(33), dim=dim, page=page, dtype=dtype, hnd=page != 64), device))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(4, 4), (32, 8), (32, 2), (10, 2), (16, 1)], ids=lambda h: f"{h[0]}over{h[1]}")
-@pytest.mark.parametrize("requests", [3, 50])
-def test_every_group_size_meets_the_error_rule(requests: int, heads: tuple[int, int], device: torch.device) -> None:
-    check(build(one_prefix(3000, suffixes(requests), heads=heads[0], kv_heads=heads[1]), device))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("requests", [3, 50])
-@pytest.mark.parametrize("option", [{"sinks": True}, {"softcap": 15.0}, {"sinks": True, "rows": 5}], ids=str)
-def test_options_meet_the_error_rule(option: dict[str, object], requests: int, device: torch.device) -> None:
-    check(build(one_prefix(2000, suffixes(requests), **option), device))
+@pytest.mark.parametrize("case", [*REQUESTS, *LENGTHS, *SHAPES, *HEADS, *OPTIONS], ids=str)
+def test_one_prefix_meets_the_error_rule(case: PrefixCase, device: torch.device) -> None:
+    check(build(case, device))
 
 
 GROUPS = {
@@ -70,11 +67,13 @@ GROUPS = {
 }
 
 
+GROUPED = [PrefixCase(suffixes(64), levels, rows=rows) for levels in GROUPS.values() for rows in (1, 4)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("levels", GROUPS)
-def test_groups_and_groups_within_groups_meet_the_error_rule(levels: str, rows: int, device: torch.device) -> None:
-    check(build(PrefixCase(suffixes(64), GROUPS[levels], rows=rows), device))
+@pytest.mark.parametrize("case", GROUPED, ids=str)
+def test_groups_and_groups_within_groups_meet_the_error_rule(case: PrefixCase, device: torch.device) -> None:
+    check(build(case, device))
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attention_backend.problem import AttentionArgs
 
+from . import first_calls
 from .error_rule import check, poisoned_memory
 from .problems import block_table, generator, pool, randn
 from .test_graphs import captured
@@ -103,6 +104,11 @@ def attend(args: AttentionArgs, splits: int) -> tuple[Tensor, Tensor]:
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
     flash_merge.merge(partial_out, partial_lse, out, lse, sinks=args.sinks)
     return out, lse
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    first_calls.run_all(request, Chunks, lambda case: attend(build(case, torch.device("cuda", 0)), 2))
 
 
 @pytest.fixture
