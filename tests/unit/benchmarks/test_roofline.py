@@ -244,8 +244,6 @@ def test_without_a_gpu_the_script_says_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_right_and_measured_on_the_gpu(method: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
     watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), warm_up_ms=0.1, repeat_ms=0.1)
 
     for shape in METHODS[method].shapes([1024]):
