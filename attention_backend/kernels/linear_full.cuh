@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) linear_full(c
   for (int i = 0; i < STAGES - 1; i++) load(i);
 
   const float* state = p.states + state_offset(p, batch, head / p.group, 0);
-  const float scale = state_scale(p.seqlen_k);
+  const float scale = state_scale(p.seqlen_k), back = inverse_state_scale(p.seqlen_k);
   for (int i = threadIdx.x; i < HEAD_DIM * kPairs; i += kThreads) {
     const float2 x = reinterpret_cast<const float2*>(state)[i];
     *reinterpret_cast<uint32*>(shared + i / kPairs * kPitch + i % kPairs * 4) = pack2(x.x * scale, x.y * scale);
@@ -78,12 +78,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) linear_full(c
 #pragma unroll
         for (int j = 0; j < 4; j++) a[x][j] = features2(a[x][j]);
       }
-#if NORMALIZE
-      const uint32* parts = z_parts + (lane / 4) * kPairs + step * 8 + lane % 4;  // column g of the tile, g < 2
-      const uint32 z0 = lane < 8 ? parts[0] : 0, z1 = lane < 8 ? parts[4] : 0;
+      if (NORMALIZE) {
+        const uint32* parts = z_parts + (lane / 4) * kPairs + step * 8 + lane % 4;  // column g of the tile, g < 2
+        const uint32 z0 = lane < 8 ? parts[0] : 0, z1 = lane < 8 ? parts[4] : 0;
 #pragma unroll
-      for (int x = 0; x < ROW_TILES; x++) mma_16x8x16(den[x], a[x], z0, z1);
-#endif
+        for (int x = 0; x < ROW_TILES; x++) mma_16x8x16(den[x], a[x], z0, z1);
+      }
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 16; n++) {
         uint32 b[4];
@@ -98,18 +98,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) linear_full(c
 
 #pragma unroll
     for (int x = 0; x < ROW_TILES; x++) {
-      float factor[2];
+      float factor[2] = {back, back};
+      if (NORMALIZE)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-#if NORMALIZE
-        float d = den[x][half * 2] + den[x][half * 2 + 1];  // both parts are in the columns of t = 0; the others are 0
-        d += __shfl_xor_sync(~0u, d, 1);
-        d += __shfl_xor_sync(~0u, d, 2);
-        factor[half] = d == 0.f ? 0.f : 1.f / d;  // the scale cancels out
-#else
-        factor[half] = inverse_state_scale(p.seqlen_k);
-#endif
-      }
+        for (int half = 0; half < 2; half++) {
+          float d = den[x][half * 2] + den[x][half * 2 + 1];  // both parts are in the columns of t = 0, the others are 0
+          d += __shfl_xor_sync(~0u, d, 1);
+          d += __shfl_xor_sync(~0u, d, 2);
+          factor[half] = d == 0.f ? 0.f : 1.f / d;  // the scale cancels out
+        }
       const int row = first + x * 16 + lane / 4;
       element* const row0 = out + row * p.out_row;
 #pragma unroll

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 import torch
 
 from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 from attention_backend.jit.spec import KernelVariant
-from attention_backend.reference.linear import FEATURE_MAPS, FeatureMap
+from attention_backend.reference.linear import FeatureMap
 
 HEAD_DIMS = tuple(range(16, 129, 16))
 CHUNK = 64  # tokens of a tile of linear_causal; segments are made of them
@@ -107,7 +108,7 @@ def causal_kernel(options: LinearOptions, arch: str) -> LinearKernel:
         *options.defines(),
         ("NORMALIZE", int(options.normalize)),
         ("SLICES", slices),
-        ("PASS_TILES", 4 // slices),
+        ("PASS_TILES", 4 if slices == 1 else 1 if arch == "sm_75" else 2),
         ("STAGES", stages),
         ("MIN_BLOCKS", blocks),
     )
@@ -148,17 +149,24 @@ def segments(
 
 
 def covering(arch: str) -> Iterator[KernelVariant]:
-    """What is compiled ahead: every head_dim once, each feature map and the unnormalised form once."""
+    """What is compiled ahead: every head_dim, both sums of states, and what else is an option once."""
     main = torch.float16 if arch == "sm_75" else torch.bfloat16
     for head_dim in HEAD_DIMS:
-        yield from _all_passes(LinearOptions(main, head_dim), arch)
-    for feature_map in FEATURE_MAPS:
-        yield from _all_passes(LinearOptions(torch.float16, 64, feature_map, normalize=False), arch)
+        yield from _outer_passes(LinearOptions(main, head_dim), arch)
+    for causal, head_dim in product((False, True), (64, 128)):
+        yield prefix_kernel(LinearOptions(main, head_dim), arch, causal).variant
+    yield from _outer_passes(LinearOptions(torch.float16, 64, "relu"), arch)
+    yield from _outer_passes(LinearOptions(torch.float16, 128, "none", normalize=False), arch)
 
 
-def _all_passes(options: LinearOptions, arch: str) -> Iterator[KernelVariant]:
+def _outer_passes(options: LinearOptions, arch: str) -> Iterator[KernelVariant]:
     yield states_kernel(options, arch).variant
     yield full_kernel(options, arch)[0].variant
     yield causal_kernel(options, arch).variant
+
+
+def all_passes(options: LinearOptions, arch: str) -> Iterator[KernelVariant]:
+    """Every kernel that a problem with these options may launch, whatever its lengths."""
+    yield from _outer_passes(options, arch)
     for causal in (False, True):
         yield prefix_kernel(options, arch, causal).variant
