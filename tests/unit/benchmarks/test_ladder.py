@@ -130,7 +130,8 @@ def test_errors_are_the_worst_heads(tensors: list[Tensor]) -> None:
     out = standard(*tensors).clone()
     out[1, 5, 7] += 1.0
 
-    ours, theirs = errors(*tensors, out)
+    q, k, v = tensors
+    ours, theirs = errors(q, k, v, out)
 
     assert ours == pytest.approx(1.0, abs=0.05)
     assert 0 < theirs < 0.05
