@@ -76,7 +76,7 @@ def contender(name: str, *sections: str, twin: bool = False, optional: bool = Fa
 def found(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is missing
+    except ImportError:  # its parent package is missing or broken
         return False
 
 

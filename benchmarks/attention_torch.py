@@ -20,7 +20,9 @@ _BACKENDS = {
 }
 
 
-def _sdpa(backend: SDPBackend, mask_of: Callable[[Cell, Tensors], Tensor | None] = lambda _c, _t: None) -> Make:
+def sdpa(backend: SDPBackend, mask_of: Callable[[Cell, Tensors], Tensor | None] = lambda _c, _t: None) -> Make:
+    """SDPA on one backend alone; with a mask, `is_causal` is part of it."""
+
     def make(cell: Cell, t: Tensors) -> Call:
         q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
         gqa = cell.heads != cell.kv_heads
@@ -50,11 +52,11 @@ def key_padding_mask(cell: Cell, t: Tensors) -> Tensor:
 
 
 for _name, _backend in _BACKENDS.items():
-    contender(_name, "forward", "decode", "latency", optional=_name == MEM_EFF)(_sdpa(_backend))
+    contender(_name, "forward", "decode", "latency", optional=_name == MEM_EFF)(sdpa(_backend))
 for _name in (CUDNN, MEM_EFF):
-    contender(_name, "padding")(_sdpa(_BACKENDS[_name], key_padding_mask))
+    contender(_name, "padding")(sdpa(_BACKENDS[_name], key_padding_mask))
 for _name in (CUDNN, FA2):
-    contender(_name, "dropout")(_sdpa(_BACKENDS[_name]))
+    contender(_name, "dropout")(sdpa(_BACKENDS[_name]))
 
 
 @contender(FA2, "chunk", "paged")
