@@ -71,7 +71,7 @@ _DECODE = ((4, 2, 4), (4, 2, 3), (4, 1, 4), (4, 1, 3), (4, 1, 2), (2, 1, 2), (1,
 
 def decode_config(arch: str, tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -> DecodeConfig:
     """`rows`: query rows of a key head's group. Bytes in flight, not arithmetic, decide: the most stages that fit."""
-    padded = _padded_rows(rows, max(tile, tile_v), 8 if arch == "sm_75" else 16)
+    padded = _padded_rows(rows, max(tile, tile_v), turing=arch == "sm_75")
     for warps, blocks, stages in _DECODE:
         config = DecodeConfig(warps, padded, stages, blocks)
         # Each block also has 1 KB of the driver's and static memory.
@@ -82,7 +82,7 @@ def decode_config(arch: str, tile: int, tile_v: int, rows: int, kv_bytes: int = 
 
 def hopper_decode_config(tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -> HopperDecodeConfig:
     """Enough stages first, then the fewest passes of the merge."""
-    padded = _padded_rows(rows, max(tile, tile_v), 16)
+    padded = _padded_rows(rows, max(tile, tile_v))
     num_warps = 8 if padded == 8 else 4  # more rows need the registers of more threads
     fitting = []
     for width in (256, 192, 128, 96, 64, 32):
@@ -101,9 +101,11 @@ _MOST_STAGES = 12
 _ENOUGH_STAGES = 5
 
 
-def _padded_rows(rows: int, wide: int, most_wide: int) -> int:
+def _padded_rows(rows: int, wide: int, *, turing: bool = False) -> int:
     """As many rows as registers allow; more are more blocks, which read the same keys again."""
-    return min(8 if rows <= 8 else 16 if rows <= 16 else 32, 32 if wide <= 128 else most_wide)
+    limits = ((64, 32), (128, 16), (256, 8)) if turing else ((128, 32), (256, 16))
+    most = next(most for width, most in limits if wide <= width)
+    return min(8 if rows <= 8 else 16 if rows <= 16 else 32, most)
 
 
 def hopper_page_rows(page_size: int) -> int | None:

@@ -27,10 +27,11 @@ FP8 = torch.float8_e4m3fn
 _FP8_WIDTH = 16  # columns of the 16 bytes that are copied at once
 
 
-def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArgs, *, tma: bool = True) -> tuple[Tensor, Tensor]:
     """Attention of few query rows on CUDA. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
-    Raises UnsupportedError for float8 keys and values on a GPU before sm_89, or of odd strides.
+    `tma=False` takes the kernel of all GPUs even where the Hopper one serves. Raises UnsupportedError for float8 keys
+    and values on a GPU before sm_89, or of odd strides.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -40,7 +41,7 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         return out.zero_(), lse.fill_(-torch.inf)
     if args.k.dtype == FP8:
         _check_fp8(args)
-    return _launch(args, out, lse, hopper=serves_hopper(args))
+    return _launch(args, out, lse, hopper=tma and serves_hopper(args))
 
 
 def serves_hopper(args: AttentionArgs) -> bool:

@@ -7,7 +7,7 @@
 // which is unique because both numbers never fall along the line.
 //
 // The plan is made once a block, in shared memory: whatever happens to the lengths meanwhile, all of the block's warps
-// count the same tiles. tests/kernels/decode_plan.py is the same in Python.
+// count the same tiles. tests/unit/attention_backend/decode_plan.py is the same in Python.
 #pragma once
 
 #include "parts/seqlen.cuh"

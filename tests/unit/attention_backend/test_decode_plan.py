@@ -1,0 +1,69 @@
+"""The arithmetic that shares a decode's keys out: every tile once, every result in a slot of its own."""
+
+from collections import defaultdict
+
+import pytest
+from decode_plan import Segment, segments
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_backend.heuristics.decode import (
+    decode_config,
+    hopper_decode_config,
+    hopper_page_rows,
+    hopper_stage_bytes,
+)
+from attention_backend.heuristics.sm80 import HEAD_DIM_TILES, SHARED_MEMORY
+
+
+@given(
+    tiles=st.lists(st.integers(1, 400), min_size=1, max_size=40),
+    heads=st.integers(1, 9),
+    blocks=st.integers(1, 300),
+    min_tiles=st.integers(1, 70),
+)
+def test_every_tile_is_worked_on_once_and_every_segment_has_its_slot(
+    tiles: list[int], heads: int, blocks: int, min_tiles: int
+) -> None:
+    # A launch gives enough blocks for shares of min_tiles, as the number of splits is an upper bound.
+    pairs: dict[tuple[int, int], list[Segment]] = defaultdict(list)
+    all_segments = list(segments(tiles, heads, blocks, min_tiles))
+    for s in all_segments:
+        pairs[s.batch, s.kv_head].append(s)
+    slots = [s.slot for s in all_segments]
+    assert len(set(slots)) == len(slots)
+    assert max(slots) < blocks + len(tiles) * heads
+    assert set(pairs) == {(b, h) for b in range(len(tiles)) for h in range(heads)}
+    for (batch, _), parts in pairs.items():
+        assert [s.slot for s in parts] == [parts[0].first_slot + i for i in range(len(parts))]
+        assert all(s.num_segments == len(parts) and s.first_slot == parts[0].slot for s in parts)
+        assert [0, *(s.end for s in parts)] == [*(s.begin for s in parts), tiles[batch]]
+
+
+@given(blocks=st.integers(1, 300), work=st.integers(1, 3000), min_tiles=st.integers(1, 9))
+def test_no_block_gets_more_than_its_share(blocks: int, work: int, min_tiles: int) -> None:
+    done: dict[int, int] = defaultdict(int)
+    for s in segments([work], 3, blocks, min_tiles):
+        done[s.block] += s.end - s.begin
+    assert max(done.values()) <= max(min_tiles, -(-3 * work // blocks))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 64])
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+@pytest.mark.parametrize("tile_v", HEAD_DIM_TILES)
+@pytest.mark.parametrize("tile", HEAD_DIM_TILES)
+def test_every_tile_fits_into_shared_memory(tile: int, tile_v: int, kv_bytes: int, rows: int) -> None:
+    for arch, most in SHARED_MEMORY.items():
+        config = decode_config(arch, tile, tile_v, rows, kv_bytes)
+        assert config.smem_bytes(tile, tile_v, 1024, kv_bytes) + 1024 <= most
+        assert config.rows % 8 == 0
+    hopper = hopper_decode_config(tile, tile_v, rows, kv_bytes)
+    assert hopper.smem_bytes(tile, tile_v, 1024, kv_bytes) + 1024 <= SHARED_MEMORY["sm_90a"]
+    assert hopper.stages > hopper.num_warps // 4, "a tile is on its way while others are computed"
+    assert tile_v % hopper.merge_width == 0
+    assert hopper.stages * hopper_stage_bytes(tile, tile_v, kv_bytes) >= 64 * 1024 or hopper.stages == 12
+
+
+@pytest.mark.parametrize(("page", "rows"), [(1, None), (8, None), (16, 16), (48, 16), (64, 64), (96, 32), (256, 64)])
+def test_copies_from_pages_are_whole_slices(page: int, rows: int | None) -> None:
+    assert hopper_page_rows(page) == rows
