@@ -59,7 +59,7 @@ def forward_figure(found: Sequence[Row]) -> "Figure":
             _lines(panel, panel_rows, names)
             panel.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=10)
     for panel in axes[-1]:
-        panel.set_xlabel("length (16k tokens in all)")
+        panel.set_xlabel("length (batch x length is 16k)")
     for line in axes:
         line[0].set_ylabel("TFLOP/s")
     axes[0][0].set_ylim(bottom=0)  # of all panels, after all lines are in them
