@@ -19,7 +19,7 @@ class Fp8Config:
     block_n: int
     producer_registers: int
     consumer_registers: int
-    poly_every: int  # of so many exponentials one is a polynomial on the FMA units (0: none)
+    poly_every: int  # one exponential in so many is a polynomial on the FMA units (0: none)
     flush_tiles: int  # tiles after which the accumulators are added to float32 sums (0: never)
 
     @property

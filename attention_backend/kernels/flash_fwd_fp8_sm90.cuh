@@ -10,7 +10,7 @@
 // The tensor cores add 8-bit products with about 14 bits; FLUSH_TILES bounds how much is added up so, beyond that the
 // accumulators go to float32 sums in shared memory, a thread's own.
 //
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, POLY_EVERY (each so-manieth exponential
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, POLY_EVERY (one exponential in so many
 // of a whole tile is a polynomial: the special function unit is as busy as the tensor cores; 0: none), FLUSH_TILES
 // (0: never), PRODUCER_REGISTERS and CONSUMER_REGISTERS.
 #include "parts/e4m3.cuh"

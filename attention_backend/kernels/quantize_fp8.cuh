@@ -33,7 +33,7 @@ struct QuantizeParams {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = HEAD_DIM / 8;  // threads of a row, of 8 elements each
-constexpr float kSmallest = 1e-30f;  // a row of zeros has a scale, too
+constexpr float kSmallest = 1e-8f;  // a row of zeros has a scale, too; the product of two is still above zero
 
 // Where byte `column` of `row` lies in an image of `rows` rows, in slabs of `width` bytes.
 template <int width>

@@ -14,7 +14,7 @@ from attention_backend.heuristics.fp8 import fp8_config
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-SMALLEST = 1e-30  # a row of zeros has a scale, too
+SMALLEST = 1e-8  # a row of zeros has a scale, too; the product of two is still above zero
 #: Bit d set: element d is negated before the Hadamard transform. 256 random bits, once.
 SIGN_BITS = 0x3365093AE54FD35EA7F758F66C361860D1385720A6177031DAE16EB4B010350B
 #: Values of 32 keys as the tensor cores want them: slot s holds key KEY_ORDER[s]. A thread of a warpgroup holds scores
@@ -61,7 +61,8 @@ def rotate(x: Tensor) -> Tensor:
 def round_to(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """x in e4m3 such that `amax` (broadcast) becomes the largest number; and the scale that undoes it."""
     amax = amax.clamp(min=SMALLEST)
-    return (x.float() * (LARGEST / amax)).to(E4M3), amax / LARGEST
+    factor = torch.full_like(amax, LARGEST) / amax  # not 448 / amax, which torch rounds twice
+    return (x.float() * factor).to(E4M3), amax / LARGEST
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, block_n: int, *, hadamard: bool) -> Quantized:
