@@ -74,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) linear_states
         mma_16x8x16(z[x], a[x], kOnes, kOnes);
       }
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 16; i++) {
+      for (int n = 0; n < HEAD_DIM / 16; n++) {
         uint32 b[4];
-        ldmatrix_x4_trans(b, stage + offset_v + step * 16 * kPitch + i * 32);
+        ldmatrix_x4_trans(b, stage + offset_v + step * 16 * kPitch + n * 32);
 #pragma unroll
         for (int x = 0; x < SLICES; x++) {
-          mma_16x8x16(s[x][2 * i], a[x], b[0], b[1]);
-          mma_16x8x16(s[x][2 * i + 1], a[x], b[2], b[3]);
+          mma_16x8x16(s[x][2 * n], a[x], b[0], b[1]);
+          mma_16x8x16(s[x][2 * n + 1], a[x], b[2], b[3]);
         }
       }
     }

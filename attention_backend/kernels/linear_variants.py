@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
 import torch
@@ -128,6 +128,7 @@ class Segments:
     length: int
 
 
+@lru_cache(maxsize=4096)
 def segments(
     tokens: int, pairs: int, slots: int, *, unit: int = CHUNK, state_tokens: int = 0, again: float = 1.0
 ) -> Segments:
