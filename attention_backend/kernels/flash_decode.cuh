@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
     const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
     const int all_low = seq.low(seq.seqlen_q - 1), all_high = seq.high(0);
     const int first_head = segment.kv_head * p.group;
-    load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, tile_q, factor, threadIdx.x);
+    load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, shared, factor, threadIdx.x);
 
     const cached* k = p.k + segment.kv_head * p.k_head;
     const cached* v = p.v + segment.kv_head * p.v_head;

@@ -29,18 +29,34 @@ typedef SegmentEnd<NUM_WARPS, MERGE_WIDTH, TeamSync> End;
 
 // The tile's keys that no row of the sequence sees may hold anything, and zero times NaN is NaN: this warp's slice of
 // their values becomes zeros.
-__device__ __forceinline__ void clear_unseen(uint32 tile_v, int slice, int from, int to, int lane) {
+__device__ __forceinline__ void clear_unseen(char* tile_v, int slice, int from, int to, int lane) {
 #pragma unroll 1
   for (int i = lane; i < kSlabsV * kSlice * 8; i += 32) {
     const int r = i / 8 % kSlice;
-    if (r >= from && r < to) continue;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile_v + i / 8 / kSlice * kSlabBytes +
-                                                                  (slice * kSlice + r) * 128 + i % 8 * 16),
-                 "r"(0)
-                 : "memory");
+    if (r < from || r >= to)
+      *reinterpret_cast<uint4*>(tile_v + i / 8 / kSlice * kSlabBytes + (slice * kSlice + r) * 128 + i % 8 * 16) =
+          make_uint4(0, 0, 0, 0);
   }
   fence_async_proxy();  // the TMA writes here again
   __syncwarp();
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+
+// Page numbers are wanted as soon as the lengths are known. Brings some lines of them meanwhile: those of this block's
+// first keys if all sequences were as long as the table is wide, and the first ones of that sequence.
+__device__ __forceinline__ void prefetch_table(const DecodeParams& p, int lane) {
+  constexpr int kLine = 32;  // entries
+  const int width = p.sequence.seqlen_k / p.sequence.page_size;
+  const int64 position = static_cast<int64>(blockIdx.x) * p.batch * p.num_kv_heads;
+  const int64 batch = position / gridDim.x / p.num_kv_heads, part = position % gridDim.x;
+  const int entry = (lane < 4 ? static_cast<int>(part * width / gridDim.x) / kLine + lane : lane - 4) * kLine;
+  if (lane < 8 && entry < width) prefetch_line(p.sequence.block_table + batch * p.sequence.block_table_stride + entry);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -56,7 +72,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const uint32 full = shared_address(merge + End::kMergeFloats), empty = full + 8 * STAGES;
   int* const prefix = reinterpret_cast<int*>(merge + End::kMergeFloats + 4 * STAGES);
 
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if PAGED
+  if (warp == NUM_WARPS) prefetch_table(p, lane);
+#endif
   if (threadIdx.x == kTeam) {
+    prefetch_map(&map_k);
+    prefetch_map(&map_v);
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
@@ -67,7 +89,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   DecodePlan plan;
   plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32 tile = 0;  // tiles of this block so far
   Segment segment;
 
@@ -131,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
     const int all_low = seq.low(seq.seqlen_q - 1), all_high = seq.high(0);
     const int first_head = segment.kv_head * p.group;
-    load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, tile_q, factor, threadIdx.x);
+    load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, after, factor, threadIdx.x);
     WarpRows state;
     state.clear();
     const Score score(p.score, segment.batch, first_head);
@@ -147,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       barrier_wait(full + 8 * stage, at / STAGES & 1);
       if (begin < any_high && begin + kSlice > any_low) {
         if (begin < any_low || begin + kSlice > any_high)
-          clear_unseen(tile_v, slice, any_low - begin, any_high - begin, lane);
+          clear_unseen(shared + (tile_v - ring), slice, any_low - begin, any_high - begin, lane);
         auto chunk = [&](uint32 base, int r, int c) {
           return base + c / 8 * kSlabBytes + (slice * kSlice + r) * 128 + ((c ^ r) & 7) * 16;
         };

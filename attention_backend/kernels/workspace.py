@@ -111,12 +111,13 @@ def counters(device: torch.device, count: int) -> Tensor:
     Raises CaptureError when the driver refuses to say which capture the stream is in.
     """
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else None
-    return _workspace.counters(device, stream, count, capture)
+    return _workspace.counters(device, stream, count, _capture_of(stream))
 
 
 def _capture_of(stream: int) -> int | None:
     """The capture that a stream is in: a number that the process uses once."""
+    if stream == 0:  # the legacy default stream cannot be captured
+        return None
     status, capture = ctypes.c_int(), ctypes.c_uint64()
     code = _driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(capture), None, None, None

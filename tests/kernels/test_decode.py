@@ -7,7 +7,7 @@ import torch
 
 from attention_backend.problem import AttentionArgs
 
-from .error_rule import check, run
+from .error_rule import check, poisoned_memory, run
 from .problems import Case, block_table, build, generator, pool, randn
 
 CPU = torch.device("cpu")
@@ -96,6 +96,26 @@ def test_options_meet_the_error_rule(layout: str, mask: str, sinks: bool, device
     score = "softcap" if mask == "window" else "alibi" if mask == "chunk" else "plain"
     for rows in (1, 5):
         check(build(Case(rows, 900, batch=6, layout=layout, mask=mask, sinks=sinks, score=score, dim=128), device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 7])
+@pytest.mark.parametrize("dim", [32, 72, 96, 128, 256])
+@pytest.mark.parametrize(("group", "rows", "page"), [(4, 1, 64), (8, 2, 16), (8, 8, 64), (5, 3, 48), (1, 1, 1)])
+def test_the_kernel_of_all_gpus_meets_the_error_rule(
+    group: int, rows: int, page: int, dim: int, splits: int, cuda: torch.device
+) -> None:
+    from attention_backend.kernels import flash_decode
+
+    args = decode([3000, 8, 0, 129], device=cuda, group=group, rows=rows, page=page, dim=dim, splits=splits)
+    with poisoned_memory():
+        result = flash_decode.forward(args, tma=False)
+    check(args, result)
+
+
+@pytest.mark.gpu
+def test_more_sequences_than_a_warp_plans_meet_the_error_rule(device: torch.device) -> None:
+    check(decode([1 + b * 7 % 300 for b in range(700)], device=device, dim=64))
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ __device__ __forceinline__ int query_place(int c) { return (c & ~15) + (c % 16 /
 // next barrier, after copy_wait, completes it.
 template <int WARPS>
 __device__ __forceinline__ void load_queries(const DecodeParams& p, const Sequence& seq, int batch, int kv_head,
-                                             int row_begin, int rows, uint32 tile, float* factor, int thread) {
+                                             int row_begin, int rows, char* tile, float* factor, int thread) {
   const element* q = p.q + (p.sequence.cu_seqlens_q ? 0 : batch * p.q_batch);
   const int first_head = kv_head * p.group;
 #if FP8_KV
@@ -54,11 +54,9 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Sequen
     for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
     const int exponent = min(max(__float_as_int(top) >> 23, 1), 253);
     const float down = __int_as_float((254 - exponent) << 23);
+    __half* const to = reinterpret_cast<__half*>(tile + r * kPitchQ);
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 32; i++)
-      asm volatile("st.shared.b16 [%0], %1;" ::"r"(tile + r * kPitchQ + query_place(i * 32 + lane) * 2),
-                   "h"(__half_as_ushort(__float2half_rn(x[i] * down)))
-                   : "memory");
+    for (int i = 0; i < HEAD_DIM / 32; i++) to[query_place(i * 32 + lane)] = __float2half_rn(x[i] * down);
     if (lane == 0) factor[r] = __int_as_float(exponent << 23) * k_scale;
   }
 #else
@@ -66,7 +64,7 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Sequen
     const int r = i / (HEAD_DIM / 8), c = i % (HEAD_DIM / 8);
     const int query = (row_begin + r) / p.group, head = first_head + (row_begin + r) % p.group;
     const bool there = r < rows && query < seq.seqlen_q && c * 8 < p.head_dim;
-    copy16(tile + r * kPitchQ + c * 16,
+    copy16(shared_address(tile) + r * kPitchQ + c * 16,
            there ? q + (seq.q_begin + static_cast<int64>(query)) * p.q_row + head * p.q_head + c * 8 : q, there);
   }
   copy_commit();
