@@ -68,7 +68,7 @@ def hopper_config(tile: int, tile_v: int, *, full: bool, paged: bool, sparse: bo
     """
     two = (40, 232)
     if tile == 64 and not (sparse or extras):
-        return HopperConfig(192, 128, 2, 32, 160, turns=True)
+        return HopperConfig(192, 96, 2, 32, 160, turns=True)
     if tile <= 128:
         wide = full and not (paged or sparse or extras)
         return HopperConfig(128, 160 if wide else 128, 2, *two, turns=True)

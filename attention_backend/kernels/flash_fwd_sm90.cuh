@@ -30,6 +30,7 @@ constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
 constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
 constexpr int kTileSlots = 2;
 constexpr int kLoaders = 3;  // warps that read a tile's description besides the consumers'
+constexpr int kKeyReaders = SPARSE ? 4 * kConsumers : kConsumers;  // warps also read what is listed beside the keys
 constexpr float kSlack = 8.f;
 
 // What consumers must know of a step that lists of blocks gave: its first key, and its row of bits or -1.
@@ -69,7 +70,7 @@ struct Shared {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full_k + 8 * i, 1);
       barrier_init(full_v + 8 * i, 1);
-      barrier_init(empty_k + 8 * i, kConsumers);
+      barrier_init(empty_k + 8 * i, kKeyReaders);
       barrier_init(empty_v + 8 * i, kConsumers);
     }
     for (int i = 0; i < kTileSlots; i++) {
@@ -224,6 +225,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
+  asm volatile("" : "+r"(q));  // or its descriptors are kept in registers from step to step
   const uint64 a = wgmma_descriptor(q, 16), b = wgmma_descriptor(k, 16);
   wgmma_fence();
 #pragma unroll
@@ -293,16 +295,16 @@ __device__ __forceinline__ void mask_scores(float (&s)[BLOCK_N / 2], const Tile&
         if (static_cast<uint32>(i * 8 + j - low) >= count) s[i * 4 + half * 2 + j] = -kInfinity;
 #if SPARSE
     if (bits) {
-      uint32 words[4];
-      *reinterpret_cast<uint4*>(words) = bits[(row0 + half * 8) % 128];
+      // A tile is the block's 128 keys or, if narrower, a part of them.
+      const uint2* row = reinterpret_cast<const uint2*>(bits + (row0 + half * 8) % 128) + key0 % 128 / 64;
+      uint32 words[BLOCK_N / 32];
 #pragma unroll
-      for (int i = 0; i < BLOCK_N / 8; i++) {
-        // A tile is the block's 128 keys or, of the narrow ones, a part of them.
-        const uint32 word = BLOCK_N == 128 ? words[i / 4] : words[(key0 % 128) / 32 + i / 4];
+      for (int w = 0; w < BLOCK_N / 64; w++) words[2 * w] = row[w].x, words[2 * w + 1] = row[w].y;
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++)
-          if (!(word >> (i % 4 * 8 + column + j) & 1)) s[i * 4 + half * 2 + j] = -kInfinity;
-      }
+          if (!(words[i / 4] >> (i % 4 * 8 + column + j) & 1)) s[i * 4 + half * 2 + j] = -kInfinity;
     }
 #endif
   }
@@ -473,9 +475,8 @@ class Consumer {
     int n = 1;  // steps so far, of all tiles
 #pragma unroll 1
     for (int t = 0;; t++) {
-      const int steps = shared.tiles[stage<kTileSlots>(t)].steps;
 #pragma unroll 1
-      for (int i = 1; i < steps; i++, n++) step<true>(acc, probs, rows, t, i, n);
+      for (int i = 1; i < shared.tiles[stage<kTileSlots>(t)].steps; i++, n++) step<true>(acc, probs, rows, t, i, n);
       wait_full<kTileSlots>(shared.full_tile, t + 1);
       if (shared.tiles[stage<kTileSlots>(t + 1)].steps == 0) return finish(acc, probs, rows, t, n);
       wait_full<Q_STAGES>(shared.full_q, t + 1);
@@ -535,12 +536,12 @@ class Consumer {
 #if KEY_MASK
     const KeyBits shown(p.forward.score.key_mask + tile.batch * p.forward.score.key_mask_batch, key0 + column, tile.seq.stop);
 #endif
-    wgmma_wait<PENDING ? 1 : 0>();
-    if (threadIdx.x % 128 == 0) {
-      barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
-      if (i == tile.steps - 1) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
-    }
     const int row0 = tile.first_row + local_row;
+    const bool masked = i < tile.masked_end || i >= tile.whole_end || (SPARSE && key0 + BLOCK_N > tile.seq.stop);
+    wgmma_wait<PENDING ? 1 : 0>();
+    if (SPARSE) __syncwarp();
+    if (threadIdx.x % (128 * kConsumers / kKeyReaders) == 0) barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
+    if (threadIdx.x % 128 == 0 && i == tile.steps - 1) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #if SCORE_CHANGES
 #pragma unroll
     for (int x = 0; x < BLOCK_N / 2; x++)
@@ -551,11 +552,10 @@ class Consumer {
     for (int x = 0; x < BLOCK_N / 2; x++)
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
-    const bool masked = i < tile.masked_end || i >= tile.whole_end || (SPARSE && key0 + BLOCK_N > tile.seq.stop);
     if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
     const bool rescale = softmax_tile(s, rows, correction, score);
     if (PENDING) {
-      wgmma_wait<0>();
+      wgmma_wait_after(rescale);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
       if (i == 0) {
         store_rows(acc, factor, before, p, local_row);

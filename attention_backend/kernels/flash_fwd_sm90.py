@@ -33,7 +33,7 @@ def forward(args: AttentionArgs, sparsity: BlockSparsity | None = None) -> tuple
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
-    if args.k.numel() == 0:
+    if _no_keys(args):
         return out.zero_(), lse.fill_(-torch.inf)
     which, plan = _plan(args, sparsity is not None, args.num_splits)
     if plan.num_splits == 1:
@@ -50,11 +50,15 @@ def forward_partials(args: AttentionArgs, num_splits: int) -> tuple[Tensor, Tens
     return _partials(args, which, plan)
 
 
+def _no_keys(args: AttentionArgs) -> bool:
+    return args.k.numel() == 0 or (args.block_table is not None and args.block_table.numel() == 0)
+
+
 def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tuple[Tensor, Tensor]:
     rows = args.q.shape[:-2].numel()
     out = args.q.new_empty((plan.num_splits, rows, *args.out_shape[-2:]), dtype=torch.float32)
     lse = args.q.new_empty((plan.num_splits, *args.lse_shape), dtype=torch.float32)
-    if out.numel() == 0 or args.k.numel() == 0:
+    if out.numel() == 0 or _no_keys(args):
         return out, lse.fill_(-torch.inf)
     _launch(args, which, plan, out.view(plan.num_splits, *args.out_shape), lse, None)
     return out, lse

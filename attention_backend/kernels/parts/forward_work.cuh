@@ -47,14 +47,14 @@ class WorkLine {
       total = __shfl_sync(~0u, sum, 31);
     }
     const int lane = __ffs(__ballot_sync(~0u, index < before + sum)) - 1;
-    const int start = before + __shfl_sync(~0u, sum - tiles, lane);
+    const int start = before + (lane ? __shfl_sync(~0u, sum, lane - 1) : 0);
     describe(index - start, base + lane, tile, p);
     __syncwarp();
   }
 
  private:
   int base, before;  // the first of the 32 sequences looked at, and the tiles before it
-  int tiles, sum;    // of this lane's sequence, and up to and with it
+  int sum;           // tiles of the sequences up to this lane's
 
   static __device__ __forceinline__ int row_tiles(int seqlen_q, const HopperParams& p) {
     return (seqlen_q * rows_packed(p) + rows_per_tile(p) - 1) / rows_per_tile(p);
@@ -65,8 +65,7 @@ class WorkLine {
     const int b = base + static_cast<int>(threadIdx.x % 32);
     int rows = sequence.seqlen_q;
     if (b < p.work.batch && sequence.cu_seqlens_q) rows = sequence.cu_seqlens_q[b + 1] - sequence.cu_seqlens_q[b];
-    tiles = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * key_splits(p) : 0;
-    sum = tiles;
+    sum = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * key_splits(p) : 0;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(~0u, sum, d);
@@ -133,7 +132,7 @@ class WorkLine {
     tile.list = tile.batch * s.batch + tile.head * s.head + m;
     const int partial = s.counts[2 * tile.list], all = s.counts[2 * tile.list + 1];
     constexpr int kParts = 128 / BLOCK_N;  // steps of a block
-    if (all == 0) tile.seq.stop = -1;  // one step, wholly masked
+    if (all == 0) tile.seq.stop = -1, tile.held_high = 0;  // one step, wholly masked, over keys that may hold anything
     tile.end_key = 0;             // each step has its own key
     tile.masked_end = all ? partial * kParts : 1;
     tile.steps = tile.whole_end = max(all * kParts, 1);
