@@ -223,9 +223,13 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 
 // ---------------------------------------------------------------------------------------------------------- consumers
 
+// A value that all lanes hold, as the compiler knows then: descriptors are computed in uniform registers, where wgmma
+// wants them, and not copied there one by one.
+__device__ __forceinline__ uint32 uniform(uint32 x) { return __shfl_sync(~0u, x, 0); }
+
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
-  asm volatile("" : "+r"(q));  // or its descriptors are kept in registers from step to step
+  q = uniform(q), k = uniform(k);
   const uint64 a = wgmma_descriptor(q, 16), b = wgmma_descriptor(k, 16);
   wgmma_fence();
 #pragma unroll
@@ -236,7 +240,7 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, 
 
 // Starts acc += p v of one tile.
 __device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v) {
-  const uint64 b = wgmma_descriptor(v, kSlabKv);
+  const uint64 b = wgmma_descriptor(uniform(v), kSlabKv);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++) Wgmma<HEAD_DIM_V>::registers(acc, p[i], b + i * 128);
