@@ -81,24 +81,25 @@ def decode_config(arch: str, tile: int, tile_v: int, rows: int, kv_bytes: int = 
 
 
 def hopper_decode_config(tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -> HopperDecodeConfig:
-    """Enough stages first, then the fewest passes of the merge."""
+    """Enough stages first, then the most warps, then the fewest passes of the merge."""
     padded = _padded_rows(rows, max(tile, tile_v))
-    num_warps = 8 if padded == 8 else 4  # more rows need the registers of more threads
     fitting = []
-    for width in (256, 192, 128, 96, 64, 32):
-        if width > tile_v or tile_v % width or 8 * width < tile_v:
-            continue
-        without = HopperDecodeConfig(num_warps, padded, 0, width).smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes)
-        free = SHARED_MEMORY[_HOPPER] - 1024 - without
-        stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 16), _MOST_STAGES)
-        fitting.append((min(stages, _ENOUGH_STAGES), width, stages))
-    enough, width, stages = max(fitting)
-    assert enough >= num_warps // 4 + 1, f"no decode tile fits at head_dim {tile}/{tile_v}"
+    for num_warps in (8, 4) if padded == 8 else (4,):  # more rows need the registers of more threads
+        for width in (256, 192, 128, 96, 64, 32):
+            if width > tile_v or tile_v % width or 8 * width < tile_v:
+                continue
+            without = HopperDecodeConfig(num_warps, padded, 0, width).smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes)
+            free = SHARED_MEMORY[_HOPPER] - 1024 - without
+            stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 16), _MOST_STAGES)
+            stages -= stages % (num_warps // 4)  # a stage is always the same warps'
+            fitting.append((min(stages, _ENOUGH_STAGES), num_warps, width, stages))
+    enough, num_warps, width, stages = max(fitting)
+    assert enough > num_warps // 4, f"no decode tile fits at head_dim {tile}/{tile_v}"
     return HopperDecodeConfig(num_warps, padded, stages, width)
 
 
 _MOST_STAGES = 12
-_ENOUGH_STAGES = 5
+_ENOUGH_STAGES = 4
 
 
 def _padded_rows(rows: int, wide: int, *, turing: bool = False) -> int:

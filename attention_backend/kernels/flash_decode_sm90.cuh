@@ -21,6 +21,9 @@ constexpr int kSlabBytes = kTile * 128;
 constexpr int kStageBytes = (kSlabsK + kSlabsV) * kSlabBytes;
 constexpr int kCopies = kTile / PAGE_ROWS * (kSlabsK + kSlabsV);
 static_assert(kCopies <= 32, "a lane makes at most one copy");
+// Copies land in any order. A warp that comes to a stage two fillings after its last one could find the filling between
+// still on its way, and that barrier's parity is the one it waits for: it would read a tile that is not there.
+static_assert(STAGES % kTurns == 0, "a stage is always filled for the same four warps");
 
 struct TeamSync {
   static __device__ __forceinline__ void sync() { named_sync(1, kTeam); }

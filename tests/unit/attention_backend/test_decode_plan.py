@@ -60,6 +60,7 @@ def test_every_tile_fits_into_shared_memory(tile: int, tile_v: int, kv_bytes: in
     hopper = hopper_decode_config(tile, tile_v, rows, kv_bytes)
     assert hopper.smem_bytes(tile, tile_v, 1024, kv_bytes) + 1024 <= SHARED_MEMORY["sm_90a"]
     assert hopper.stages > hopper.num_warps // 4, "a tile is on its way while others are computed"
+    assert hopper.stages % (hopper.num_warps // 4) == 0, "a stage is always filled for the same four warps"
     assert tile_v % hopper.merge_width == 0
     assert hopper.stages * hopper_stage_bytes(tile, tile_v, kv_bytes) >= 64 * 1024 or hopper.stages == 12
 
