@@ -56,53 +56,29 @@ def store_new(
     slots = _slots(lengths, k.shape[1], caches.k, block_table).flatten()
     rows = (k.flatten(0, 1), v.flatten(0, 1))
     k_cache, v_cache = caches.k.transpose(1, 2), caches.v.transpose(1, 2)
-    if k_cache.dtype == FP8:
-        if rotary is not None:
-            # Turned into a cache of their own dtype, one block of all tokens.
-            block = [x.new_empty(1, *x.shape[1::-1], x.shape[2]) for x in rows]
-            q = _rotate_and_store(
-                q, k, rows, block[0], block[1], torch.arange(len(slots), device=q.device), lengths, rotary
-            )
-            rows = (block[0][0].transpose(0, 1), block[1][0].transpose(0, 1))
-        rows = (_float8(rows[0], "k_scale", caches.k_scale), _float8(rows[1], "v_scale", caches.v_scale))
-        # Storing moves bytes: two at a time, as a dtype that kernels know.
-        ops.store_kv_op(*(x.view(torch.bfloat16) for x in (*rows, k_cache, v_cache)), slots)
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if k_cache.dtype == v_cache.dtype == FP8:
+        scales = (_scale("k_scale", caches.k_scale, k), _scale("v_scale", caches.v_scale, v))
     elif k_cache.dtype != k.dtype or v_cache.dtype != v.dtype:
         raise TypeError(f"k and v are {k.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}")
-    elif rotary is not None:
-        q = _rotate_and_store(q, k, rows, k_cache, v_cache, slots, lengths, rotary)
-    else:
-        ops.store_kv_op(*rows, k_cache, v_cache, slots)
-    return q
-
-
-def _rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    rows: tuple[Tensor, Tensor],
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    rotary: Rotary,
-) -> Tensor:
+    if rotary is None:
+        ops.store_kv_op(*rows, k_cache, v_cache, slots, *scales)
+        return q
     steps = torch.arange(max(q.shape[1], k.shape[1]), dtype=torch.int32, device=q.device)
     turning = steps[: q.shape[1]] if rotary.follow else torch.zeros_like(steps[: q.shape[1]])
     q_positions, k_positions = (lengths.unsqueeze(1) + s for s in (turning, steps[: k.shape[1]]))
     turned: Tensor = ops.rotate_and_store_op(
         q.flatten(0, 1), *rows, k_cache, v_cache, slots, q_positions.flatten(), k_positions.flatten(), rotary.cos,
-        rotary.sin, rotary.interleaved,
+        rotary.sin, rotary.interleaved, *scales,
     )  # fmt: skip
     return turned.view(q.shape)
 
 
-def _float8(x: Tensor, name: str, scale: Tensor | None) -> Tensor:
-    """x / scale per head, `[T, num_kv_heads, *]`; what is out of range becomes the largest number."""
+def _scale(name: str, scale: Tensor | None, x: Tensor) -> Tensor:
     if scale is None:
         raise ValueError(f"a {FP8} cache needs {name}: what its numbers are multiplied by")
-    check_tensor(name, scale, torch.float32, (x.shape[1],), x.device)
-    largest = torch.finfo(FP8).max
-    return (x.float() / scale.unsqueeze(-1)).clamp(-largest, largest).to(FP8)
+    check_tensor(name, scale, torch.float32, (x.shape[2],), x.device)
+    return scale
 
 
 def cache_lengths(

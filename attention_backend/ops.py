@@ -142,22 +142,26 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | No
 attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """k, v `[T, Hkv, *]` into caches `[num_blocks, Hkv, block_size, *]`; see reference.kv_cache.store."""
     if k.device.type == "cuda":
         from attention_backend.kernels import kv_cache_store
 
-        kv_cache_store.store(k, v, k_cache, v_cache, slot_mapping)
+        kv_cache_store.store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     else:
-        kv_cache.store(k, v, k_cache, v_cache, slot_mapping)
+        kv_cache.store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """k, v `[T, Hkv, *]` into caches `[num_blocks, Hkv, block_size, *]`; see reference.kv_cache.store."""
-    _store(k, v, k_cache, v_cache, slot_mapping)
-
-
-def _store_kv_fake(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    del k, v, k_cache, v_cache, slot_mapping
+def _store_kv_fake(*tensors: Tensor | None) -> None:
+    del tensors
 
 
 def _rotate_and_store(
@@ -172,15 +176,18 @@ def _rotate_and_store(
     cos: Tensor,
     sin: Tensor,
     interleaved: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Stores rotated keys, and returns rotated queries; see kernels.kv_cache_store.rotate_and_store."""
     if k.device.type == "cuda":
         from attention_backend.kernels import kv_cache_store
 
         return kv_cache_store.rotate_and_store(
-            q, k, v, k_cache, v_cache, slot_mapping, q_positions, k_positions, cos, sin, interleaved
+            q, k, v, k_cache, v_cache, slot_mapping, q_positions, k_positions, cos, sin, interleaved, k_scale, v_scale
         )
-    kv_cache.store(rotary.apply(k, cos, sin, k_positions, interleaved), v, k_cache, v_cache, slot_mapping)
+    turned = rotary.apply(k, cos, sin, k_positions, interleaved)
+    kv_cache.store(turned, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return rotary.apply(q, cos, sin, q_positions, interleaved)
 
 
@@ -208,7 +215,7 @@ def _paged_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """See `attention_backend.paged_attention`."""
-    _store(k_new, v_new, k_cache, v_cache, slot_mapping)
+    _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping)
     num_seqs, k, v = seq_lens.shape[0], k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
     def attend(rows: Tensor, first: int, last: int, cu_seqlens: Tensor | None) -> Tensor:
