@@ -101,6 +101,10 @@ __device__ __forceinline__ void wait_empty(uint32 barriers, int n) {  // the fir
   barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n) ^ 1);
 }
 
+// A value that all lanes hold, as the compiler knows then: loops over it, barriers and descriptors live in uniform
+// registers. Without, each wgmma waits for its descriptors to be copied there.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
 // ---------------------------------------------------------------------------------------------------------- producers
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {
@@ -223,13 +227,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 
 // ---------------------------------------------------------------------------------------------------------- consumers
 
-// A value that all lanes hold, as the compiler knows then: descriptors are computed in uniform registers, where wgmma
-// wants them, and not copied there one by one.
-__device__ __forceinline__ uint32 uniform(uint32 x) { return __shfl_sync(~0u, x, 0); }
-
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
-  q = uniform(q), k = uniform(k);
   const uint64 a = wgmma_descriptor(q, 16), b = wgmma_descriptor(k, 16);
   wgmma_fence();
 #pragma unroll
@@ -240,7 +239,7 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, 
 
 // Starts acc += p v of one tile.
 __device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v) {
-  const uint64 b = wgmma_descriptor(uniform(v), kSlabKv);
+  const uint64 b = wgmma_descriptor(v, kSlabKv);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++) Wgmma<HEAD_DIM_V>::registers(acc, p[i], b + i * 128);
@@ -314,35 +313,41 @@ __device__ __forceinline__ void mask_scores(float (&s)[BLOCK_N / 2], const Tile&
   }
 }
 
-// A row's running softmax, of the thread's two rows.
+// A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
 struct Rows {
-  float max[2], sum[2];
+  float level[2], sum[2];
 
   __device__ __forceinline__ void clear() {
-    max[0] = max[1] = -kInfinity;
+    level[0] = level[1] = -kInfinity;
     sum[0] = sum[1] = 0.f;
   }
 };
 
-// Turns scores into unnormalised probabilities. True when some row of the warp must have its output rescaled.
+// Turns scores into unnormalised probabilities. True when some row of the warp must have its output rescaled. Two chains
+// of maxima and of sums, as one warp alone must keep its scheduler busy. MASKED: a row may have seen nothing yet.
+template <bool MASKED>
 __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
                                              const Score& score) {
   bool grew = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float m = fmaxf(s[half * 2], s[half * 2 + 1]);
+    float m[2] = {s[half * 2], s[half * 2 + 1]};
 #pragma unroll
-    for (int i = 1; i < BLOCK_N / 8; i++) m = fmaxf(m, fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    for (int i = 1; i < BLOCK_N / 8; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) m[j] = fmaxf(m[j], s[i * 4 + half * 2 + j]);
+    m[0] = fmaxf(m[0], m[1]);
+    m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 1));
+    m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 2));
+    const float level = score.level(m[0]), above = score.above(level, rows.level[half]);
     correction[half] = 1.f;
-    if ((m - rows.max[half]) * score.scale_log2 > kSlack) {  // from -inf to any; never from -inf to -inf, a NaN
-      correction[half] = exp2_approx(score.exponent(rows.max[half], score.shift(m)));
-      rows.max[half] = m;
+    if (above > kSlack) {  // from -inf to any; never from -inf to -inf, a NaN
+      correction[half] = exp2_approx(-above);
+      rows.level[half] = level;
       grew = true;
     }
-    const float shift = score.shift(rows.max[half]);
-    float sum = 0.f;
+    const float shift = MASKED && rows.level[half] == -kInfinity ? 0.f : rows.level[half];
+    float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
@@ -350,9 +355,10 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
         const float x = score.exponent(s[i * 4 + half * 2 + j], shift);
         const float e = i % 8 < EXP2_POLYNOMIALS ? exp2_polynomial(x) : exp2_approx(x);
         s[i * 4 + half * 2 + j] = e;
-        sum += e;
+        sum[j] += e;
       }
-    rows.sum[half] = rows.sum[half] * correction[half] + sum;
+    rows.sum[half] = fmaf(rows.sum[half], correction[half], sum[0] + sum[1]);
+    asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
   }
   return __any_sync(~0u, grew);
 }
@@ -380,7 +386,7 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
     l += __shfl_xor_sync(~0u, l, 2);
     const int row = tile.first_row + local_row + half * 8, head = head_of(row, tile, p);
     const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
-    const RowEnd end = end_row(rows.max[half] * score.scale_log2, l, f.sinks && real ? f.sinks + head : nullptr);
+    const RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
     factor[half] = end.factor;
 #if DROPOUT
     factor[half] *= p.dropout.scale;
@@ -457,10 +463,14 @@ __device__ __forceinline__ void clear_values(uint32 tile_v, int key0, const Tile
   named_sync(1 + kConsumers + threadIdx.x / 128, 128);
 }
 
+// What is known of a step when it is compiled: the code of masks, far longer than what it masks, stays out of the loop
+// over tiles that are seen whole.
+enum Mask { kWhole, kMasked, kMaybe };
+
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Shared& shared, const HopperParams& p)
-      : shared(shared), p(p), group(threadIdx.x / 128 - 1) {
+      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1) {
     local_row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     column = threadIdx.x % 4 * 2;
   }
@@ -470,21 +480,26 @@ class Consumer {
     uint32 probs[BLOCK_N / 16][4];
     Rows rows;
     if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
-    wait_full<kTileSlots>(shared.full_tile, 0);
-    if (shared.tiles[0].steps == 0) return;
+    Steps now = next_tile(0);
+    if (now.all == 0) return;
     rows.clear();
     zero(acc);
     wait_full<Q_STAGES>(shared.full_q, 0);
-    step<false>(acc, probs, rows, 0, 0, 0);
+    step<false, kMaybe>(acc, probs, rows, now, 0, 0, 0);
     int n = 1;  // steps so far, of all tiles
 #pragma unroll 1
     for (int t = 0;; t++) {
 #pragma unroll 1
-      for (int i = 1; i < shared.tiles[stage<kTileSlots>(t)].steps; i++, n++) step<true>(acc, probs, rows, t, i, n);
-      wait_full<kTileSlots>(shared.full_tile, t + 1);
-      if (shared.tiles[stage<kTileSlots>(t + 1)].steps == 0) return finish(acc, probs, rows, t, n);
+      for (int i = 1; i < now.all; i++, n++) {
+        if (sees_mask(now, t, i, n))
+          step<true, kMasked>(acc, probs, rows, now, t, i, n);
+        else
+          step<true, kWhole>(acc, probs, rows, now, t, i, n);
+      }
+      now = next_tile(t + 1);
+      if (now.all == 0) return finish(acc, probs, rows, t, n);
       wait_full<Q_STAGES>(shared.full_q, t + 1);
-      step<true>(acc, probs, rows, t + 1, 0, n++);
+      step<true, kMaybe>(acc, probs, rows, now, t + 1, 0, n++);
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
     }
@@ -508,20 +523,43 @@ class Consumer {
     if (TURNS) named_arrive(1 + (group + 1) % kConsumers, 256);
   }
 
+  // What the loop over a tile's steps needs of it, in uniform registers.
+  struct Steps {
+    int all, masked_end, whole_end;
+  };
+
+  __device__ __forceinline__ Steps next_tile(int t) const {
+    wait_full<kTileSlots>(shared.full_tile, t);
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    return {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end)};
+  }
+
+  // Whether step `i` of tile t, the n-th of all, has keys that some row of the tile may not see.
+  __device__ __forceinline__ bool sees_mask(const Steps& steps, int t, int i, int n) const {
+#if SPARSE
+    wait_full<STAGES>(shared.full_k, n);
+    if (uniform(shared.listed[stage<STAGES>(n)].key + BLOCK_N > shared.tiles[stage<kTileSlots>(t)].seq.stop)) return true;
+#endif
+    return i < steps.masked_end || i >= steps.whole_end;
+  }
+
   // Step `i` of tile t, the n-th of all. The values of the step before, if there is one, are added meanwhile; when that
   // belongs to the tile before, its output is complete then and is written.
-  template <bool PENDING>
-  __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows, int t,
-                                       int i, int n) const {
+  template <bool PENDING, Mask MASK>
+  __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
+                                       const Steps& steps, int t, int i, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     const Tile& before = shared.tiles[stage<kTileSlots>(t - 1)];  // where i is 0
     float s[BLOCK_N / 2], correction[2], factor[2];
+    const uint32 tile_q = uniform(shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128);
+    const uint32 tile_k = uniform(shared.k + stage<STAGES>(n) * kBytesK);
+    const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
     wait_full<STAGES>(shared.full_k, n);
     take_turn();
-    start_scores(s, shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128, shared.k + stage<STAGES>(n) * kBytesK);
+    start_scores(s, tile_q, tile_k);
     if (PENDING) {
       wait_full<STAGES>(shared.full_v, n - 1);
-      start_output(acc, probs, shared.v + stage<STAGES>(n - 1) * kBytesV);
+      start_output(acc, probs, tile_v);
     }
     pass_turn();
     if (PENDING && i == 0) {
@@ -541,11 +579,11 @@ class Consumer {
     const KeyBits shown(p.forward.score.key_mask + tile.batch * p.forward.score.key_mask_batch, key0 + column, tile.seq.stop);
 #endif
     const int row0 = tile.first_row + local_row;
-    const bool masked = i < tile.masked_end || i >= tile.whole_end || (SPARSE && key0 + BLOCK_N > tile.seq.stop);
+    const bool masked = MASK == kMasked || (MASK == kMaybe && sees_mask(steps, t, i, n));
     wgmma_wait<PENDING ? 1 : 0>();
     if (SPARSE) __syncwarp();
     if (threadIdx.x % (128 * kConsumers / kKeyReaders) == 0) barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
-    if (threadIdx.x % 128 == 0 && i == tile.steps - 1) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    if (i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #if SCORE_CHANGES
 #pragma unroll
     for (int x = 0; x < BLOCK_N / 2; x++)
@@ -557,7 +595,7 @@ class Consumer {
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
     if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
-    const bool rescale = softmax_tile(s, rows, correction, score);
+    const bool rescale = softmax_tile<MASK != kWhole>(s, rows, correction, score);
     if (PENDING) {
       wgmma_wait_after(rescale);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
