@@ -7,12 +7,15 @@
 // against a stabiliser that follows the row's maximum only when that has grown by kThreshold: mathematics is the same,
 // and most tiles need no rescaling. Probabilities are 2^(exponent + kOffset), which uses e4m3's range up to 448.
 //
-// The tensor cores add 8-bit products with about 14 bits; FLUSH_TILES bounds how much is added up so, beyond that the
-// accumulators go to float32 sums in shared memory, a thread's own.
+// The tensor cores add 8-bit products with 14 bits and truncate: a sum of n keys would be short by about n / 50,000. They
+// only ever add up SUM_TILES tiles, from zero; such a sum is added to the output in float32.
 //
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, POLY_EVERY (one exponential in so many
-// of a whole tile is a polynomial: the special function unit is as busy as the tensor cores; 0: none), FLUSH_TILES
-// (0: never), PRODUCER_REGISTERS and CONSUMER_REGISTERS.
+// With OVERLAP a tile's values are added during the softmax of the next tile. Without, a warpgroup waits for them, which
+// takes fewer registers (scores and sums are not needed at once), and others keep the tensor cores busy meanwhile.
+//
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, STAGES, INTEGER_MAX, OVERLAP, TURNS (warpgroups take turns
+// at the tensor cores), SUM_COLUMNS (of the output, added up at a time; all with OVERLAP), SUM_TILES (1 without OVERLAP),
+// PRODUCER_REGISTERS and CONSUMER_REGISTERS.
 #include "parts/e4m3.cuh"
 #include "parts/element.cuh"
 #include "parts/tma.cuh"
@@ -35,14 +38,13 @@ struct Fp8Params {
   int causal;   // bottom-right aligned
 };
 
-constexpr int kStages = 2;
 constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
 constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kThreads = kConsumerThreads + 128;
-constexpr bool kTurns = kConsumers == 2;
 constexpr int kWidth = HEAD_DIM % 128 ? 64 : 128;  // bytes of a row in a slab of queries or keys; 32 of values
 constexpr int kBytesQ = BLOCK_M * HEAD_DIM, kBytesKv = BLOCK_N * HEAD_DIM;
 constexpr int kSteps = BLOCK_N / 32;  // k-steps of the second product
+static_assert(OVERLAP ? SUM_COLUMNS == HEAD_DIM : SUM_TILES == 1 && HEAD_DIM % SUM_COLUMNS == 0, "as described above");
 
 // A probability is at most 2^(kOffset + kThreshold) = 430: below e4m3's 448, and normal down to 2^-13 of the largest.
 constexpr float kOffset = 7.f, kThreshold = 1.75f;
@@ -57,9 +59,13 @@ __device__ __forceinline__ void bulk_load(uint32 destination, const uint8* sourc
       : "memory");
 }
 
+// A value that all lanes hold, as the compiler knows then: descriptors are computed in uniform registers, where wgmma
+// wants them.
+__device__ __forceinline__ uint32 uniform(uint32 x) { return __shfl_sync(~0u, x, 0); }
+
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
-  const uint64 a = fp8_descriptor<kWidth>(q), b = fp8_descriptor<kWidth>(k);
+  const uint64 a = fp8_descriptor<kWidth>(uniform(q)), b = fp8_descriptor<kWidth>(uniform(k));
   fp8_fence();
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
@@ -70,27 +76,48 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, 
   fp8_commit();
 }
 
-// Starts acc += p v of one tile.
-__device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM / 2], const uint32 (&p)[kSteps][4], uint32 v) {
-  const uint64 b = fp8_descriptor<32>(v);
+// Starts sums = p v of one tile, for the columns that begin at `v`; sums += p v unless `first`.
+__device__ __forceinline__ void start_sums(float (&sums)[SUM_COLUMNS / 2], const uint32 (&p)[kSteps][4], uint32 v,
+                                           bool first) {
+  const uint64 b = fp8_descriptor<32>(uniform(v));
   fp8_fence();
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) Fp8Wgmma<HEAD_DIM>::registers(acc, p[i], b + i * (HEAD_DIM * 32 >> 4));
+  for (int i = 0; i < kSteps; i++)
+    Fp8Wgmma<SUM_COLUMNS>::registers(sums, p[i], b + i * (HEAD_DIM * 32 >> 4), i != 0 || !first);
   fp8_commit();
-}
-
-// 2^(128 z - 112) for z in [0, 1] on the FMA units: 2^round * 2^rest, the latter to 0.2 % (e4m3 rounds to 6 %).
-__device__ __forceinline__ float exp2_poly(float z) {
-  constexpr float kRound = 12582912.f - 112.f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  const float rounded = fmaf(z, 128.f, kRound), rest = fmaf(z, 128.f, -(rounded - kRound));
-  const float power = fmaf(fmaf(0.2384289f, rest, 0.7034482f), rest, 1.0004432f);  // minimax on [-1/2, 1/2]
-  return __int_as_float(__float_as_int(power) + (__float_as_int(rounded) << 23));
 }
 
 struct RowState {
   float max[2], sum[2];  // the stabiliser (log2), the sum of 2^(exponent + kOffset)
   float correction[2];   // what earlier sums are multiplied by
 };
+
+// The largest score of each of the thread's rows.
+__device__ __forceinline__ void largest_scores(float (&largest)[2], const float (&s)[BLOCK_N / 2]) {
+#if INTEGER_MAX
+  // As integers floats are in order as long as the result is not negative, and one instruction takes three of them.
+  int top[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int x = max(__float_as_int(s[half * 2]), __float_as_int(s[half * 2 + 1]));
+#pragma unroll
+    for (int i = 1; i < BLOCK_N / 8; i++)
+      x = max(max(x, __float_as_int(s[i * 4 + half * 2])), __float_as_int(s[i * 4 + half * 2 + 1]));
+    x = max(x, __shfl_xor_sync(~0u, x, 1));
+    top[half] = max(x, __shfl_xor_sync(~0u, x, 2));
+    largest[half] = __int_as_float(top[half]);
+  }
+  if (!__any_sync(~0u, min(top[0], top[1]) < 0)) return;
+#endif
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float x = fmaxf(s[half * 2], s[half * 2 + 1]);
+#pragma unroll
+    for (int i = 1; i < BLOCK_N / 8; i++) x = fmaxf(x, fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    largest[half] = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+  }
+}
 
 // Turns scores into probabilities 2^(exponent + kOffset). Row `half` sees its first `visible[half]` keys of the tile
 // (counted from this thread's first column). True when some row of the warp has a new stabiliser.
@@ -107,27 +134,24 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], RowState& 
         for (int j = 0; j < 2; j++)
           if (i * 8 + j >= visible[half]) s[i * 4 + half * 2 + j] = -kInfinity;
     }
-    float top = fmaxf(s[half * 2], s[half * 2 + 1]);
+  }
+  float largest[2];
+  largest_scores(largest, s);
 #pragma unroll
-    for (int i = 1; i < BLOCK_N / 8; i++) top = fmaxf(top, fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * scale[half];
+  for (int half = 0; half < 2; half++) {
+    const float top = largest[half] * scale[half];
     const bool higher = top > row.max[half] + kThreshold;
     row.correction[half] = higher ? exp2_approx(row.max[half] - top) : 1.f;
     if (higher) row.max[half] = top;
     grew |= higher;
     const float shift = kOffset - (MASKED && row.max[half] == -kInfinity ? 0.f : row.max[half]);
-    const float scale_poly = scale[half] * (1.f / 128.f), shift_poly = (shift + 112.f) * (1.f / 128.f);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         float& x = s[i * 4 + half * 2 + j];
-        if (!MASKED && POLY_EVERY && (i * 2 + j) % (POLY_EVERY ? POLY_EVERY : 1) == 0)
-          x = exp2_poly(__saturatef(fmaf(x, scale_poly, shift_poly)));
-        else
-          x = exp2_approx(fmaf(x, scale[half], shift));
+        x = exp2_approx(fmaf(x, scale[half], shift));
         sum += x;
       }
     row.sum[half] = row.sum[half] * row.correction[half] + sum;
@@ -151,29 +175,6 @@ __device__ __forceinline__ void pack_tile(uint32 (&p)[kSteps][4], const float (&
     }
 }
 
-// acc += sums, which were taken against the stabilisers `max`; with KEEP the result goes back to sums, and acc is zero.
-template <bool KEEP>
-__device__ __forceinline__ void add_sums(float (&acc)[HEAD_DIM / 2], float4* sums, float (&max)[2],
-                                         const RowState& row) {
-  float factor[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    factor[half] = max[half] == row.max[half] ? 1.f : exp2_approx(max[half] - row.max[half]);
-    max[half] = row.max[half];
-  }
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 8; i++) {
-    float4 x = sums[i * kConsumerThreads];
-    x = {fmaf(x.x, factor[0], acc[i * 4]), fmaf(x.y, factor[0], acc[i * 4 + 1]),
-         fmaf(x.z, factor[1], acc[i * 4 + 2]), fmaf(x.w, factor[1], acc[i * 4 + 3])};
-    if (KEEP) {
-      sums[i * kConsumerThreads] = x;
-      x = {0.f, 0.f, 0.f, 0.f};
-    }
-    acc[i * 4] = x.x, acc[i * 4 + 1] = x.y, acc[i * 4 + 2] = x.z, acc[i * 4 + 3] = x.w;
-  }
-}
-
 struct True {
   static constexpr bool value = true;
 };
@@ -184,10 +185,9 @@ struct False {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(const __grid_constant__ Fp8Params p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32 tile_q = (shared_address(shared) + 1023) & ~1023u;
-  const uint32 ring_k = tile_q + kBytesQ, ring_v = ring_k + kStages * kBytesKv;
-  const uint32 sums_begin = ring_v + kStages * kBytesKv;
-  const uint32 full_q = sums_begin + (FLUSH_TILES ? 4 * BLOCK_M * HEAD_DIM : 0), full_k = full_q + 8;
-  const uint32 empty_k = full_k + 8 * kStages, full_v = empty_k + 8 * kStages, empty_v = full_v + 8 * kStages;
+  const uint32 ring_k = tile_q + kBytesQ, ring_v = ring_k + STAGES * kBytesKv;
+  const uint32 full_q = ring_v + STAGES * kBytesKv, full_k = full_q + 8;
+  const uint32 empty_k = full_k + 8 * STAGES, full_v = empty_k + 8 * STAGES, empty_v = full_v + 8 * STAGES;
 
   const int section = blockIdx.x / (p.section * p.q_tiles), place = blockIdx.x % (p.section * p.q_tiles);
   const int section_heads = min(p.section, p.num_heads - section * p.section);
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
   if (threadIdx.x == 0) {
     barrier_init(full_q, 1);
 #pragma unroll
-    for (int i = 0; i < kStages; i++) {
+    for (int i = 0; i < STAGES; i++) {
       barrier_init(full_k + 8 * i, 1);
       barrier_init(full_v + 8 * i, 1);
       barrier_init(empty_k + 8 * i, kConsumers);
@@ -216,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
     registers_lower<PRODUCER_REGISTERS>();
     if (threadIdx.x != 0 || tiles == 0) return;
     auto load = [&](const uint8* images, uint32 ring, uint32 full, uint32 empty, int step) {
-      const int stage = step % kStages;
-      barrier_wait(empty + 8 * stage, (step / kStages & 1) ^ 1);
+      const int stage = step % STAGES;
+      barrier_wait(empty + 8 * stage, (step / STAGES & 1) ^ 1);
       barrier_expect(full + 8 * stage, kBytesKv);
       bulk_load(ring + stage * kBytesKv, images + (kv * p.k_tiles + tiles - 1 - step) * kBytesKv, kBytesKv,
                 full + 8 * stage, kEvictLast);
@@ -243,14 +243,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
   RowState row = {{-kInfinity, -kInfinity}, {0.f, 0.f}, {1.f, 1.f}};
-  float4* sums = reinterpret_cast<float4*>(shared + (sums_begin - shared_address(shared))) + consumer;
-  float sums_max[2] = {-kInfinity, -kInfinity};
-  const bool flushes = FLUSH_TILES != 0 && tiles > FLUSH_TILES;
-  if (flushes) {
-#pragma unroll 1
-    for (int i = 0; i < HEAD_DIM / 8; i++) sums[i * kConsumerThreads] = {0.f, 0.f, 0.f, 0.f};
-  }
-
   if (tiles > 0) {
     const uint32 q = tile_q + group * 64 * kWidth;
     const float* k_scales = p.k_scale + kv * p.k_tiles;
@@ -265,15 +257,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
       const int visible[2] = {high(row0) - key0, high(row0 + 8) - key0};
       return softmax_tile<decltype(masked)::value>(s, row, scale, visible);
     };
-    auto wait_keys = [&](int step) { barrier_wait(full_k + 8 * (step % kStages), step / kStages & 1); };
-    if (kTurns && group == 0) named_arrive(1, 256);  // the first turn
+    auto wait_keys = [&](int step) { barrier_wait(full_k + 8 * (step % STAGES), step / STAGES & 1); };
+    auto wait_values = [&](int step) { barrier_wait(full_v + 8 * (step % STAGES), step / STAGES & 1); };
+    auto take_turn = [&] {
+      if (TURNS) named_sync(1 + group, 256);
+    };
+    auto pass_turn = [&] {
+      if (TURNS) named_arrive(1 + (group + 1) % kConsumers, 256);
+    };
+    if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
+    // Tiles that every row sees whole end at the first row's last key.
+    const int masked_steps = min(max(tiles - max(high(first_row), 0) / BLOCK_N, 1), tiles);
+    barrier_wait(full_q, 0);
+    wait_keys(0);
+#if OVERLAP
+    float sums[SUM_COLUMNS / 2];
     {
       float s[BLOCK_N / 2];
-      barrier_wait(full_q, 0);
-      wait_keys(0);
-      if (kTurns) named_sync(1 + group, 256);
+      take_turn();
       start_scores(s, q, ring_k);
-      if (kTurns) named_arrive(1 + (group ^ 1), 256);
+      pass_turn();
       fp8_wait<0>();
       if (thread == 0) barrier_arrive(empty_k);
       softmax(True{}, s, 0);
@@ -281,13 +284,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
       if (tiles > 1) wait_keys(1);
     }
     auto step_tile = [&](auto masked, int step) {
-      const int stage = step % kStages, before = (step - 1) % kStages;
+      const int stage = step % STAGES, before = (step - 1) % STAGES;
       float s[BLOCK_N / 2];
-      if (kTurns) named_sync(1 + group, 256);
+      take_turn();
       start_scores(s, q, ring_k + stage * kBytesKv);
-      barrier_wait(full_v + 8 * before, (step - 1) / kStages & 1);
-      start_output(acc, probs, ring_v + before * kBytesKv);
-      if (kTurns) named_arrive(1 + (group ^ 1), 256);
+      wait_values(step - 1);
+      start_sums(sums, probs, ring_v + before * kBytesKv, (step - 1) % SUM_TILES == 0);
+      pass_turn();
       fp8_wait<1>();
       if (thread == 0) barrier_arrive(empty_k + 8 * stage);
       const bool grew = softmax(masked, s, step);
@@ -297,24 +300,62 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
       fp8_wait<0>();
       if (thread == 0) barrier_arrive(empty_v + 8 * before);
       pack_tile(probs, s);
+      if (step % SUM_TILES == 0) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] += sums[i];
+      }
       if (grew) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] *= row.correction[i / 2 % 2];
+        for (int i = 0; i < HEAD_DIM / 2; i++) {
+          acc[i] *= row.correction[i / 2 % 2];
+          sums[i] *= row.correction[i / 2 % 2];
+        }
       }
-      if (FLUSH_TILES && step % (FLUSH_TILES ? FLUSH_TILES : 1) == 0) add_sums<true>(acc, sums, sums_max, row);
     };
-    // Tiles that every row sees whole end at the first row's last key.
-    const int masked_steps = min(max(tiles - max(high(first_row), 0) / BLOCK_N, 1), tiles);
     int step = 1;
 #pragma unroll 1
     for (; step < masked_steps; step++) step_tile(True{}, step);
 #pragma unroll 1
     for (; step < tiles; step++) step_tile(False{}, step);
-    const int last = (tiles - 1) % kStages;
-    barrier_wait(full_v + 8 * last, (tiles - 1) / kStages & 1);
-    start_output(acc, probs, ring_v + last * kBytesKv);
+    wait_values(tiles - 1);
+    start_sums(sums, probs, ring_v + (tiles - 1) % STAGES * kBytesKv, (tiles - 1) % SUM_TILES == 0);
     fp8_wait<0>();
-    if (flushes) add_sums<false>(acc, sums, sums_max, row);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] += sums[i];
+#else
+    auto step_tile = [&](auto masked, int step) {
+      const int stage = step % STAGES;
+      {
+        float s[BLOCK_N / 2];
+        start_scores(s, q, ring_k + stage * kBytesKv);
+        pass_turn();
+        fp8_wait<0>();
+        if (thread == 0) barrier_arrive(empty_k + 8 * stage);
+        softmax(masked, s, step);
+        pack_tile(probs, s);
+      }
+      wait_values(step);
+      take_turn();
+#pragma unroll
+      for (int begin = 0; begin < HEAD_DIM; begin += SUM_COLUMNS) {
+        float sums[SUM_COLUMNS / 2];
+        start_sums(sums, probs, ring_v + stage * kBytesKv + begin * 32, true);
+        fp8_wait<0>();
+#pragma unroll
+        for (int i = 0; i < SUM_COLUMNS / 2; i++)
+          acc[begin / 2 + i] = fmaf(acc[begin / 2 + i], row.correction[i / 2 % 2], sums[i]);
+      }
+      if (thread == 0) barrier_arrive(empty_v + 8 * stage);
+      if (step + 1 < tiles) wait_keys(step + 1);
+    };
+    take_turn();
+    int step = 0;
+#pragma unroll 1
+    for (; step < masked_steps; step++) step_tile(True{}, step);
+#pragma unroll 1
+    for (; step < tiles; step++) step_tile(False{}, step);
+    pass_turn();
+#endif
   }
 
   const float* v_scale = p.v_scale + kv * HEAD_DIM + column;

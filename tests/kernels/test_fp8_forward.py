@@ -80,7 +80,9 @@ def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.0
     assert rms(out.double() - want.double()) <= 0.4 * emulated + slack
     assert error <= 1.1 * emulated + slack, f"error {error:.3e}, emulated {emulated:.3e}"
     assert error <= limit * rms(truth), f"error {error:.3e} of {rms(truth):.3e}"
-    assert (lse - want_lse)[seen].abs().max() < 5e-3
+    # The tensor cores cut each of a score's products to 13 bits below the largest; the emulation adds exactly.
+    apart = ((lse - want_lse).abs() - 2e-3 * want_lse.abs())[seen].max()
+    assert apart < 1e-3, f"lse is {apart:.1e} further from the emulation than scores of 13 bits explain"
     assert (lse - truth_lse)[seen].abs().max() < 4 * limit
 
 
@@ -168,15 +170,15 @@ def test_growing_scores_rescale_what_came_before(head_dim: int) -> None:
     check((q, k.to(q.dtype), v), causal=False, limit=0.4)
 
 
-@pytest.mark.parametrize(("head_dim", "allowed"), [(64, 0.01), (128, 0.01), (256, 0.05)])
-def test_long_sums_keep_their_precision(head_dim: int, allowed: float) -> None:
-    """Values of one sign, 20,000 keys: what the tensor cores lose per addition adds up, unless sums are flushed."""
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+def test_long_sums_keep_their_precision(head_dim: int) -> None:
+    """Values of one sign, 20,000 keys: what the tensor cores lose per addition must not add up (it would be 30 %)."""
     q, k, v = problem("long", 128, 20_000, head_dim)
     v = (v * 0.1 + 1.0).to(v.dtype)
     out, _ = run((q, k, v), causal=False)
     want, _ = emulation.attention(q, k, v, head_dim**-0.5, causal=False, hadamard=True)
     loss = 1.0 - (out.double() / want.double()).mean().item()
-    assert abs(loss) < allowed, f"sums are short by {loss:.2%}"
+    assert abs(loss) < 0.01, f"sums are short by {loss:.2%}"
 
 
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)

@@ -80,12 +80,12 @@ __device__ __forceinline__ void fp8_wait() {
 // clang-format on
 
 // Fp8Wgmma<N>::shared: d = a * b (+ d), both operands in shared memory.
-// Fp8Wgmma<N>::registers: d += a * b, a in registers.
+// Fp8Wgmma<N>::registers: the same, a in registers.
 template <int N>
 struct Fp8Wgmma;
 
-// R = N / 2 accumulator registers; i0 .. i4 are the operand numbers R .. R + 4.
-#define FP8_WGMMA(N, R, i0, i1, i2, i3, i4)                                                               \
+// R = N / 2 accumulator registers; i0 .. i5 are the operand numbers R .. R + 5.
+#define FP8_WGMMA(N, R, i0, i1, i2, i3, i4, i5)                                                           \
   template <>                                                                                             \
   struct Fp8Wgmma<N> {                                                                                    \
     static __device__ __forceinline__ void shared(float (&d)[R], uint64 a, uint64 b, int accumulate) {    \
@@ -95,18 +95,20 @@ struct Fp8Wgmma;
                    : VALUES_OF_##R                                                                        \
                    : "l"(a), "l"(b), "r"(accumulate));                                                    \
     }                                                                                                     \
-    static __device__ __forceinline__ void registers(float (&d)[R], const uint32 (&a)[4], uint64 b) {     \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_OF_##R "}, {%" #i0   \
-                   ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 1, 1, 1;"                                   \
+    static __device__ __forceinline__ void registers(float (&d)[R], const uint32 (&a)[4], uint64 b,       \
+                                                     int accumulate) {                                    \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0;\n"                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" NAMES_OF_##R "}, {%" #i0   \
+                   ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1;}"                                  \
                    : VALUES_OF_##R                                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                \
     }                                                                                                     \
   };
 
-FP8_WGMMA(64, 32, 32, 33, 34, 35, 36)
-FP8_WGMMA(96, 48, 48, 49, 50, 51, 52)
-FP8_WGMMA(128, 64, 64, 65, 66, 67, 68)
-FP8_WGMMA(160, 80, 80, 81, 82, 83, 84)
-FP8_WGMMA(192, 96, 96, 97, 98, 99, 100)
-FP8_WGMMA(224, 112, 112, 113, 114, 115, 116)
-FP8_WGMMA(256, 128, 128, 129, 130, 131, 132)
+FP8_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+FP8_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+FP8_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+FP8_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+FP8_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
+FP8_WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
+FP8_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
