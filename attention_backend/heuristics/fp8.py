@@ -43,7 +43,8 @@ def fp8_config(head_dim: int, *, causal: bool) -> Fp8Config:  # noqa: ARG001
         return Fp8Config(192, 128, 4, 32, 160, True, False, False, 64, 1)
     if head_dim == 128:
         return Fp8Config(128, 128, 4, 24, 240, True, True, True, 128, 2)
-    return Fp8Config(128, 128, 2, 24, 240, True, False, True, 128, 1)  # no registers are left for the sums of all columns
+    # No registers are left for the sums of all columns.
+    return Fp8Config(128, 128, 2, 24, 240, True, False, True, 128, 1)
 
 
 def section_heads(num_heads: int, group: int, seqlen_k: int, head_dim: int) -> int:
