@@ -2,7 +2,8 @@
 
 Queries and keys are rotated by random signs and a Hadamard matrix (QuIP, FlashAttention-3 section 3.3), which leaves
 products as they are and spreads outliers; queries are scaled per row, keys per tile, values per channel; probabilities
-are rounded to e4m3 before they meet the values, their sum is of those not rounded.
+are rounded to e4m3 before they meet the values, their sum is of those not rounded. Products are added exactly here; the
+tensor cores cut each to 13 bits below the largest that it is added to.
 """
 
 from dataclasses import dataclass

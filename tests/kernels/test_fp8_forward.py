@@ -171,6 +171,16 @@ def test_growing_scores_rescale_what_came_before(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_may_all_be_negative(causal: bool, head_dim: int) -> None:
+    """In every second row: the kernel compares scores as integers, which serves those only that are not."""
+    q, k, v = problem("negative", 500, 700, head_dim)
+    q, k = q.abs(), k.abs()
+    q[:, ::2] *= -1
+    check((q, k, v), causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
 def test_long_sums_keep_their_precision(head_dim: int) -> None:
     """Values of one sign, 20,000 keys: what the tensor cores lose per addition must not add up (it would be 30 %)."""
     q, k, v = problem("long", 128, 20_000, head_dim)
