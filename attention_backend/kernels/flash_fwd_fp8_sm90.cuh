@@ -7,15 +7,16 @@
 // against a stabiliser that follows the row's maximum only when that has grown by kThreshold: mathematics is the same,
 // and most tiles need no rescaling. Probabilities are 2^(exponent + kOffset), which uses e4m3's range up to 448.
 //
-// The tensor cores add 8-bit products with 14 bits and truncate: a sum of n keys would be short by about n / 50,000. They
-// only ever add up SUM_TILES tiles, from zero; such a sum is added to the output in float32.
+// The tensor cores cut the products they add to 13 bits below the largest: the sum over n keys would be short by up to
+// n / 50,000. They only ever add up SUM_TILES tiles, from zero; such a sum is added to the output in float32.
 //
 // With OVERLAP a tile's values are added during the softmax of the next tile. Without, a warpgroup waits for them, which
 // takes fewer registers (scores and sums are not needed at once), and others keep the tensor cores busy meanwhile.
 //
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, STAGES, INTEGER_MAX, OVERLAP, TURNS (warpgroups take turns
-// at the tensor cores), SUM_COLUMNS (of the output, added up at a time; all with OVERLAP), SUM_TILES (1 without OVERLAP),
-// PRODUCER_REGISTERS and CONSUMER_REGISTERS.
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, STAGES (of the rings of keys and values),
+// INTEGER_MAX (scores are compared as integers), OVERLAP, TURNS (warpgroups take turns at the tensor cores), SUM_COLUMNS
+// (of the output, added up at a time; all with OVERLAP), SUM_TILES (1 without OVERLAP), PRODUCER_REGISTERS and
+// CONSUMER_REGISTERS.
 #include "parts/e4m3.cuh"
 #include "parts/element.cuh"
 #include "parts/tma.cuh"
@@ -124,19 +125,14 @@ __device__ __forceinline__ void largest_scores(float (&largest)[2], const float 
 template <bool MASKED>
 __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], RowState& row, const float (&scale)[2],
                                              const int (&visible)[2]) {
-  bool grew = false;
+  if (MASKED) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    if (MASKED) {
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 8; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (i * 8 + j >= visible[half]) s[i * 4 + half * 2 + j] = -kInfinity;
-    }
+    for (int i = 0; i < BLOCK_N / 2; i++)
+      if (i / 4 * 8 + i % 2 >= visible[i / 2 % 2]) s[i] = -kInfinity;
   }
   float largest[2];
   largest_scores(largest, s);
+  bool grew = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float top = largest[half] * scale[half];
