@@ -7,16 +7,16 @@
 // against a stabiliser that follows the row's maximum only when that has grown by kThreshold: mathematics is the same,
 // and most tiles need no rescaling. Probabilities are 2^(exponent + kOffset), which uses e4m3's range up to 448.
 //
-// The tensor cores cut the products they add to 13 bits below the largest: the sum over n keys would be short by up to
+// The tensor cores cut the products they add to 13 bits below the largest: a sum over n keys would be short by up to
 // n / 50,000. They only ever add up SUM_TILES tiles, from zero; such a sum is added to the output in float32.
 //
-// With OVERLAP a tile's values are added during the softmax of the next tile. Without, a warpgroup waits for them, which
+// With OVERLAP a tile's values are added during the softmax of the next tile. Without, a warpgroup waits for them: this
 // takes fewer registers (scores and sums are not needed at once), and others keep the tensor cores busy meanwhile.
 //
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, STAGES (of the rings of keys and values),
-// INTEGER_MAX (scores are compared as integers), OVERLAP, TURNS (warpgroups take turns at the tensor cores), SUM_COLUMNS
-// (of the output, added up at a time; all with OVERLAP), SUM_TILES (1 without OVERLAP), PRODUCER_REGISTERS and
-// CONSUMER_REGISTERS.
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, STAGES (of the rings of keys and of
+// values), INTEGER_MAX (scores are compared as integers), OVERLAP, TURNS (warpgroups take turns at the tensor cores),
+// SUM_COLUMNS (of the output, added up at a time; all with OVERLAP), SUM_TILES (1 without OVERLAP), PRODUCER_REGISTERS
+// and CONSUMER_REGISTERS.
 #include "parts/e4m3.cuh"
 #include "parts/element.cuh"
 #include "parts/tma.cuh"
