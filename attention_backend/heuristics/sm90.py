@@ -25,11 +25,16 @@ class HopperConfig:
     block_m: int
     block_n: int
     q_stages: int
-    producer_registers: int
-    consumer_registers: int
     turns: bool  # the warpgroups take turns at the tensor cores
+    overlap: bool = False  # the softmax runs beside the product with the values of the tile before
     polynomials: int = 0  # of 8 columns, those whose exponentials the FMA units compute
     stages: int = 2
+
+    def registers(self, *, roomy: bool) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
+        if self.block_m == 192:
+            return 32, 160
+        return (40, 232) if roomy else (24, 240)
 
     @property
     def threads(self) -> int:
@@ -66,16 +71,15 @@ def hopper_config(tile: int, tile_v: int, *, full: bool, paged: bool, sparse: bo
 
     `extras`: scores are changed or masked by more than an interval of keys, which costs registers.
     """
-    two = (40, 232)
     if tile == 64 and not (sparse or extras):
-        return HopperConfig(192, 96, 2, 32, 160, turns=True)
+        return HopperConfig(192, 128, 2, turns=True)
     if tile <= 128:
         wide = full and not (paged or sparse or extras)
-        return HopperConfig(128, 160 if wide else 128, 2, *two, turns=True)
+        return HopperConfig(128, 160 if wide else 128, 2, turns=True)
     if tile == 192:
         narrow = 64 if sparse else 96 if paged or extras else 112
-        return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, *two, turns=False)
-    return HopperConfig(128, 64 if paged or sparse or extras else 80, 1, *two, turns=False)
+        return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
+    return HopperConfig(128, 64 if paged or sparse or extras else 80, 1, turns=False)
 
 
 def page_rows(page_size: int, block_n: int) -> int | None:

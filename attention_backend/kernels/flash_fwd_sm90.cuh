@@ -9,7 +9,7 @@
 // (FlashAttention-4's rule; exact, as the maximum only keeps exponents small).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
-// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, EXP2_POLYNOMIALS (of 8 columns,
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, PRODUCER_REGISTERS, CONSUMER_REGISTERS, EXP2_POLYNOMIALS (of 8 columns,
 // those whose exponentials are computed without the special function unit), PAGED (PAGE_ROWS keys a copy), PACK (rows of
 // all query heads of a key head in one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128),
 // KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
@@ -323,23 +323,26 @@ struct Rows {
   }
 };
 
-// Turns scores into unnormalised probabilities. True when some row of the warp must have its output rescaled. Two chains
-// of maxima and of sums, as one warp alone must keep its scheduler busy. MASKED: a row may have seen nothing yet.
+// Turns scores into unnormalised probabilities. True when some row of the warp must have its output rescaled. Where
+// registers allow it, maxima and sums are two chains each: often one warp alone must keep its scheduler busy.
+// MASKED: a row may have seen nothing yet.
 template <bool MASKED>
 __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
                                              const Score& score) {
+  constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
   bool grew = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float m[2] = {s[half * 2], s[half * 2 + 1]};
+    float m[kChains];
 #pragma unroll
-    for (int i = 1; i < BLOCK_N / 8; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) m[j] = fmaxf(m[j], s[i * 4 + half * 2 + j]);
-    m[0] = fmaxf(m[0], m[1]);
-    m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 1));
-    m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 2));
-    const float level = score.level(m[0]), above = score.above(level, rows.level[half]);
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      const float x = s[i / 2 * 4 + half * 2 + i % 2];
+      m[i % kChains] = i < kChains ? x : fmaxf(m[i % kChains], x);
+    }
+    float top = fmaxf(m[0], m[kChains - 1]);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    const float level = score.level(top), above = score.above(level, rows.level[half]);
     correction[half] = 1.f;
     if (above > kSlack) {  // from -inf to any; never from -inf to -inf, a NaN
       correction[half] = exp2_approx(-above);
@@ -347,17 +350,17 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
       grew = true;
     }
     const float shift = MASKED && rows.level[half] == -kInfinity ? 0.f : rows.level[half];
-    float sum[2] = {0.f, 0.f};
+    float sum[kChains] = {};
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float x = score.exponent(s[i * 4 + half * 2 + j], shift);
-        const float e = i % 8 < EXP2_POLYNOMIALS ? exp2_polynomial(x) : exp2_approx(x);
-        s[i * 4 + half * 2 + j] = e;
-        sum[j] += e;
-      }
-    rows.sum[half] = fmaf(rows.sum[half], correction[half], sum[0] + sum[1]);
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      float& x = s[i / 2 * 4 + half * 2 + i % 2];
+      x = score.exponent(x, shift);
+      x = i / 2 % 8 < EXP2_POLYNOMIALS ? exp2_polynomial(x) : exp2_approx(x);
+      sum[i % kChains] += x;
+    }
+    float all = sum[0];
+    if (kChains > 1) all += sum[kChains - 1];
+    rows.sum[half] = fmaf(rows.sum[half], correction[half], all);
     asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
   }
   return __any_sync(~0u, grew);
@@ -553,11 +556,11 @@ class Consumer {
     float s[BLOCK_N / 2], correction[2], factor[2];
     const uint32 tile_q = uniform(shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128);
     const uint32 tile_k = uniform(shared.k + stage<STAGES>(n) * kBytesK);
-    const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
     wait_full<STAGES>(shared.full_k, n);
     take_turn();
     start_scores(s, tile_q, tile_k);
     if (PENDING) {
+      const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
       wait_full<STAGES>(shared.full_v, n - 1);
       start_output(acc, probs, tile_v);
     }
@@ -595,9 +598,10 @@ class Consumer {
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
     if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
+    if (PENDING && !OVERLAP) wgmma_wait<0>();
     const bool rescale = softmax_tile<MASK != kWhole>(s, rows, correction, score);
     if (PENDING) {
-      wgmma_wait_after(rescale);
+      if (OVERLAP) wgmma_wait_after(rescale);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
       if (i == 0) {
         store_rows(acc, factor, before, p, local_row);

@@ -83,10 +83,11 @@ class WorkLine {
     __syncwarp();
     const Sequence& seq = tile.seq;
     const int m_tiles = row_tiles(seq.seqlen_q, p), splits = key_splits(p), units = m_tiles * splits;
-    // Sections of about the same size: a small last one would leave its longest tiles to run beside idle blocks.
-    const int kilobytes = max(max(seq.stop, 0) / 16 * p.work.key_bytes / 64, 1);
-    const int sections = (p.work.key_heads + max(kL2Kilobytes / kilobytes, 1) - 1) / max(kL2Kilobytes / kilobytes, 1);
-    const int together = (p.work.key_heads + sections - 1) / sections * p.work.heads_per_key;
+    // Halves of halves, so sections are even: a small last one would leave its longest tiles to run beside idle blocks.
+    const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
+    int together = p.work.key_heads;
+    while (together > 1 && together * kilobytes > kL2Kilobytes) together = (together + 1) / 2;
+    together *= p.work.heads_per_key;
     const int section = index / (together * units);
     index -= section * together * units;
     const int heads = min(together, p.work.heads - section * together), unit = index / heads;
