@@ -35,7 +35,7 @@ _FLOATS = (torch.float32, *_HALVES)
 _MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
 _MAX_GRID = 65535  # blocks in y and z
 _DECODE_ROWS = 64
-_DECODE_SEQUENCES = 1024  # what heuristics.sm80.decode_config leaves room for
+_DECODE_SEQUENCES = 1024  # what heuristics.decode leaves room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,24 @@ def _float32(args: AttentionArgs) -> Iterator[str]:
     yield from _cuda(args)
 
 
+def _float8_keys(args: AttentionArgs) -> Iterator[str]:
+    if torch.cuda.get_device_capability(args.q.device) < (8, 9):
+        yield f"this GPU has no {args.k.dtype} (it needs sm_89)"
+    if args.head_dim % 16 or args.head_dim_v % 16:
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 16, as {args.k.dtype} wants it"
+    for name, x in (("k", args.k), ("v", args.v)):
+        if x.data_ptr() % 16 or any(s % 16 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
+            yield f"{name} is not 16-byte aligned: strides {x.stride()} in elements of one byte"
+
+
 def _few_rows(args: AttentionArgs) -> Iterator[str]:
     rows = args.num_heads // args.num_kv_heads * args.seqlen_q
     if rows > _DECODE_ROWS:
         yield f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
     if args.batch > _DECODE_SEQUENCES:
         yield f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
-    if args.k.dtype != args.dtype and torch.cuda.get_device_capability(args.q.device) < (8, 9):
-        yield f"this GPU has no {args.k.dtype} (it needs sm_89)"
+    if args.k.dtype != args.dtype:
+        yield from _float8_keys(args)
     yield from _no_dropout(args)
     yield from _tensor_cores(args)
 

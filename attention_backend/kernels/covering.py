@@ -10,7 +10,9 @@ import torch
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import KernelVariant
+from attention_backend.kernels import flash_fwd_fp8_sm90, linear_variants
 from attention_backend.kernels.decode_covering import decode_covering_set
+from attention_backend.kernels.flash_merge import merge_variant
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
@@ -28,6 +30,12 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
         yield forward_variant(extra, arch)[0]
     if arch == "sm_90a":
         yield from _hopper()
+        yield from flash_fwd_fp8_sm90.covering_set()
+    yield from linear_variants.covering(arch)
+    for head_dim in (32, 64, 128, 256):
+        yield merge_variant(main, head_dim, arch)
+    yield merge_variant(other, 128, arch)
+    yield merge_variant(torch.float32, 128, arch)
     yield from decode_covering_set(arch)
     yield f32_variant(Options(torch.float32, 64, 64), arch)
     yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)

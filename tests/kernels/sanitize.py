@@ -15,8 +15,10 @@ from collections.abc import Sequence
 
 import torch
 import typer
+from torch import Tensor
 
-from attention_backend import dispatch
+import attention_backend
+from attention_backend import block_patterns, dispatch
 
 from .problems import Case, build
 from .test_kv_store import check_store
@@ -41,7 +43,37 @@ GRID = (
     Case(1, 900, batch=3, layout="paged", page=16, dim=128, dim_v=128, heads=8, kv_heads=1, num_splits=3, sinks=True),
     Case(5, 300, batch=3, layout="paged_varlen", page=48, dim=72, dim_v=72, mask="sliding", dtype="fp16"),
     Case(2, 300, batch=3, heads=16, kv_heads=1, dim=256, dim_v=256, keys="leftpad", num_splits=1),
+    Case(40, 700, batch=2, layout="paged", page=64, heads=8, kv_heads=2, dim=128, dim_v=128),  # packed rows
+    Case(40, 900, batch=2, layout="paged_varlen", page=32, heads=4, kv_heads=2, dim=64, dim_v=64, num_splits=3),
+    Case(300, 400, batch=2, dim=80, dim_v=80),
 )
+
+
+def run_features(device: torch.device) -> int:
+    """What is not an attention problem of `dispatch`, once each; returns how many ran."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    q, k, v = normal(2, 300, 4, 128), normal(2, 300, 2, 128), normal(2, 300, 2, 128)
+    pages = [normal(12, 64, 2, 128) for _ in range(2)]
+    tables = torch.arange(12, dtype=torch.int32, device=device)
+    results = [
+        attention_backend.flash_attn_func(q, k, v, dropout_p=0.2, causal=True),
+        attention_backend.block_sparse_attention(q, k, v, block_patterns.sliding_window(300, window=(99, 0), device=device)),
+        attention_backend.linear_attention(q, k, v, causal=True),
+        attention_backend.linear_attention(q, k, v),
+        attention_backend.shared_prefix_attention(
+            normal(4, 1, 4, 128), *pages, prefix_block_table=tables[:8], prefix_len=500,
+            suffix_block_table=tables[8:].view(4, 1), suffix_lens=torch.full_like(tables[:4], 40),
+        ),
+    ]  # fmt: skip
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        results.append(attention_backend.flash_attn_fp8_func(q, k, v, causal=True))
+    for out in results:
+        assert isinstance(out, Tensor)
+        assert bool(out.isfinite().all())
+    return len(results)
 
 
 def run_grid(device: torch.device) -> int:
@@ -51,7 +83,7 @@ def run_grid(device: torch.device) -> int:
         assert bool(out.isfinite().all()), f"{case} gave NaN or Inf"
     for dims in ((64, 64), (80, 80), (192, 128)):
         check_store(70, 16, dims, torch.bfloat16, device)
-    return len(GRID) + 3
+    return len(GRID) + 3 + run_features(device)
 
 
 def command(tool: str) -> list[str]:
