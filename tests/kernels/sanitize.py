@@ -58,9 +58,10 @@ def run_features(device: torch.device) -> int:
     q, k, v = normal(2, 300, 4, 128), normal(2, 300, 2, 128), normal(2, 300, 2, 128)
     pages = [normal(12, 64, 2, 128) for _ in range(2)]
     tables = torch.arange(12, dtype=torch.int32, device=device)
+    window = block_patterns.sliding_window(300, window=(99, 0), device=device)
     results = [
         attention_backend.flash_attn_func(q, k, v, dropout_p=0.2, causal=True),
-        attention_backend.block_sparse_attention(q, k, v, block_patterns.sliding_window(300, window=(99, 0), device=device)),
+        attention_backend.block_sparse_attention(q, k, v, window),
         attention_backend.linear_attention(q, k, v, causal=True),
         attention_backend.linear_attention(q, k, v),
         attention_backend.shared_prefix_attention(
