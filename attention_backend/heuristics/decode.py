@@ -46,6 +46,7 @@ class HopperDecodeConfig:
     rows: int
     stages: int
     merge_width: int  # value columns of one pass of the merge
+    pieces: int = 0  # of every block, that blocks draw when they are through with their own share
     blocks_per_sm: int = 1
     keys: int = 64
 
@@ -57,7 +58,7 @@ class HopperDecodeConfig:
         ring = self.stages * hopper_stage_bytes(tile, tile_v, kv_bytes)
         queries = self.rows * (2 * tile + ROW_PAD + 4)
         merge = _merge_bytes(self.num_warps, self.rows, self.merge_width)
-        return 1024 + ring + queries + merge + 16 * self.stages + 4 * (batch + 1)  # the ring starts at a multiple
+        return 1024 + ring + queries + merge + 20 * self.stages + 4 * (batch + 1)  # the ring starts at a multiple
 
 
 def hopper_stage_bytes(tile: int, tile_v: int, kv_bytes: int) -> int:
@@ -90,16 +91,19 @@ def hopper_decode_config(tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -
                 continue
             without = HopperDecodeConfig(num_warps, padded, 0, width).smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes)
             free = SHARED_MEMORY[_HOPPER] - 1024 - without
-            stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 16), _MOST_STAGES)
+            stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 20), _MOST_STAGES)
             stages -= stages % (num_warps // 4)  # a stage is always the same warps'
             fitting.append((min(stages, _ENOUGH_STAGES), num_warps, width, stages))
     enough, num_warps, width, stages = max(fitting)
     assert enough > num_warps // 4, f"no decode tile fits at head_dim {tile}/{tile_v}"
-    return HopperDecodeConfig(num_warps, padded, stages, width)
+    # Drawing takes registers that wide tiles of many rows lack.
+    pieces = _PIECES if padded * tile_v <= 2048 else 0
+    return HopperDecodeConfig(num_warps, padded, stages, width, pieces)
 
 
 _MOST_STAGES = 12
 _ENOUGH_STAGES = 4
+_PIECES = 0
 
 
 def _padded_rows(rows: int, wide: int, *, turing: bool = False) -> int:

@@ -63,12 +63,12 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     if hopper:
         page_size = args.k.shape[1] if args.paged else 0
         variant, config, key_rows = hopper_decode_variant(options, group_rows, page_size, fp8_kv=fp8_kv)
-        min_tiles = HOPPER_DECODE_MIN_TILES
+        min_tiles, pieces = HOPPER_DECODE_MIN_TILES, config.pieces
         # Two bytes are one element of a map, whatever they mean.
         maps = tuple(tensor_map(x.view(args.dtype) if fp8_kv else x, key_rows) for x in (args.k, args.v))
     else:
         variant, config = decode_variant(options, device.arch(index), group_rows, fp8_kv=fp8_kv)
-        min_tiles = DECODE_MIN_TILES
+        min_tiles, pieces = DECODE_MIN_TILES, 0
 
     sequence = sequence_params(args)
     pairs, row_blocks = args.batch * args.num_kv_heads, -(-group_rows // config.rows)
@@ -76,11 +76,11 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     if args.num_splits > 0:
         tiles = max(1, -(-sequence.seqlen_k // config.keys))
         min_tiles = -(-tiles // args.num_splits)
-        blocks = -(-pairs * tiles // min_tiles)
-    slots = blocks + pairs
+        blocks, pieces = -(-pairs * tiles // min_tiles), 0
+    slots = blocks * (1 + pieces) + pairs
     partial_out = torch.empty(slots * group_rows * options.tiles[1], dtype=torch.float32, device=args.q.device)
     partial_lse = torch.empty(slots * group_rows, dtype=torch.float32, device=args.q.device)
-    counters = workspace.counters(args.q.device, pairs * row_blocks)
+    counters = workspace.counters(args.q.device, (pairs + 1) * row_blocks)
 
     params = DecodeParams(sequence=sequence, score=score_params(args))
     sinks = fill_tensors(params, args, out, lse)
@@ -88,7 +88,7 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     params.counters = counters.data_ptr()
     params.k_scale, params.v_scale = pointer(args.k_scale), pointer(args.v_scale)
     params.batch, params.num_kv_heads = args.batch, args.num_kv_heads
-    params.group_rows, params.min_tiles = group_rows, min_tiles
+    params.group_rows, params.min_tiles, params.most_pieces = group_rows, min_tiles, blocks * pieces
     smem = config.smem_bytes(*options.tiles, args.batch, args.k.element_size())
     load(variant, index)((blocks, row_blocks, 1), (config.threads, 1, 1), (*maps, params), smem)
     del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
