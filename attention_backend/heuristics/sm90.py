@@ -26,8 +26,6 @@ class HopperConfig:
     block_n: int
     q_stages: int
     turns: bool  # the warpgroups take turns at the tensor cores
-    overlap: bool = False  # the softmax runs beside the product with the values of the tile before
-    polynomials: int = 0  # of 8 columns, those whose exponentials the FMA units compute
     stages: int = 2
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:

@@ -5,12 +5,12 @@
 // from one tile to the next, so that the tensor cores never wait for a tile's end; the warpgroups take turns at them.
 //
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
-// between. The running maximum is replaced only when it grew by a factor of 2^8, so the output is hardly ever rescaled
-// (FlashAttention-4's rule; exact, as the maximum only keeps exponents small).
+// between. The softmax of a tile waits for the product with the values of the tile before: ptxas would put that wait first
+// anyway, and kept apart from it by force the kernel ran slower. What matters is that exponentials, rescaling and packing
+// are one stretch of code, where the special function unit is never alone at work.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
-// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, PRODUCER_REGISTERS, CONSUMER_REGISTERS, EXP2_POLYNOMIALS (of 8 columns,
-// those whose exponentials are computed without the special function unit), PAGED (PAGE_ROWS keys a copy), PACK (rows of
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a copy), PACK (rows of
 // all query heads of a key head in one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128),
 // KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"
@@ -31,7 +31,6 @@ constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV =
 constexpr int kTileSlots = 2;
 constexpr int kLoaders = 3;  // warps that read a tile's description besides the consumers'
 constexpr int kKeyReaders = SPARSE ? 4 * kConsumers : kConsumers;  // warps also read what is listed beside the keys
-constexpr float kSlack = 8.f;
 
 // What consumers must know of a step that lists of blocks gave: its first key, and its row of bits or -1.
 struct ListedStep {
@@ -246,16 +245,6 @@ __device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const
   wgmma_commit();
 }
 
-// 2^x on the FMA units, for x from -126 to 127 (smaller ones count as -126): 2^x = 2^n 2^r with n the nearest integer and
-// a polynomial of degree 3 for 2^r, relative error 7.5e-5, an eighth of half a unit in the last place of a bfloat16.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
-  x = fmaxf(x, -126.f);
-  const float n = x + kRound, r = x - (n - kRound);
-  const float y = fmaf(fmaf(fmaf(0.0551712066f, r, 0.242610276f), r, 0.693260968f), r, 0.999928117f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(n) << 23));
-}
-
 // The query and the head of a row.
 __device__ __forceinline__ int query_of(int row, const HopperParams& p) { return row / rows_packed(p); }
 __device__ __forceinline__ int head_of(int row, const Tile& tile, const HopperParams& p) {
@@ -323,14 +312,13 @@ struct Rows {
   }
 };
 
-// Turns scores into unnormalised probabilities. True when some row of the warp must have its output rescaled. Where
-// registers allow it, maxima and sums are two chains each: often one warp alone must keep its scheduler busy.
-// MASKED: a row may have seen nothing yet.
+// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. Where registers allow it,
+// maxima and sums are two chains each: often one warp alone must keep its scheduler busy. MASKED: a row may have seen
+// nothing yet.
 template <bool MASKED>
-__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
+__device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
                                              const Score& score) {
   constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
-  bool grew = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float m[kChains];
@@ -342,28 +330,21 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
     float top = fmaxf(m[0], m[kChains - 1]);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float level = score.level(top), above = score.above(level, rows.level[half]);
-    correction[half] = 1.f;
-    if (above > kSlack) {  // from -inf to any; never from -inf to -inf, a NaN
-      correction[half] = exp2_approx(-above);
-      rows.level[half] = level;
-      grew = true;
-    }
-    const float shift = MASKED && rows.level[half] == -kInfinity ? 0.f : rows.level[half];
+    const float level = fmaxf(rows.level[half], score.level(top));
+    const float shift = MASKED && level == -kInfinity ? 0.f : level;
+    correction[half] = exp2_approx(score.above(rows.level[half], shift));
+    rows.level[half] = level;
     float sum[kChains] = {};
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
       float& x = s[i / 2 * 4 + half * 2 + i % 2];
-      x = score.exponent(x, shift);
-      x = i / 2 % 8 < EXP2_POLYNOMIALS ? exp2_polynomial(x) : exp2_approx(x);
+      x = exp2_approx(score.exponent(x, shift));
       sum[i % kChains] += x;
     }
     float all = sum[0];
     if (kChains > 1) all += sum[kChains - 1];
     rows.sum[half] = fmaf(rows.sum[half], correction[half], all);
-    asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
   }
-  return __any_sync(~0u, grew);
 }
 
 __device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
@@ -598,18 +579,18 @@ class Consumer {
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
     if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
-    if (PENDING && !OVERLAP) wgmma_wait<0>();
-    const bool rescale = softmax_tile<MASK != kWhole>(s, rows, correction, score);
     if (PENDING) {
-      if (OVERLAP) wgmma_wait_after(rescale);
+      wgmma_wait<0>();
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
       if (i == 0) {
         store_rows(acc, factor, before, p, local_row);
         zero(acc);
-      } else if (rescale) {
-#pragma unroll
-        for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
       }
+    }
+    softmax_tile<MASK != kWhole>(s, rows, correction, score);
+    if (PENDING && i > 0) {
+#pragma unroll
+      for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
     }
     pack_tile(probs, s);
 #if DROPOUT

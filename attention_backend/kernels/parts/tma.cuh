@@ -21,12 +21,11 @@ __device__ __forceinline__ void barrier_expect(uint32 barrier, uint32 bytes) {
 __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// A thread that waits sleeps for up to 10 ms at a time, rather than take issue slots from those that work.
 __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "wait:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra finished;\n"
       "bra wait;\n"
       "finished:\n}" ::"r"(barrier),
