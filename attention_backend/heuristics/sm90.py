@@ -9,6 +9,8 @@ HEAD_DIM_TILES = (64, 80, 96, 128, 192, 256)
 MIXED_TILES = ((192, 128),)
 #: Keys of one TMA copy from a page; fewer would be too many copies.
 MIN_PAGE_ROWS = 16
+#: Keys from which on wider tiles are faster: what they waste at their ends is little then.
+LONG = 8192
 #: Rows and keys of a block of a block-sparse mask.
 SPARSE_BLOCK = 128
 MAX_SPLITS = 128
@@ -25,7 +27,7 @@ class HopperConfig:
     block_m: int
     block_n: int
     q_stages: int
-    turns: bool  # the warpgroups take turns at the tensor cores
+    turns: bool  # the warpgroups take turns at the tensor cores; else each overlaps its softmax with them
     stages: int = 2
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
@@ -64,15 +66,14 @@ def head_dim_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return (max(tile, tile_v),) * 2
 
 
-def hopper_config(tile: int, tile_v: int, *, full: bool, paged: bool, sparse: bool, extras: bool) -> HopperConfig:
-    """`full`: no row's keys depend on its position, so wider tiles waste nothing at a diagonal.
-
-    `extras`: scores are changed or masked by more than an interval of keys, which costs registers.
+def hopper_config(tile: int, tile_v: int, *, long: bool, paged: bool, sparse: bool, extras: bool) -> HopperConfig:
+    """`long`: of LONG keys or more. `extras`: scores are changed, or masked by more than an interval of keys, which
+    costs registers.
     """
     if tile == 64 and not (sparse or extras):
         return HopperConfig(192, 128, 2, turns=True)
     if tile <= 128:
-        wide = full and not (paged or sparse or extras)
+        wide = long and not (paged or sparse or extras)
         return HopperConfig(128, 160 if wide else 128, 2, turns=True)
     if tile == 192:
         narrow = 64 if sparse else 96 if paged or extras else 112

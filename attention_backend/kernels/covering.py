@@ -50,8 +50,8 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(paged, pack=True)
         yield hopper_variant(paged, pack=True, split=True)
         yield hopper_variant(HopperOptions(Options(fp16, tile, tile)))
-        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), full=True))
-        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), full=True, sparse=True))
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=True))
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), sparse=True))
         for extra in (
             Options(bf16, tile, tile, key_mask=True),
             Options(bf16, tile, tile, softcap=True),

@@ -5,12 +5,13 @@
 // from one tile to the next, so that the tensor cores never wait for a tile's end; the warpgroups take turns at them.
 //
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
-// between. The softmax of a tile waits for the product with the values of the tile before: ptxas would put that wait first
-// anyway, and kept apart from it by force the kernel ran slower. What matters is that exponentials, rescaling and packing
-// are one stretch of code, where the special function unit is never alone at work.
+// between. With turns, the softmax of a tile waits for the product with the values of the tile before, as the other
+// warpgroup has the tensor cores then; exponentials, rescaling and packing are one stretch of code, where the special
+// function unit is never alone at work. Without turns (OVERLAP) that product runs beside the softmax, and the output is
+// rescaled only when a maximum grew by a factor of 2^8 (FlashAttention-4's rule; exact: it only keeps exponents small).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
-// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a copy), PACK (rows of
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a copy), PACK (rows of
 // all query heads of a key head in one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128),
 // KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"
@@ -31,6 +32,10 @@ constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV =
 constexpr int kTileSlots = 2;
 constexpr int kLoaders = 3;  // warps that read a tile's description besides the consumers'
 constexpr int kKeyReaders = SPARSE ? 4 * kConsumers : kConsumers;  // warps also read what is listed beside the keys
+
+#if OVERLAP
+constexpr float kSlack = 8.f;  // log2
+#endif
 
 // What consumers must know of a step that lists of blocks gave: its first key, and its row of bits or -1.
 struct ListedStep {
@@ -312,13 +317,14 @@ struct Rows {
   }
 };
 
-// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. Where registers allow it,
-// maxima and sums are two chains each: often one warp alone must keep its scheduler busy. MASKED: a row may have seen
-// nothing yet.
-template <bool MASKED>
-__device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
+// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. True when, in some row of
+// the warp, it is not 1. Where registers allow it, maxima and sums are two chains each: often one warp alone must keep its
+// scheduler busy. EMPTY: a row may have seen nothing yet.
+template <bool EMPTY>
+__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
                                              const Score& score) {
   constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
+  bool grew = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float m[kChains];
@@ -330,8 +336,13 @@ __device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
     float top = fmaxf(m[0], m[kChains - 1]);
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    const float level = fmaxf(rows.level[half], score.level(top));
-    const float shift = MASKED && level == -kInfinity ? 0.f : level;
+    float level = fmaxf(rows.level[half], score.level(top));
+#if OVERLAP
+    const bool grows = score.above(level, rows.level[half]) > kSlack;  // never from -inf to -inf, a NaN
+    if (!grows) level = rows.level[half];
+    grew = grew || grows;
+#endif
+    const float shift = EMPTY && level == -kInfinity ? 0.f : level;
     correction[half] = exp2_approx(score.above(rows.level[half], shift));
     rows.level[half] = level;
     float sum[kChains] = {};
@@ -344,7 +355,11 @@ __device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
     float all = sum[0];
     if (kChains > 1) all += sum[kChains - 1];
     rows.sum[half] = fmaf(rows.sum[half], correction[half], all);
+#if OVERLAP
+    asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
+#endif
   }
+  return OVERLAP ? __any_sync(~0u, grew) : true;
 }
 
 __device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
@@ -579,18 +594,18 @@ class Consumer {
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
     if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
+    if (PENDING && !OVERLAP) wgmma_wait<0>();
+    const bool rescale = softmax_tile<MASK != kWhole || KEY_MASK || BIAS>(s, rows, correction, score);
     if (PENDING) {
-      wgmma_wait<0>();
+      if (OVERLAP) wgmma_wait_after(rescale);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
       if (i == 0) {
         store_rows(acc, factor, before, p, local_row);
         zero(acc);
-      }
-    }
-    softmax_tile<MASK != kWhole>(s, rows, correction, score);
-    if (PENDING && i > 0) {
+      } else if (rescale) {
 #pragma unroll
-      for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
+        for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
+      }
     }
     pack_tile(probs, s);
 #if DROPOUT

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90 import HopperPlan, hopper_plan
+from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan
 from attention_backend.jit import load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
@@ -16,7 +16,7 @@ from attention_backend.kernels.hopper_variants import HopperOptions, hopper_vari
 from attention_backend.kernels.params import fill_tensors, score_params, sequence_params
 from attention_backend.kernels.tensor_map import packed_tensor_map, tensor_map
 from attention_backend.kernels.variants import Options
-from attention_backend.problem import UNBOUNDED, AttentionArgs
+from attention_backend.problem import AttentionArgs
 
 if TYPE_CHECKING:
     from attention_backend.block_sparsity import BlockSparsity
@@ -67,12 +67,12 @@ def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tu
 def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOptions, HopperPlan]:
     """How the problem is run; `num_splits` 0: as many as fill the device."""
     options = Options.of(args)
-    full = args.mask_desc is None and args.window_left == args.window_right == UNBOUNDED and args.chunk_size == 0
-    which = HopperOptions(options, full, args.k.shape[1] if args.paged else 0, sparse)
+    seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
+    which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse)
     plan = hopper_plan(
         which.config,
         seqlen_q=args.seqlen_q,
-        seqlen_k=args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1],
+        seqlen_k=seqlen_k,
         batch=args.batch,
         heads=args.num_heads,
         group=args.num_heads // args.num_kv_heads,

@@ -15,7 +15,7 @@ class HopperOptions:
     """What of a problem is compiled in, beside `Options`."""
 
     options: Options
-    full: bool = False  # no row's keys depend on its position
+    long: bool = False  # of many keys
     page_size: int = 0  # 0: contiguous keys
     sparse: bool = False
 
@@ -26,7 +26,7 @@ class HopperOptions:
     @property
     def config(self) -> HopperConfig:
         o = self.options
-        return hopper_config(*self.tiles, full=self.full, paged=o.paged, sparse=self.sparse, extras=o.extras)
+        return hopper_config(*self.tiles, long=self.long, paged=o.paged, sparse=self.sparse, extras=o.extras)
 
     @property
     def copied_rows(self) -> int:
@@ -48,6 +48,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("STAGES", config.stages),
         ("Q_STAGES", config.q_stages),
         ("TURNS", int(config.turns)),
+        ("OVERLAP", int(not config.turns)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
         ("PAGED", int(options.paged)),

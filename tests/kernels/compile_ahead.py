@@ -45,8 +45,7 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         else:
             variants += [decode_variant(options, arch, rows)[0]]
     elif arch == "sm_90a" and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
-        full = case.mask == "full" and case.keys != "mask_desc"
-        which = HopperOptions(options, full, case.page if options.paged else 0)
+        which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
         variants += [hopper_variant(which), hopper_variant(which, pack=True)]
     return variants
 

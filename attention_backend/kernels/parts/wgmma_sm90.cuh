@@ -21,6 +21,15 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
+// Waits for all committed groups, once `condition`, of either value, is known. ptxas moves a plain wait up to the start
+// of its basic block, in front of arithmetic that was meant to run meanwhile; past a branch it does not.
+__device__ __forceinline__ void wgmma_wait_after(bool condition) {
+  if (condition)
+    asm volatile("wgmma.wait_group.sync.aligned 0;  // true" ::: "memory");  // two texts: equal ones would be merged
+  else
+    asm volatile("wgmma.wait_group.sync.aligned 0;  // false" ::: "memory");
+}
+
 // Shared memory operand in 128-byte swizzle. `leading` is the stride in bytes between 64-column slabs where they run
 // along N (transposed operand), and is ignored otherwise; eight rows are 1,024 bytes apart.
 __device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, uint32 leading) {
