@@ -60,7 +60,7 @@ format: $(DEV_STAMP)  ## ruff's formatter and safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV_STAMP)  ## our attention beside torch's, on this machine's GPU
+bench: $(DEV_STAMP)  ## our attention beside its peers, on this machine's GPU
 	$(BIN)/python -m benchmarks.attention $(ARGS)
 
 kernels: $(DEV_STAMP)  ## compile every kernel for every architecture into the user's cache (needs no GPU)

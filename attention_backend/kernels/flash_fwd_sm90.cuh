@@ -232,8 +232,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 // ---------------------------------------------------------------------------------------------------------- consumers
 
 // Starts s = q k^T of one tile.
-__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
-  const uint64 a = wgmma_descriptor(q, 16), b = wgmma_descriptor(k, 16);
+__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint64 a, uint64 b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++)
@@ -550,8 +549,8 @@ class Consumer {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     const Tile& before = shared.tiles[stage<kTileSlots>(t - 1)];  // where i is 0
     float s[BLOCK_N / 2], correction[2], factor[2];
-    const uint32 tile_q = uniform(shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128);
-    const uint32 tile_k = uniform(shared.k + stage<STAGES>(n) * kBytesK);
+    const uint64 tile_q = wgmma_descriptor(uniform(shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128), 16);
+    const uint64 tile_k = wgmma_descriptor(uniform(shared.k + stage<STAGES>(n) * kBytesK), 16);
     wait_full<STAGES>(shared.full_k, n);
     take_turn();
     start_scores(s, tile_q, tile_k);

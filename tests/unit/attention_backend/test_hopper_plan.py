@@ -1,0 +1,106 @@
+"""The Hopper forward's tiles, packing and splits: arithmetic only."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_backend.heuristics import sm90
+from attention_backend.heuristics.sm90 import HopperConfig, head_dim_tiles, hopper_config, hopper_plan
+
+_SHARED_MEMORY = 227 * 1024
+_FLAGS = [(a, b, c, d) for a in (False, True) for b in (False, True) for c in (False, True) for d in (False, True)]
+_TILES = [(t, t) for t in sm90.HEAD_DIM_TILES] + list(sm90.MIXED_TILES)
+
+
+def config_of(tiles: tuple[int, int], flags: tuple[bool, bool, bool, bool]) -> HopperConfig:
+    long, paged, sparse, extras = flags
+    return hopper_config(*tiles, long=long, paged=paged, sparse=sparse, extras=extras)
+
+
+@pytest.mark.parametrize("tiles", _TILES)
+@pytest.mark.parametrize("flags", _FLAGS)
+def test_every_tile_fits_a_multiprocessor(tiles: tuple[int, int], flags: tuple[bool, bool, bool, bool]) -> None:
+    config = config_of(tiles, flags)
+    assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
+    consumers = config.block_m // 64
+    producer, consumer = config.registers(roomy=flags[1])
+    # What is handed from the producers to the consumers must have been the block's at its launch.
+    at_launch = 65536 // config.threads // 8 * 8
+    assert 128 * (producer + consumers * consumer) <= at_launch * config.threads
+    assert config.block_n % 16 == 0
+
+
+@pytest.mark.parametrize("tiles", _TILES)
+@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128, 256])
+def test_a_tile_is_whole_copies_from_pages(tiles: tuple[int, int], page_size: int) -> None:
+    config = config_of(tiles, (True, True, False, False))
+    rows = sm90.page_rows(page_size, config.block_n)
+    assert rows is not None
+    assert config.block_n % rows == 0
+    assert page_size % rows == 0
+    assert config.block_n // rows <= 32  # a lane each
+
+
+@pytest.mark.parametrize("tiles", _TILES)
+def test_a_block_of_a_sparse_mask_is_whole_tiles(tiles: tuple[int, int]) -> None:
+    config = config_of(tiles, (False, False, True, False))
+    assert config.block_m == sm90.SPARSE_BLOCK
+    assert sm90.SPARSE_BLOCK % config.block_n == 0
+
+
+@given(st.integers(1, 32), st.integers(1, 32))
+def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
+    tile, tile_v = head_dim_tiles(8 * eighths, 8 * eighths_v)
+    assert tile >= 8 * eighths
+    assert tile_v >= 8 * eighths_v
+    assert (tile, tile_v) in _TILES
+
+
+@given(
+    seqlen_q=st.integers(1, 40_000),
+    seqlen_k=st.integers(1, 1_000_000),
+    batch=st.integers(1, 300),
+    kv_heads=st.integers(1, 64),
+    group=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 48, 64, 128, 200]),
+    packable=st.booleans(),
+    num_splits=st.sampled_from([0, 1, 3, 500]),
+)
+def test_a_plan_packs_whole_groups_and_splits_within_bounds(
+    seqlen_q: int, seqlen_k: int, batch: int, kv_heads: int, group: int, packable: bool, num_splits: int
+) -> None:
+    config = config_of((128, 128), (False, True, False, False))
+    plan = hopper_plan(
+        config,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        heads=kv_heads * group,
+        group=group,
+        num_sms=132,
+        packable=packable,
+        num_splits=num_splits,
+    )
+    assert 1 <= plan.num_splits <= sm90.MAX_SPLITS
+    if num_splits:
+        assert plan.num_splits == min(num_splits, sm90.MAX_SPLITS)
+    assert plan.tile_rows <= config.block_m
+    if plan.pack:
+        assert packable
+        assert group > 1
+        assert plan.tile_rows % group == 0
+    else:
+        assert plan.tile_rows == config.block_m
+
+
+def test_few_rows_over_many_keys_fill_the_device() -> None:
+    config = config_of((128, 128), (True, True, False, False))
+    plan = hopper_plan(config, seqlen_q=128, seqlen_k=262_144, batch=1, heads=32, group=4, num_sms=132, packable=True)
+    tiles = -(-128 * (4 if plan.pack else 1) // plan.tile_rows) * (8 if plan.pack else 32)
+    assert tiles * plan.num_splits >= 0.85 * 132
+
+
+def test_short_rows_are_packed_and_long_ones_are_not() -> None:
+    config = config_of((128, 128), (False, True, False, False))
+    kwargs = {"seqlen_k": 4096, "batch": 1, "heads": 32, "group": 4, "num_sms": 132, "packable": True}
+    assert hopper_plan(config, seqlen_q=32, **kwargs).pack  # type: ignore[arg-type]
+    assert not hopper_plan(config, seqlen_q=4096, **kwargs).pack  # type: ignore[arg-type]
