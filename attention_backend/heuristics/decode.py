@@ -46,7 +46,6 @@ class HopperDecodeConfig:
     rows: int
     stages: int
     merge_width: int  # value columns of one pass of the merge
-    pieces: int = 0  # of every block, that blocks draw when they are through with their own share
     blocks_per_sm: int = 1
     keys: int = 64
 
@@ -58,7 +57,7 @@ class HopperDecodeConfig:
         ring = self.stages * hopper_stage_bytes(tile, tile_v, kv_bytes)
         queries = self.rows * (2 * tile + ROW_PAD + 4)
         merge = _merge_bytes(self.num_warps, self.rows, self.merge_width)
-        return 1024 + ring + queries + merge + 20 * self.stages + 4 * (batch + 1)  # the ring starts at a multiple
+        return 1024 + ring + queries + merge + 16 * self.stages + 4 * (batch + 1)  # the ring starts at a multiple
 
 
 def hopper_stage_bytes(tile: int, tile_v: int, kv_bytes: int) -> int:
@@ -91,19 +90,28 @@ def hopper_decode_config(tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -
                 continue
             without = HopperDecodeConfig(num_warps, padded, 0, width).smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes)
             free = SHARED_MEMORY[_HOPPER] - 1024 - without
-            stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 20), _MOST_STAGES)
+            stages = min(free // (hopper_stage_bytes(tile, tile_v, kv_bytes) + 16), _MOST_STAGES)
             stages -= stages % (num_warps // 4)  # a stage is always the same warps'
             fitting.append((min(stages, _ENOUGH_STAGES), num_warps, width, stages))
     enough, num_warps, width, stages = max(fitting)
     assert enough > num_warps // 4, f"no decode tile fits at head_dim {tile}/{tile_v}"
-    # Drawing takes registers that wide tiles of many rows lack.
-    pieces = _PIECES if padded * tile_v <= 2048 else 0
-    return HopperDecodeConfig(num_warps, padded, stages, width, pieces)
+    return HopperDecodeConfig(num_warps, padded, stages, width)
 
 
 _MOST_STAGES = 12
 _ENOUGH_STAGES = 4
-_PIECES = 0
+
+
+#: Bytes of 16-bit keys and values up to which flash_decode_sm90 serves. On an H200 (bf16, 32 heads over 8 of 128) it
+#: takes 16.4 us for 32 MiB where flash_decode takes 18.9, but 78.0 instead of 75.1 for 256 MiB, and reads 2 to 6 %
+#: slower beyond: benchmarks/attention.py decode latency --only longwave-tma,longwave-generic.
+HOPPER_DECODE_MOST_BYTES = 64 << 20
+
+
+def prefers_hopper_decode(keys: int, kv_heads: int, width: int, kv_bytes: int) -> bool:
+    """`keys`: of all sequences, at most; `width`: of a key and a value together. Which is faster over float8 keys and
+    values is not measured: theirs is the Hopper kernel at any size."""
+    return kv_bytes == 1 or keys * kv_heads * width * kv_bytes <= HOPPER_DECODE_MOST_BYTES
 
 
 def _padded_rows(rows: int, wide: int, *, turing: bool = False) -> int:

@@ -52,7 +52,6 @@ def hopper_decode_variant(
         ("ROWS", config.rows),
         ("STAGES", config.stages),
         ("MERGE_WIDTH", config.merge_width),
-        ("DRAWN", int(config.pieces > 0)),
         ("PAGE_ROWS", key_rows),
     )
     return KernelVariant("flash_decode_sm90", "sm_90a", defines, hot=not options.extras), config, key_rows

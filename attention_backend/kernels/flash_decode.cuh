@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
   int* const prefix = reinterpret_cast<int*>(work + kWorkBytes);
 
   DecodePlan plan;
-  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, 0, prefix);
+  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
 
   const int row_begin = blockIdx.y * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
   const int rows = min(ROWS, p.group_rows - row_begin);

@@ -5,8 +5,8 @@
 // A tile is slabs of 128 bytes of every key, as the TMA's 128-byte swizzle wants them: 16-byte chunk c of row r stands at
 // chunk c ^ (r & 7), so that ldmatrix meets no bank twice. Columns past head_dim, and keys past the tensor, are zeros.
 //
-// Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, NUM_WARPS (4, 8 or 12), ROWS (8, 16 or 32), STAGES, MERGE_WIDTH, DRAWN
-// (blocks draw pieces), PAGED (PAGE_ROWS keys a copy), FP8_KV, SOFTCAP, ALIBI, BIAS. KEY_MASK must be 0.
+// Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, NUM_WARPS (4, 8 or 12), ROWS (8, 16 or 32), STAGES, MERGE_WIDTH, PAGED
+// (PAGE_ROWS keys a copy), FP8_KV, SOFTCAP, ALIBI, BIAS. KEY_MASK must be 0.
 #include "parts/decode_merge.cuh"
 #include "parts/tma.cuh"
 
@@ -24,8 +24,6 @@ static_assert(kCopies <= 32, "a lane makes at most one copy");
 // Copies land in any order. A warp that comes to a stage two fillings after its last one could find the filling between
 // still on its way, and that barrier's parity is the one it waits for: it would read a tile that is not there.
 static_assert(STAGES % kTurns == 0, "a stage is always filled for the same four warps");
-
-constexpr int kNoPiece = -1;
 
 struct TeamSync {
   static __device__ __forceinline__ void sync() { named_sync(1, kTeam); }
@@ -64,13 +62,6 @@ __device__ __forceinline__ void prefetch_table(const DecodeParams& p, int lane) 
   if (lane < 8 && entry < width) prefetch_line(p.sequence.block_table + batch * p.sequence.block_table_stride + entry);
 }
 
-// The next piece that no block has; at least plan.pieces() if there is none. Every block asks until there is none, and the
-// last of all answers leaves zero for the next launch.
-__device__ __forceinline__ int draw(const DecodeParams& p, const DecodePlan& plan) {
-  uint32* const counter = reinterpret_cast<uint32*>(p.counters) + p.batch * p.num_kv_heads * gridDim.y + blockIdx.y;
-  return atomicInc(counter, plan.pieces() + gridDim.x - 1);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_decode_sm90(const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
                       const __grid_constant__ DecodeParams p) {
@@ -82,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   float* const factor = reinterpret_cast<float*>(after + ROWS * kPitchQ);
   float* const merge = factor + ROWS;
   const uint32 full = shared_address(merge + End::kMergeFloats), empty = full + 8 * STAGES;
-  int* const drawn = reinterpret_cast<int*>(merge + End::kMergeFloats + 4 * STAGES);  // [STAGES]
-  int* const prefix = drawn + STAGES;
+  int* const prefix = reinterpret_cast<int*>(merge + End::kMergeFloats + 4 * STAGES);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if PAGED
@@ -100,74 +90,57 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   DecodePlan plan;
-  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, DRAWN ? p.most_pieces : 0,
-                                prefix);
+  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
 
   uint32 tile = 0;  // tiles of this block so far
   Segment segment;
 
   if (warp == NUM_WARPS) {
-    const int first_row = lane / (kSlabsK + kSlabsV) * PAGE_ROWS, slab = lane % (kSlabsK + kSlabsV);
+    const int piece = lane / (kSlabsK + kSlabsV), slab = lane % (kSlabsK + kSlabsV);
     const bool copies = lane < kCopies, of_k = slab < kSlabsK;
     const TensorMap* const map = of_k ? &map_k : &map_v;
     const int column = (of_k ? slab : slab - kSlabsK) * kSlabColumns;
-    const uint32 place = slab * kSlabBytes + first_row * 128;
+    const uint32 place = slab * kSlabBytes + piece * PAGE_ROWS * 128;
     const uint64 policy = gridDim.y > 1 ? kEvictNormal : kEvictFirst;  // other rows' blocks read the same keys
-    int piece = kNoPiece, next_piece = kNoPiece;
-    while (true) {
-      while (plan.next(segment)) {
-        const Sequence seq(p.sequence, segment.batch);
-        int first_tile, end_tile;
-        DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
-        const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
-        const bool sees = any_high > any_low;
-        int key = (first_tile + segment.begin) * kTile + first_row;
+    while (plan.next(segment)) {
+      const Sequence seq(p.sequence, segment.batch);
+      int first_tile, end_tile;
+      DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
+      const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
+      const bool sees = any_high > any_low;
+      int key = (first_tile + segment.begin) * kTile + piece * PAGE_ROWS;
 #if PAGED
-        const int* table = p.sequence.block_table + segment.batch * p.sequence.block_table_stride;
-        const int last_page = (any_high - 1) / p.sequence.page_size;
-        // Past the last visible key: any page, it is masked. Looked up one tile ahead.
-        auto block_of = [&](int at) {
-          return sees && copies ? table[max(min(at / p.sequence.page_size, last_page), 0)] : 0;
-        };
-        int next_block = block_of(key);
+      const int* table = p.sequence.block_table + segment.batch * p.sequence.block_table_stride;
+      const int last_page = (any_high - 1) / p.sequence.page_size;
+      // Past the last visible key: any page, it is masked. Looked up one tile ahead.
+      auto block_of = [&](int at) {
+        return sees && copies ? table[max(min(at / p.sequence.page_size, last_page), 0)] : 0;
+      };
+      int next_block = block_of(key);
 #else
-        const int kv_batch = p.sequence.cu_seqlens_k ? 0 : segment.batch;
+      const int kv_batch = p.sequence.cu_seqlens_k ? 0 : segment.batch;
 #endif
 #pragma unroll 1
-        for (int j = segment.begin; j < segment.end; j++, tile++, key += kTile) {
-          const uint32 stage = tile % STAGES;
+      for (int j = segment.begin; j < segment.end; j++, tile++, key += kTile) {
+        const uint32 stage = tile % STAGES;
 #if PAGED
-          const int block = next_block, row = key % p.sequence.page_size;
-          next_block = j + 1 < segment.end ? block_of(key + kTile) : 0;
+        const int block = next_block, row = key % p.sequence.page_size;
+        next_block = j + 1 < segment.end ? block_of(key + kTile) : 0;
 #else
-          const int block = kv_batch, row = seq.k_begin + key;
+        const int block = kv_batch, row = seq.k_begin + key;
 #endif
-          // The answer travels while this tile waits for its place.
-          if (lane == 0 && plan.pieces() && plan.done() && j + 1 == segment.end) next_piece = draw(p, plan);
-          barrier_wait(empty + 8 * stage, (tile / STAGES & 1) ^ 1);
-          if (lane == 0) {
-            drawn[stage] = piece;
-            if (sees)
-              barrier_expect(full + 8 * stage, kStageBytes);
-            else
-              barrier_arrive(full + 8 * stage);
-          }
-          __syncwarp();
-          if (sees && copies)
-            tma_load(ring + stage * kStageBytes + place, map, full + 8 * stage, column, row, segment.kv_head, block,
-                     policy);
+        barrier_wait(empty + 8 * stage, (tile / STAGES & 1) ^ 1);
+        if (lane == 0) {
+          if (sees)
+            barrier_expect(full + 8 * stage, kStageBytes);
+          else
+            barrier_arrive(full + 8 * stage);
         }
+        __syncwarp();
+        if (sees && copies)
+          tma_load(ring + stage * kStageBytes + place, map, full + 8 * stage, column, row, segment.kv_head, block,
+                   policy);
       }
-      if (!plan.pieces()) break;
-      piece = __shfl_sync(~0u, next_piece, 0);
-      if (piece >= plan.pieces()) break;
-      plan.take(piece);
-    }
-    if (plan.pieces() && lane == 0) {
-      const uint32 stage = tile % STAGES;
-      barrier_wait(empty + 8 * stage, (tile / STAGES & 1) ^ 1);
-      drawn[stage] = kNoPiece;
-      barrier_arrive(full + 8 * stage);
     }
     return;
   }
@@ -175,52 +148,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int row_begin = blockIdx.y * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
   const int rows = min(ROWS, p.group_rows - row_begin);
   const int turn = warp / 4, slice = warp % 4;
-  while (true) {
-    while (plan.next(segment)) {
-      const Sequence seq(p.sequence, segment.batch);
-      int first_tile, end_tile;
-      DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
-      const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
-      const int all_low = seq.low(seq.seqlen_q - 1), all_high = seq.high(0);
-      const int first_head = segment.kv_head * p.group;
-      load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, after, factor, threadIdx.x);
-      WarpRows state;
-      state.clear();
-      const Score score(p.score, segment.batch, first_head);
-      copy_wait<0>();
-      TeamSync::sync();  // every warp's share of the query rows has arrived
+  while (plan.next(segment)) {
+    const Sequence seq(p.sequence, segment.batch);
+    int first_tile, end_tile;
+    DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
+    const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
+    const int all_low = seq.low(seq.seqlen_q - 1), all_high = seq.high(0);
+    const int first_head = segment.kv_head * p.group;
+    load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, after, factor, threadIdx.x);
+    WarpRows state;
+    state.clear();
+    const Score score(p.score, segment.batch, first_head);
+    copy_wait<0>();
+    TeamSync::sync();  // every warp's share of the query rows has arrived
 
-      const int steps = segment.end - segment.begin;
+    const int steps = segment.end - segment.begin;
 #pragma unroll 1
-      for (int j = (turn + kTurns - tile % kTurns) % kTurns; j < steps; j += kTurns) {
-        const uint32 at = tile + j, stage = at % STAGES;
-        const int begin = (first_tile + segment.begin + j) * kTile + slice * kSlice;
-        const uint32 tile_k = ring + stage * kStageBytes, tile_v = tile_k + kSlabsK * kSlabBytes;
-        barrier_wait(full + 8 * stage, at / STAGES & 1);
-        if (begin < any_high && begin + kSlice > any_low) {
-          if (begin < any_low || begin + kSlice > any_high)
-            clear_unseen(shared + (tile_v - ring), slice, any_low - begin, any_high - begin, lane);
-          auto chunk = [&](uint32 base, int r, int c) {
-            return base + c / 8 * kSlabBytes + (slice * kSlice + r) * 128 + ((c ^ r) & 7) * 16;
-          };
-          state.add_slice(
-              p, seq, score, segment.batch, first_head, row_begin, begin, begin < all_low || begin + kSlice > all_high,
-              tile_q, factor, lane, [&](int r, int c) { return chunk(tile_k, r, c); },
-              [&](int r, int c) { return chunk(tile_v, r, c); });
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * stage);
+    for (int j = (turn + kTurns - tile % kTurns) % kTurns; j < steps; j += kTurns) {
+      const uint32 at = tile + j, stage = at % STAGES;
+      const int begin = (first_tile + segment.begin + j) * kTile + slice * kSlice;
+      const uint32 tile_k = ring + stage * kStageBytes, tile_v = tile_k + kSlabsK * kSlabBytes;
+      barrier_wait(full + 8 * stage, at / STAGES & 1);
+      if (begin < any_high && begin + kSlice > any_low) {
+        if (begin < any_low || begin + kSlice > any_high)
+          clear_unseen(shared + (tile_v - ring), slice, any_low - begin, any_high - begin, lane);
+        auto chunk = [&](uint32 base, int r, int c) {
+          return base + c / 8 * kSlabBytes + (slice * kSlice + r) * 128 + ((c ^ r) & 7) * 16;
+        };
+        state.add_slice(
+            p, seq, score, segment.batch, first_head, row_begin, begin, begin < all_low || begin + kSlice > all_high,
+            tile_q, factor, lane, [&](int r, int c) { return chunk(tile_k, r, c); },
+            [&](int r, int c) { return chunk(tile_v, r, c); });
       }
-      tile += steps;
-      End(p, seq, segment, row_begin, rows, merge, threadIdx.x).finish(state, score.scale_log2);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + 8 * stage);
     }
-    // What comes next stands beside its first tile. That all warps wait here is safe: they are done with all tiles
-    // before, and no warp is done with this one until all have met for its queries.
-    if (!plan.pieces()) break;
-    const uint32 stage = tile % STAGES;
-    barrier_wait(full + 8 * stage, tile / STAGES & 1);
-    const int piece = drawn[stage];
-    if (piece == kNoPiece) break;
-    plan.take(piece);
+    tile += steps;
+    End(p, seq, segment, row_begin, rows, merge, threadIdx.x).finish(state, score.scale_log2);
   }
 }

@@ -24,7 +24,7 @@ struct DecodeParams {
   const float* sinks;    // [num_heads] or null
   float* partial_out;    // [slots, group_rows, HEAD_DIM_V], normalised
   float* partial_lse;    // [slots, group_rows], log2
-  int* counters;         // [pairs + 1, row blocks]: segments that have arrived, pieces drawn; zero before and after
+  int* counters;         // [pairs, row blocks]: segments that have arrived; zero before and after
   const float* k_scale;  // [num_kv_heads] with FP8_KV: what a cached key is multiplied by
   const float* v_scale;
   int64 q_batch, q_row, q_head;
@@ -37,5 +37,5 @@ struct DecodeParams {
   int group;       // query heads per key head
   int group_rows;  // group * seqlen_q
   int min_tiles;
-  int most_pieces;  // 0: every block only works on its own stretch
+  int reserved;
 };

@@ -2,11 +2,9 @@
 // the lengths, so a CUDA graph replays right when they change.
 //
 // The keys that a sequence's rows may see are cut into tiles. A pair is one key head of one sequence. The tiles of all
-// pairs, pair after pair, are one line of work (shorter than 2^31 tiles); every block takes an equal stretch of it. With
-// much work, the stretches leave an eighth of the line over, in small pieces that blocks draw when they are through:
-// memory does not serve all of them alike. Stretches and pieces are numbered along the line. What of one of them lies in
-// one pair is a segment; segment (number, pair) keeps its result in slot `number + pair`, which is unique because both
-// never fall along the line. Who computes a segment changes nothing in it.
+// pairs, pair after pair, are one line of work (shorter than 2^31 tiles); every block takes an equal stretch of it. The
+// part of a stretch that lies in one pair is a segment; segment (block, pair) keeps its result in slot `block + pair`,
+// which is unique because both numbers never fall along the line.
 //
 // The plan is made once a block, in shared memory: whatever happens to the lengths meanwhile, all of the block's warps
 // count the same tiles. tests/unit/attention_backend/decode_plan.py is the same in Python.
@@ -24,11 +22,10 @@ struct Segment {
 
 class DecodePlan {
  public:
-  // `prefix` is shared memory for batch + 1 ints; `most_pieces` may be drawn, 0 for none. All threads of the block must
-  // call; ends with a block barrier.
+  // `prefix` is shared memory for batch + 1 ints. All threads of the block must call; ends with a block barrier.
   template <int THREADS, int TILE>
   __device__ __forceinline__ void build(const SequenceParams& p, int batch, int num_kv_heads, int blocks,
-                                        int min_tiles, int most_pieces, int* prefix_in_shared) {
+                                        int min_tiles, int* prefix_in_shared) {
     prefix = prefix_in_shared;
     num_batch = batch;
     num_heads = num_kv_heads;
@@ -43,39 +40,15 @@ class DecodePlan {
       build_wide<THREADS, TILE>(p, batch, prefix_in_shared);
     }
     __syncthreads();
-    work = prefix[batch] * num_kv_heads;
-    num_blocks = blocks;
+    const int work = prefix[batch] * num_kv_heads;
     share = max(min_tiles, (work + blocks - 1) / blocks);
-    given = work;
-    piece = 1;
-    num_pieces = 0;
-    if (most_pieces > 0 && share >= kDrawnFrom) {
-      share = work / blocks - work / blocks / 8;
-      given = share * blocks;
-      piece = max(kPieceTiles, (work - given + most_pieces - 1) / most_pieces);
-      num_pieces = (work - given + piece - 1) / piece;
-    }
-    number = blockIdx.x;
     // A stretch that starts past the end is empty; the product would leave 32 bits only where it is.
-    position = static_cast<int>(min(static_cast<int64>(number) * share, static_cast<int64>(given)));
-    end = min(share, given - position) + position;
+    position = static_cast<int>(min(static_cast<int64>(blockIdx.x) * share, static_cast<int64>(work)));
+    end = min(share, work - position) + position;
   }
-
-  // Pieces that no block owns.
-  __device__ __forceinline__ int pieces() const { return num_pieces; }
-
-  // Goes on with a piece.
-  __device__ __forceinline__ void take(int drawn) {
-    number = num_blocks + drawn;
-    position = given + drawn * piece;
-    end = min(piece, work - position) + position;
-  }
-
-  // Whether `next` has nothing more to give.
-  __device__ __forceinline__ bool done() const { return position >= end; }
 
   __device__ __forceinline__ bool next(Segment& s) {
-    if (done()) return false;
+    if (position >= end) return false;
     int low = 0, high = num_batch;  // the last sequence that starts at or before the position
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -93,10 +66,10 @@ class DecodePlan {
     s.pair = low * num_heads + head;
     s.begin = position - pair_start;
     s.end = min(end - pair_start, tiles);
-    const int first = number_of(pair_start);
-    s.first_slot = first + s.pair;
-    s.num_segments = number_of(pair_start + tiles - 1) - first + 1;
-    s.slot = number + s.pair;
+    const int first_block = pair_start / share;
+    s.first_slot = first_block + s.pair;
+    s.num_segments = (pair_start + tiles - 1) / share - first_block + 1;
+    s.slot = blockIdx.x + s.pair;
     position = pair_start + s.end;
     return true;
   }
@@ -110,14 +83,6 @@ class DecodePlan {
   }
 
  private:
-  static constexpr int kDrawnFrom = 32;  // tiles of a block from which pieces pay
-  static constexpr int kPieceTiles = 8;  // at least, so that a piece's tiles take longer than its end
-
-  // Of the stretch or piece that holds a tile of the line.
-  __device__ __forceinline__ int number_of(int at) const {
-    return at < given ? at / share : num_blocks + (at - given) / piece;
-  }
-
   template <int TILE>
   static __device__ __forceinline__ int count_tiles(const SequenceParams& p, int b) {
     int first, end;
@@ -158,7 +123,6 @@ class DecodePlan {
   }
 
   const int* prefix;
-  int num_batch, num_heads, num_blocks;
-  int work, given, share, piece, num_pieces;
-  int number, position, end;
+  int num_batch, num_heads, share;
+  int position, end;
 };

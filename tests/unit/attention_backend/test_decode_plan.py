@@ -21,19 +21,18 @@ from attention_backend.heuristics.sm80 import HEAD_DIM_TILES, SHARED_MEMORY
     heads=st.integers(1, 9),
     blocks=st.integers(1, 300),
     min_tiles=st.integers(1, 70),
-    pieces=st.integers(0, 9),
 )
 def test_every_tile_is_worked_on_once_and_every_segment_has_its_slot(
-    tiles: list[int], heads: int, blocks: int, min_tiles: int, pieces: int
+    tiles: list[int], heads: int, blocks: int, min_tiles: int
 ) -> None:
     # A launch gives enough blocks for shares of min_tiles, as the number of splits is an upper bound.
     pairs: dict[tuple[int, int], list[Segment]] = defaultdict(list)
-    all_segments = list(segments(tiles, heads, blocks, min_tiles, pieces * blocks))
+    all_segments = list(segments(tiles, heads, blocks, min_tiles))
     for s in all_segments:
         pairs[s.batch, s.kv_head].append(s)
     slots = [s.slot for s in all_segments]
     assert len(set(slots)) == len(slots)
-    assert max(slots) < blocks * (1 + pieces) + len(tiles) * heads
+    assert max(slots) < blocks + len(tiles) * heads
     assert set(pairs) == {(b, h) for b in range(len(tiles)) for h in range(heads)}
     for (batch, _), parts in pairs.items():
         assert [s.slot for s in parts] == [parts[0].first_slot + i for i in range(len(parts))]
@@ -45,7 +44,7 @@ def test_every_tile_is_worked_on_once_and_every_segment_has_its_slot(
 def test_no_block_gets_more_than_its_share(blocks: int, work: int, min_tiles: int) -> None:
     done: dict[int, int] = defaultdict(int)
     for s in segments([work], 3, blocks, min_tiles):
-        done[s.part] += s.end - s.begin
+        done[s.block] += s.end - s.begin
     assert max(done.values()) <= max(min_tiles, -(-3 * work // blocks))
 
 
