@@ -13,6 +13,7 @@ from benchmarks.attention_registry import (
     OURS_CONTIGUOUS,
     OURS_DENSE,
     OURS_GENERIC,
+    OURS_TMA,
     OURS_UNSHARED,
     Call,
     contender,
@@ -121,20 +122,41 @@ def dropout(cell: Cell, t: Tensors) -> Call:
 
 @contender(OURS, "fp8_kv")
 def float8_pages(cell: Cell, t: Tensors) -> Call:
+    return _run(_float8_args(cell, t))
+
+
+def _float8_args(cell: Cell, t: Tensors) -> AttentionArgs:
     k_scale, v_scale = (torch.full((cell.kv_heads,), x, device=t.q.device) for x in (K_SCALE, V_SCALE))
-    return _run(
-        AttentionArgs(
-            t.q,
-            as_float8(t.stored_k, K_SCALE).transpose(1, 2),
-            as_float8(t.stored_v, V_SCALE).transpose(1, 2),
-            cell.head_dim**-0.5,
-            block_table=t.table,
-            seqused_k=t.used,
-            max_seqlen_k=cell.seqlen_k,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+    return AttentionArgs(
+        t.q,
+        as_float8(t.stored_k, K_SCALE).transpose(1, 2),
+        as_float8(t.stored_v, V_SCALE).transpose(1, 2),
+        cell.head_dim**-0.5,
+        block_table=t.table,
+        seqused_k=t.used,
+        max_seqlen_k=cell.seqlen_k,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+
+
+@contender(OURS_TMA, "decode", "latency", optional=True)
+def decode_tma(cell: Cell, t: Tensors) -> Call:
+    """The decode kernel of Hopper, also where heuristics prefer the one of all GPUs."""
+    return _decode(cell, t, tma=True)
+
+
+@contender(OURS_GENERIC, "decode", "latency", optional=True)
+@contender(OURS_GENERIC, "fp8_kv")
+def decode_generic(cell: Cell, t: Tensors) -> Call:
+    return _decode(cell, t, tma=False)
+
+
+def _decode(cell: Cell, t: Tensors, *, tma: bool) -> Call:
+    from attention_backend.kernels import flash_decode
+
+    args = _float8_args(cell, t) if cell.section == "fp8_kv" else _paged_args(cell, t)
+    return lambda: flash_decode.forward(args, tma=tma)[0]
 
 
 @contender(OURS, "shared_prefix")
