@@ -26,7 +26,7 @@ def kernel_alone(cell: Cell, t: Tensors) -> Call:
     from attention_backend.heuristics.fp8 import fp8_config
     from attention_backend.kernels import flash_fwd_fp8_sm90, quantize_fp8
 
-    config = fp8_config(cell.head_dim, causal=cell.causal)
+    config = fp8_config(cell.head_dim)
     tiles = quantize_fp8.quantize(t.q, t.k, t.v, cell.head_dim**-0.5, config, hadamard=True)
     out = torch.empty_like(t.q)
     lse = t.q.new_empty((cell.batch, cell.heads, cell.seqlen_q), dtype=torch.float32)

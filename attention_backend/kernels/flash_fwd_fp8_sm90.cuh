@@ -8,15 +8,11 @@
 // and most tiles need no rescaling. Probabilities are 2^(exponent + kOffset), which uses e4m3's range up to 448.
 //
 // The tensor cores cut the products they add to 13 bits below the largest: a sum over n keys would be short by up to
-// n / 50,000. They only ever add up SUM_TILES tiles, from zero; such a sum is added to the output in float32.
+// n / 50,000. They only ever add up one tile, from zero, and a part of the columns at a time; float32 adds the rest.
+// A warpgroup waits for its products: scores and sums need no registers at once, and the other warpgroups keep the
+// tensor cores busy meanwhile.
 //
-// With OVERLAP a tile's values are added during the softmax of the next tile. Without, a warpgroup waits for them: this
-// takes fewer registers (scores and sums are not needed at once), and others keep the tensor cores busy meanwhile.
-//
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M, BLOCK_N, STAGES (of the rings of keys and of
-// values), INTEGER_MAX (scores are compared as integers), OVERLAP, TURNS (warpgroups take turns at the tensor cores),
-// SUM_COLUMNS (of the output, added up at a time; all with OVERLAP), SUM_TILES (1 without OVERLAP), PRODUCER_REGISTERS
-// and CONSUMER_REGISTERS.
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M (128, 192), BLOCK_N.
 #include "parts/e4m3.cuh"
 #include "parts/element.cuh"
 #include "parts/tma.cuh"
@@ -40,12 +36,14 @@ struct Fp8Params {
 };
 
 constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
-constexpr int kConsumerThreads = 128 * kConsumers;
-constexpr int kThreads = kConsumerThreads + 128;
+constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kWidth = HEAD_DIM % 128 ? 64 : 128;  // bytes of a row in a slab of queries or keys; 32 of values
 constexpr int kBytesQ = BLOCK_M * HEAD_DIM, kBytesKv = BLOCK_N * HEAD_DIM;
+constexpr int kStages = 2;  // of the rings of keys and of values
 constexpr int kSteps = BLOCK_N / 32;  // k-steps of the second product
-static_assert(OVERLAP ? SUM_COLUMNS == HEAD_DIM : SUM_TILES == 1 && HEAD_DIM % SUM_COLUMNS == 0, "as described above");
+constexpr int kSumColumns = HEAD_DIM == 64 ? 64 : HEAD_DIM / 2;  // of the output, added up at a time
+constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "registers of a multiprocessor");
 
 // A probability is at most 2^(kOffset + kThreshold) = 430: below e4m3's 448, and normal down to 2^-13 of the largest.
 constexpr float kOffset = 7.f, kThreshold = 1.75f;
@@ -77,14 +75,13 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, 
   fp8_commit();
 }
 
-// Starts sums = p v of one tile, for the columns that begin at `v`; sums += p v unless `first`.
-__device__ __forceinline__ void start_sums(float (&sums)[SUM_COLUMNS / 2], const uint32 (&p)[kSteps][4], uint32 v,
-                                           bool first) {
+// Starts sums = p v of one tile, for the columns that begin at `v`.
+__device__ __forceinline__ void start_sums(float (&sums)[kSumColumns / 2], const uint32 (&p)[kSteps][4], uint32 v) {
   const uint64 b = fp8_descriptor<32>(uniform(v));
   fp8_fence();
 #pragma unroll
   for (int i = 0; i < kSteps; i++)
-    Fp8Wgmma<SUM_COLUMNS>::registers(sums, p[i], b + i * (HEAD_DIM * 32 >> 4), i != 0 || !first);
+    Fp8Wgmma<kSumColumns>::registers(sums, p[i], b + i * (HEAD_DIM * 32 >> 4), i != 0);
   fp8_commit();
 }
 
@@ -95,8 +92,8 @@ struct RowState {
 
 // The largest score of each of the thread's rows.
 __device__ __forceinline__ void largest_scores(float (&largest)[2], const float (&s)[BLOCK_N / 2]) {
-#if INTEGER_MAX
-  // As integers floats are in order as long as the result is not negative, and one instruction takes three of them.
+  // One instruction takes three integers. As integers, floats without a sign are in order and those with one are
+  // negative: a result that is not negative is the largest.
   int top[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -109,7 +106,6 @@ __device__ __forceinline__ void largest_scores(float (&largest)[2], const float 
     largest[half] = __int_as_float(top[half]);
   }
   if (!__any_sync(~0u, min(top[0], top[1]) < 0)) return;
-#endif
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float x = fmaxf(s[half * 2], s[half * 2 + 1]);
@@ -121,9 +117,9 @@ __device__ __forceinline__ void largest_scores(float (&largest)[2], const float 
 }
 
 // Turns scores into probabilities 2^(exponent + kOffset). Row `half` sees its first `visible[half]` keys of the tile
-// (counted from this thread's first column). True when some row of the warp has a new stabiliser.
+// (counted from this thread's first column).
 template <bool MASKED>
-__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], RowState& row, const float (&scale)[2],
+__device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], RowState& row, const float (&scale)[2],
                                              const int (&visible)[2]) {
   if (MASKED) {
 #pragma unroll
@@ -132,14 +128,12 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], RowState& 
   }
   float largest[2];
   largest_scores(largest, s);
-  bool grew = false;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float top = largest[half] * scale[half];
     const bool higher = top > row.max[half] + kThreshold;
     row.correction[half] = higher ? exp2_approx(row.max[half] - top) : 1.f;
     if (higher) row.max[half] = top;
-    grew |= higher;
     const float shift = kOffset - (MASKED && row.max[half] == -kInfinity ? 0.f : row.max[half]);
     float sum = 0.f;
 #pragma unroll
@@ -152,13 +146,6 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], RowState& 
       }
     row.sum[half] = row.sum[half] * row.correction[half] + sum;
   }
-  return __any_sync(~0u, grew);
-}
-
-// The values exist from here on: their computation is not moved behind what follows.
-__device__ __forceinline__ void settle(float (&s)[BLOCK_N / 2]) {
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; i++) asm volatile("" : "+f"(s[i]));
 }
 
 __device__ __forceinline__ void pack_tile(uint32 (&p)[kSteps][4], const float (&s)[BLOCK_N / 2]) {
@@ -171,6 +158,11 @@ __device__ __forceinline__ void pack_tile(uint32 (&p)[kSteps][4], const float (&
     }
 }
 
+// A thread's first row of queries (the second is 8 further) and first column in a tile.
+struct Place {
+  int row, column;
+};
+
 struct True {
   static constexpr bool value = true;
 };
@@ -181,9 +173,9 @@ struct False {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(const __grid_constant__ Fp8Params p) {
   extern __shared__ __align__(1024) char shared[];
   const uint32 tile_q = (shared_address(shared) + 1023) & ~1023u;
-  const uint32 ring_k = tile_q + kBytesQ, ring_v = ring_k + STAGES * kBytesKv;
-  const uint32 full_q = ring_v + STAGES * kBytesKv, full_k = full_q + 8;
-  const uint32 empty_k = full_k + 8 * STAGES, full_v = empty_k + 8 * STAGES, empty_v = full_v + 8 * STAGES;
+  const uint32 ring_k = tile_q + kBytesQ, ring_v = ring_k + kStages * kBytesKv;
+  const uint32 full_q = ring_v + kStages * kBytesKv, full_k = full_q + 8;
+  const uint32 empty_k = full_k + 8 * kStages, full_v = empty_k + 8 * kStages, empty_v = full_v + 8 * kStages;
 
   const int section = blockIdx.x / (p.section * p.q_tiles), place = blockIdx.x % (p.section * p.q_tiles);
   const int section_heads = min(p.section, p.num_heads - section * p.section);
@@ -198,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
   if (threadIdx.x == 0) {
     barrier_init(full_q, 1);
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) {
+    for (int i = 0; i < kStages; i++) {
       barrier_init(full_k + 8 * i, 1);
       barrier_init(full_v + 8 * i, 1);
       barrier_init(empty_k + 8 * i, kConsumers);
@@ -209,11 +201,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
   __syncthreads();
 
   if (threadIdx.x < 128) {  // the producer warpgroup; one thread works
-    registers_lower<PRODUCER_REGISTERS>();
+    registers_lower<kProducerRegisters>();
     if (threadIdx.x != 0 || tiles == 0) return;
     auto load = [&](const uint8* images, uint32 ring, uint32 full, uint32 empty, int step) {
-      const int stage = step % STAGES;
-      barrier_wait(empty + 8 * stage, (step / STAGES & 1) ^ 1);
+      const int stage = step % kStages;
+      barrier_wait(empty + 8 * stage, (step / kStages & 1) ^ 1);
       barrier_expect(full + 8 * stage, kBytesKv);
       bulk_load(ring + stage * kBytesKv, images + (kv * p.k_tiles + tiles - 1 - step) * kBytesKv, kBytesKv,
                 full + 8 * stage, kEvictLast);
@@ -231,9 +223,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
     return;
   }
 
-  registers_raise<CONSUMER_REGISTERS>();
-  const int consumer = threadIdx.x - 128, group = consumer / 128, thread = consumer % 128, lane = thread % 32;
-  const int row0 = first_row + group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
+  registers_raise<kConsumerRegisters>();
+  const int group = threadIdx.x / 128 - 1;
+  auto thread_place = [&] {
+    int thread;  // read anew each time: meanwhile it takes no registers, of which there are none to spare
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return Place{first_row + (thread - 128) / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
+  };
 
   float acc[HEAD_DIM / 2];
 #pragma unroll
@@ -242,119 +238,61 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
   if (tiles > 0) {
     const uint32 q = tile_q + group * 64 * kWidth;
     const float* k_scales = p.k_scale + kv * p.k_tiles;
-    const float* q_scales = p.q_scale + static_cast<int64>(batch * p.num_heads + head) * p.q_tiles * BLOCK_M + row0;
+    const float* q_scales =
+        p.q_scale + static_cast<int64>(batch * p.num_heads + head) * p.q_tiles * BLOCK_M + thread_place().row;
     const float q_scale[2] = {q_scales[0], q_scales[8]};
     float k_scale = k_scales[tiles - 1];  // read a step ahead
     uint32 probs[kSteps][4];
     auto softmax = [&](auto masked, float (&s)[BLOCK_N / 2], int step) {
       const float scale[2] = {q_scale[0] * k_scale, q_scale[1] * k_scale};
       k_scale = k_scales[max(tiles - 2 - step, 0)];
-      const int key0 = (tiles - 1 - step) * BLOCK_N + column;
-      const int visible[2] = {high(row0) - key0, high(row0 + 8) - key0};
-      return softmax_tile<decltype(masked)::value>(s, row, scale, visible);
+      int visible[2] = {};
+      if constexpr (decltype(masked)::value) {
+        const Place at = thread_place();
+        const int key0 = (tiles - 1 - step) * BLOCK_N + at.column;
+        visible[0] = high(at.row) - key0, visible[1] = high(at.row + 8) - key0;
+      }
+      softmax_tile<decltype(masked)::value>(s, row, scale, visible);
     };
-    auto wait_keys = [&](int step) { barrier_wait(full_k + 8 * (step % STAGES), step / STAGES & 1); };
-    auto wait_values = [&](int step) { barrier_wait(full_v + 8 * (step % STAGES), step / STAGES & 1); };
-    auto take_turn = [&] {
-      if (TURNS) named_sync(1 + group, 256);
-    };
-    auto pass_turn = [&] {
-      if (TURNS) named_arrive(1 + (group + 1) % kConsumers, 256);
-    };
-    if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
+    auto wait_keys = [&](int step) { barrier_wait(full_k + 8 * (step % kStages), step / kStages & 1); };
+    auto wait_values = [&](int step) { barrier_wait(full_v + 8 * (step % kStages), step / kStages & 1); };
     // Tiles that every row sees whole end at the first row's last key.
     const int masked_steps = min(max(tiles - max(high(first_row), 0) / BLOCK_N, 1), tiles);
     barrier_wait(full_q, 0);
     wait_keys(0);
-#if OVERLAP
-    float sums[SUM_COLUMNS / 2];
-    {
-      float s[BLOCK_N / 2];
-      take_turn();
-      start_scores(s, q, ring_k);
-      pass_turn();
-      fp8_wait<0>();
-      if (thread == 0) barrier_arrive(empty_k);
-      softmax(True{}, s, 0);
-      pack_tile(probs, s);
-      if (tiles > 1) wait_keys(1);
-    }
     auto step_tile = [&](auto masked, int step) {
-      const int stage = step % STAGES, before = (step - 1) % STAGES;
-      float s[BLOCK_N / 2];
-      take_turn();
-      start_scores(s, q, ring_k + stage * kBytesKv);
-      wait_values(step - 1);
-      start_sums(sums, probs, ring_v + before * kBytesKv, (step - 1) % SUM_TILES == 0);
-      pass_turn();
-      fp8_wait<1>();
-      if (thread == 0) barrier_arrive(empty_k + 8 * stage);
-      const bool grew = softmax(masked, s, step);
-      settle(s);
-      // A loop ends the block of instructions: without it the compiler waits for the product first, the softmax after.
-      if (step + 1 < tiles) wait_keys(step + 1);
-      fp8_wait<0>();
-      if (thread == 0) barrier_arrive(empty_v + 8 * before);
-      pack_tile(probs, s);
-      if (step % SUM_TILES == 0) {
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] += sums[i];
-      }
-      if (grew) {
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; i++) {
-          acc[i] *= row.correction[i / 2 % 2];
-          sums[i] *= row.correction[i / 2 % 2];
-        }
-      }
-    };
-    int step = 1;
-#pragma unroll 1
-    for (; step < masked_steps; step++) step_tile(True{}, step);
-#pragma unroll 1
-    for (; step < tiles; step++) step_tile(False{}, step);
-    wait_values(tiles - 1);
-    start_sums(sums, probs, ring_v + (tiles - 1) % STAGES * kBytesKv, (tiles - 1) % SUM_TILES == 0);
-    fp8_wait<0>();
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] += sums[i];
-#else
-    auto step_tile = [&](auto masked, int step) {
-      const int stage = step % STAGES;
+      const int stage = step % kStages;
       {
         float s[BLOCK_N / 2];
         start_scores(s, q, ring_k + stage * kBytesKv);
-        pass_turn();
         fp8_wait<0>();
-        if (thread == 0) barrier_arrive(empty_k + 8 * stage);
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty_k + 8 * stage);
         softmax(masked, s, step);
+        __syncwarp();  // else the compiler computes and packs probabilities by turns, in more registers
         pack_tile(probs, s);
       }
       wait_values(step);
-      take_turn();
 #pragma unroll
-      for (int begin = 0; begin < HEAD_DIM; begin += SUM_COLUMNS) {
-        float sums[SUM_COLUMNS / 2];
-        start_sums(sums, probs, ring_v + stage * kBytesKv + begin * 32, true);
+      for (int begin = 0; begin < HEAD_DIM; begin += kSumColumns) {
+        float sums[kSumColumns / 2];
+        start_sums(sums, probs, ring_v + stage * kBytesKv + begin * 32);
         fp8_wait<0>();
 #pragma unroll
-        for (int i = 0; i < SUM_COLUMNS / 2; i++)
+        for (int i = 0; i < kSumColumns / 2; i++)
           acc[begin / 2 + i] = fmaf(acc[begin / 2 + i], row.correction[i / 2 % 2], sums[i]);
       }
-      if (thread == 0) barrier_arrive(empty_v + 8 * stage);
+      if (threadIdx.x % 128 == 0) barrier_arrive(empty_v + 8 * stage);
       if (step + 1 < tiles) wait_keys(step + 1);
     };
-    take_turn();
     int step = 0;
 #pragma unroll 1
     for (; step < masked_steps; step++) step_tile(True{}, step);
 #pragma unroll 1
     for (; step < tiles; step++) step_tile(False{}, step);
-    pass_turn();
-#endif
   }
 
-  const float* v_scale = p.v_scale + kv * HEAD_DIM + column;
+  const Place at = thread_place();
+  const float* v_scale = p.v_scale + kv * HEAD_DIM + at.column;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float l = row.sum[half];
@@ -362,13 +300,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
     l += __shfl_xor_sync(~0u, l, 2);
     const bool empty = row.max[half] == -kInfinity;
     const float factor = empty ? 0.f : 1.f / l;
-    const int i = row0 + half * 8;
+    const int i = at.row + half * 8;
     if (i > last_row) continue;
-    if (lane % 4 == 0)
+    if (at.column == 0)
       p.lse[static_cast<int64>(batch * p.num_heads + head) * p.seqlen_q + i] =
           empty ? -kInfinity : (row.max[half] - kOffset + log2f(l)) * kLn2;
     uint32* to = reinterpret_cast<uint32*>(
-        p.out + ((static_cast<int64>(batch) * p.seqlen_q + i) * p.num_heads + head) * HEAD_DIM + column);
+        p.out + ((static_cast<int64>(batch) * p.seqlen_q + i) * p.num_heads + head) * HEAD_DIM + at.column);
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; j++) {
       const float2 channel = *reinterpret_cast<const float2*>(v_scale + j * 8);

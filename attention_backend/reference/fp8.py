@@ -95,7 +95,7 @@ def attention(
     total, acc = torch.zeros_like(top), torch.zeros(batch, num_heads, rows, head_dim, device=q.device)
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format), top
-    block_n = fp8_config(head_dim, causal=causal).block_n
+    block_n = fp8_config(head_dim).block_n
     x = quantize(q, k, v, softmax_scale, block_n, hadamard=hadamard)
     q8, k8, v8 = x.q.float().transpose(1, 2), *(_heads(t, group) for t in (x.k, x.v))
     k_scale = x.k_scale.repeat_interleave(group, 1)

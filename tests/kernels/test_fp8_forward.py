@@ -36,16 +36,17 @@ def problem(
     return q, k, v
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) in float64."""
+def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, the size of the largest score) in float64."""
     group = q.shape[2] // k.shape[2]
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    largest = scores.abs().amax(-1)
     if causal:
         rows, keys = scores.shape[-2:]
         visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
         scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(0.0), v), scores.logsumexp(-1)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(0.0), v), scores.logsumexp(-1), largest
 
 
 def rms(x: Tensor) -> float:
@@ -64,7 +65,7 @@ def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.0
     q, k, v = x
     out, lse = run(x, causal=causal, hadamard=hadamard)
     want, want_lse = emulation.attention(q, k, v, q.shape[-1] ** -0.5, causal=causal, hadamard=hadamard)
-    truth, truth_lse = exact(q, k, v, causal=causal)
+    truth, truth_lse, largest = exact(q, k, v, causal=causal)
     assert out.shape == q.shape
     assert out.dtype == q.dtype
     seen = truth_lse != -torch.inf
@@ -80,19 +81,19 @@ def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.0
     assert rms(out.double() - want.double()) <= 0.4 * emulated + slack
     assert error <= 1.1 * emulated + slack, f"error {error:.3e}, emulated {emulated:.3e}"
     assert error <= limit * rms(truth), f"error {error:.3e} of {rms(truth):.3e}"
-    # The tensor cores cut each of a score's products to 13 bits below the largest; the emulation adds exactly.
-    apart = ((lse - want_lse).abs() - 2e-3 * want_lse.abs())[seen].max()
+    # The tensor cores cut each of a score's products to 13 bits below the largest; the emulation adds exactly. The loss
+    # is a share of the scores: lse can be small where they are not.
+    apart = ((lse - want_lse).abs() - 2e-3 * largest)[seen].max()
     assert apart < 1e-3, f"lse is {apart:.1e} further from the emulation than scores of 13 bits explain"
     assert (lse - truth_lse)[seen].abs().max() < 4 * limit
 
 
 @pytest.mark.parametrize("hadamard", [True, False])
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
-@pytest.mark.parametrize("causal", [False, True])
-def test_tiles_are_the_emulations_byte_for_byte(causal: bool, head_dim: int, hadamard: bool) -> None:
+def test_tiles_are_the_emulations_byte_for_byte(head_dim: int, hadamard: bool) -> None:
     from attention_backend.kernels.quantize_fp8 import quantize
 
-    config = fp8_config(head_dim, causal=causal)
+    config = fp8_config(head_dim)
     q, k, v = problem("tiles", 333, 1111, head_dim)
     want = emulation.quantize(q, k, v, 0.3, config.block_n, hadamard=hadamard)
     with poisoned_memory():

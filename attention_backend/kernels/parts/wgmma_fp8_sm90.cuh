@@ -37,12 +37,6 @@ __device__ __forceinline__ void fp8_wait() {
 #define NAMES_56 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_64 "%64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES_72 "%72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_80 "%80, %81, %82, %83, %84, %85, %86, %87"
-#define NAMES_88 "%88, %89, %90, %91, %92, %93, %94, %95"
-#define NAMES_96 "%96, %97, %98, %99, %100, %101, %102, %103"
-#define NAMES_104 "%104, %105, %106, %107, %108, %109, %110, %111"
-#define NAMES_112 "%112, %113, %114, %115, %116, %117, %118, %119"
-#define NAMES_120 "%120, %121, %122, %123, %124, %125, %126, %127"
 #define VALUES_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define NAMES_OF_8 NAMES_0
@@ -65,18 +59,6 @@ __device__ __forceinline__ void fp8_wait() {
 #define VALUES_OF_72 VALUES_OF_64, VALUES_8(64)
 #define NAMES_OF_80 NAMES_OF_72 ", " NAMES_72
 #define VALUES_OF_80 VALUES_OF_72, VALUES_8(72)
-#define NAMES_OF_88 NAMES_OF_80 ", " NAMES_80
-#define VALUES_OF_88 VALUES_OF_80, VALUES_8(80)
-#define NAMES_OF_96 NAMES_OF_88 ", " NAMES_88
-#define VALUES_OF_96 VALUES_OF_88, VALUES_8(88)
-#define NAMES_OF_104 NAMES_OF_96 ", " NAMES_96
-#define VALUES_OF_104 VALUES_OF_96, VALUES_8(96)
-#define NAMES_OF_112 NAMES_OF_104 ", " NAMES_104
-#define VALUES_OF_112 VALUES_OF_104, VALUES_8(104)
-#define NAMES_OF_120 NAMES_OF_112 ", " NAMES_112
-#define VALUES_OF_120 VALUES_OF_112, VALUES_8(112)
-#define NAMES_OF_128 NAMES_OF_120 ", " NAMES_120
-#define VALUES_OF_128 VALUES_OF_120, VALUES_8(120)
 // clang-format on
 
 // Fp8Wgmma<N>::shared: d = a * b (+ d), both operands in shared memory.
@@ -106,9 +88,5 @@ struct Fp8Wgmma;
   };
 
 FP8_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
-FP8_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
 FP8_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
 FP8_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
-FP8_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
-FP8_WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
-FP8_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
