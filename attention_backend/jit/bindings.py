@@ -1,18 +1,24 @@
 """The only imports of CuPy: NVRTC, modules and the driver API. Importing this file needs no CuPy and no GPU."""
 
+import threading
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from attention_backend.jit.errors import CupyMissingError
 
+_LOADING = threading.Lock()
+
 
 def nvrtc() -> ModuleType:
     """`cupy.cuda.nvrtc`. Raises CupyMissingError when CuPy or libnvrtc is not there."""
     try:
-        from cupy.cuda import nvrtc as module
+        with (
+            _LOADING
+        ):  # CuPy opens libnvrtc at its first use; by two threads at once, NVRTC then misses its other parts
+            from cupy.cuda import nvrtc as module
 
-        module.getVersion()
+            module.getVersion()
     except Exception as error:  # CuPy's soft links raise several types, RuntimeError and OSError among them
         raise CupyMissingError(str(error)) from error
     return module

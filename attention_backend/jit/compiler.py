@@ -3,8 +3,10 @@
 import hashlib
 import json
 import logging
+import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 
 from attention_backend.jit import bindings, headers, report
 from attention_backend.jit.cubin import parameter_sizes, whole
@@ -19,6 +21,7 @@ FLAGS = ("-std=c++17", "-default-device", "--no-source-include", "--no-cache", "
 
 _KEY_FORMAT = 1
 _LOG = logging.getLogger("attention_backend.jit")
+_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,22 @@ def key(variant: KernelVariant, source: SourceSnapshot) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+@cache
+def _builtins() -> None:
+    nvrtc = bindings.nvrtc()
+    program = nvrtc.createProgram("", "empty", [], [])
+    try:
+        nvrtc.compileProgram(program, ())
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _load_builtins() -> None:
+    """NVRTC opens libnvrtc-builtins at its first compilation; of two at once one has failed to, so it is done alone."""
+    with _LOADING:
+        _builtins()
+
+
 def compile_variant(variant: KernelVariant, source: SourceSnapshot) -> Compiled:
     """Compile a variant. Raises CompileError with the compiler's errors, or when the kernel is not as rooms agree.
 
@@ -64,6 +83,7 @@ def compile_variant(variant: KernelVariant, source: SourceSnapshot) -> Compiled:
         f"-I{include}",
         *(f"-D{name}={value}" for name, value in variant.defines),
     )
+    _load_builtins()
     started = time.perf_counter()
     program = nvrtc.createProgram(
         source.text,
