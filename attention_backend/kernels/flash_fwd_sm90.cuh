@@ -596,7 +596,7 @@ class Consumer {
     if (PENDING && !OVERLAP) wgmma_wait<0>();
     const bool rescale = softmax_tile<MASK != kWhole || KEY_MASK || BIAS>(s, rows, correction, score);
     if (PENDING) {
-      if (OVERLAP) wgmma_wait_after(rescale);
+      if (OVERLAP) wgmma_wait_behind(p.work.batch > 0);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
       if (i == 0) {
         store_rows(acc, factor, before, p, local_row);

@@ -9,7 +9,7 @@ Two launches may share counters only if one ends before the other starts, so wha
   branches have other counters, so graphs may be replayed beside anything.
 
 A graph keeps the addresses for as long as it lives, which nobody is told. So its counters come out of a reserve that is
-never freed nor handed out again (4 KB a graph, mostly), allocated outside of captures: memory from inside would belong
+never freed nor handed out again (1 KB a graph, mostly), allocated outside of captures: memory from inside would belong
 to the graphs' pool, where another graph may get the same addresses. A replay that starts finds zeros because the
 launches of the last one left zeros: nothing has to be cleared in the graph.
 
@@ -62,7 +62,7 @@ class Workspace:
         self._lock = threading.Lock()
         self._eager: dict[tuple[int, int, int], Tensor] = {}
         self._captured: dict[tuple[int, int], tuple[int, Tensor]] = {}
-        self._reserves: dict[int, Reserve] = {}
+        self._reserves: dict[int, list[Reserve]] = {}  # graphs use all of them; the last one is handed out
 
     def counters(self, device: torch.device, stream: int, count: int, capture: int | None) -> Tensor:
         """At least `count` zeros for launches on `stream`, which is in `capture` (None: in no capture)."""
@@ -76,20 +76,20 @@ class Workspace:
             known = self._captured.get((index, stream))
             if known is not None and known[0] == capture and known[1].numel() >= count:
                 return known[1]
-            reserve = self._reserves.get(index)
-            taken = None if reserve is None else reserve.take(count)
+            reserves = self._reserves.get(index)
+            taken = reserves[-1].take(count) if reserves else None
             if taken is None:
                 taken = torch.zeros(count, dtype=torch.int32, device=device)
             self._captured[index, stream] = (capture, taken)
             return taken
 
     def _refill(self, index: int, device: torch.device) -> None:
-        reserve = self._reserves.get(index)
-        if reserve is None or reserve.left < _RESERVED // 2:
+        reserves = self._reserves.setdefault(index, [])
+        if not reserves or reserves[-1].left < _RESERVED // 2:
             zeros = torch.zeros(_RESERVED, dtype=torch.int32, device=device)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # replays on any stream must find zeros
-            self._reserves[index] = Reserve(zeros)
+            reserves.append(Reserve(zeros))
 
     @staticmethod
     def _grown(

@@ -21,9 +21,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Waits for all committed groups, once `condition`, of either value, is known. ptxas moves a plain wait up to the start
-// of its basic block, in front of arithmetic that was meant to run meanwhile; past a branch it does not.
-__device__ __forceinline__ void wgmma_wait_after(bool condition) {
+// Waits for all committed groups, behind a branch on a condition that is the same in all threads of the block but that the
+// compiler does not know. ptxas moves a plain wait up to the start of its basic block, in front of arithmetic that was
+// meant to run meanwhile; past a branch it does not.
+__device__ __forceinline__ void wgmma_wait_behind(bool condition) {
   if (condition)
     asm volatile("wgmma.wait_group.sync.aligned 0;  // true" ::: "memory");  // two texts: equal ones would be merged
   else
