@@ -1,5 +1,6 @@
 """Counters of kernels: what may run at the same time never shares them, and a graph's are never given away."""
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -51,10 +52,16 @@ def test_counters_of_a_capture_are_never_handed_out_again() -> None:
     """Its graph may be replayed for as long as the process runs, and holds no tensor."""
     workspace = Workspace()
     captured: list[int] = []
+    memory: list[weakref.ref[torch.Tensor]] = []
     for round_ in range(4):
         workspace.counters(CPU, STREAM, 1, None)
         captures = range(100 * round_, 100 * round_ + 100)
         captured += [workspace.counters(CPU, STREAM, 1000, capture).data_ptr() for capture in captures]
+        whole = workspace.counters(CPU, STREAM, 1000, captures[-1])._base
+        assert whole is not None
+        memory.append(weakref.ref(whole))
+        del whole
+    assert all(ref() is not None for ref in memory)
     addresses = sorted(captured)
     assert all(b - a >= 4000 for a, b in pairwise(addresses))
 
