@@ -16,6 +16,7 @@ from attention_backend.block_sparsity import BlockSparsity
 from attention_backend.checks import check_args, check_device
 from attention_backend.errors import UnsupportedError
 from attention_backend.interface import default_scale
+from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import block_sparse_attention as reference
 
@@ -67,7 +68,7 @@ def _check_sparsity(q: Tensor, k: Tensor, sparsity: BlockSparsity) -> None:
         check_device(name, x, q.device)
 
 
-@torch.library.custom_op("longwave::block_sparse_attention", mutates_args=())
+@operator("block_sparse_attention")
 def block_sparse_attention_op(
     q: Tensor,
     k: Tensor,
@@ -108,7 +109,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=lse_dtype)
 
 
-@torch.library.custom_op("longwave::block_sparse_attention_backward", mutates_args=())
+@operator("block_sparse_attention_backward")
 def block_sparse_attention_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor,

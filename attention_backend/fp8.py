@@ -8,6 +8,7 @@ from torch import Tensor
 from attention_backend.checks import check_args
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.fp8 import HEAD_DIMS
+from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import fp8 as reference
 
@@ -20,7 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_BATCH = 65535  # blocks in y
 
 
-@torch.library.custom_op("longwave::fp8_attention", mutates_args=())
+@operator("fp8_attention")
 def fp8_attention_op(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, hadamard: bool
 ) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ Knows which device computes what; the mathematics is in reference.linear, the ke
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from attention_backend.checks import check_device
+from attention_backend.operators import operator
 from attention_backend.reference import linear as reference
 from attention_backend.reference.linear import FEATURE_MAPS, FeatureMap
 
@@ -41,7 +41,7 @@ def linear_attention(
     return _op(q, k, v, causal, feature_map, normalize, chunk_size)
 
 
-@torch.library.custom_op("longwave::linear_attention", mutates_args=())
+@operator("linear_attention")
 def _op(q: Tensor, k: Tensor, v: Tensor, causal: bool, feature_map: str, normalize: bool, chunk_size: int) -> Tensor:
     chosen = cast(FeatureMap, feature_map)
     if q.device.type == "cuda":
@@ -58,7 +58,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:  # noqa: AR
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
-@torch.library.custom_op("longwave::linear_attention_backward", mutates_args=())
+@operator("linear_attention_backward")
 def _backward_op(
     grad_out: Tensor,
     q: Tensor,

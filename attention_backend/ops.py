@@ -3,7 +3,6 @@
 Arguments are flat because a schema is; they were checked by the public functions and are not checked again.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +10,15 @@ from torch import Tensor
 
 from attention_backend import dispatch
 from attention_backend.errors import UnsupportedError
+from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import cpu, kv_cache, rotary
 
+_CACHES = ("k_cache", "v_cache")
 _FIELDS = AttentionArgs.__slots__  # the order of the operator's arguments
 
 
-@torch.library.custom_op("longwave::attention", mutates_args=())
+@operator("attention")
 def attention_op(
     q: Tensor,
     k: Tensor,
@@ -62,7 +63,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
     return q.new_empty(args.out_shape), q.new_empty(args.lse_shape, dtype=lse_dtype)
 
 
-@torch.library.custom_op("longwave::attention_backward", mutates_args=())
+@operator("attention_backward")
 def attention_backward_op(
     grad_out: Tensor,
     grad_lse: Tensor,
@@ -160,11 +161,16 @@ def _store_kv(
         kv_cache.store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
+store_kv_op = operator("store_kv", mutates_args=_CACHES)(_store_kv)
+
+
+@store_kv_op.register_fake
 def _store_kv_fake(*tensors: Tensor | None) -> None:
     del tensors
 
 
-def _rotate_and_store(
+@operator("rotate_and_store", mutates_args=_CACHES)
+def rotate_and_store_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -191,11 +197,13 @@ def _rotate_and_store(
     return rotary.apply(q, cos, sin, q_positions, interleaved)
 
 
+@rotate_and_store_op.register_fake
 def _rotate_and_store_fake(q: Tensor, *others: Any) -> Tensor:  # noqa: ARG001
     return q.new_empty(q.shape)
 
 
-def _paged_attention(
+@operator("paged_attention", mutates_args=_CACHES)
+def paged_attention_op(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
@@ -249,6 +257,7 @@ def _paged_attention(
     return out
 
 
+@paged_attention_op.register_fake
 def _paged_attention_fake(
     q: Tensor,
     k_new: Tensor,  # noqa: ARG001
@@ -256,18 +265,3 @@ def _paged_attention_fake(
     *options: Any,  # noqa: ARG001
 ) -> Tensor:
     return q.new_empty((*q.shape[:-1], v_new.shape[-1]))
-
-
-def _define(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """An operator that writes the caches, without a gradient. Defined by hand: `custom_op` checks the aliasing of its
-    results at every call, and these run once per layer and token."""
-    _library.define(name + torch.library.infer_schema(run, mutates_args=("k_cache", "v_cache")))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"longwave::{name}", fake, lib=_library)
-    return getattr(torch.ops.longwave, name).default
-
-
-_library = torch.library.Library("longwave", "FRAGMENT")
-store_kv_op = _define("store_kv", _store_kv, _store_kv_fake)
-rotate_and_store_op = _define("rotate_and_store", _rotate_and_store, _rotate_and_store_fake)
-paged_attention_op = _define("paged_attention", _paged_attention, _paged_attention_fake)

@@ -133,7 +133,7 @@ def test_gradients_pass_gradcheck() -> None:
 def test_the_operator_keeps_torch_librarys_contract() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(130, 200))
     for mask in (mask_of(1, 1, 1, 130, 200), mask_of(2, 2, 4, 130, 200)):
-        torch.library.opcheck(block_sparse_attention_op, (q, k, v, 0.25, *BlockSparsity.from_mask(mask).lists))
+        torch.library.opcheck(block_sparse_attention_op.overload, (q, k, v, 0.25, *BlockSparsity.from_mask(mask).lists))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -199,4 +199,4 @@ def test_other_devices_and_wrong_problems_are_refused() -> None:
         block_sparse_attention(q, k.float(), v, sparsity)
     elsewhere = [x.to("meta") for x in (q, k, v)]
     with pytest.raises(UnsupportedError, match=r"flash_fwd_sm90 serves .* but it runs on cuda"):
-        block_sparse_attention_op._init_fn(*elsewhere, 0.25, *sparsity.lists)
+        block_sparse_attention_op.run(*elsewhere, 0.25, *sparsity.lists)

@@ -167,15 +167,15 @@ def test_operators_keep_torch_librarys_contract() -> None:
         AttentionArgs(q, k, v, 0.25, dropout_p=0.2, dropout_seed=torch.tensor([3, 4])),
         AttentionArgs(q, k, v, 0.25, bias=bias, sinks=sinks, softcap=2.0),
     ):
-        torch.library.opcheck(ops.attention_op, operator_arguments(args))
+        torch.library.opcheck(ops.attention_op.overload, operator_arguments(args))
     with torch.no_grad():
         out, lse = attention_with_lse(args)
     flat = [x.detach() if isinstance(x, Tensor) else x for x in operator_arguments(args)]
-    torch.library.opcheck(ops.attention_backward_op, (out, lse, out, lse, *flat))
+    torch.library.opcheck(ops.attention_backward_op.overload, (out, lse, out, lse, *flat))
     call, m, _ = step()
-    torch.library.opcheck(ops.store_kv_op, (*call[1:], m.slot_mapping))
+    torch.library.opcheck(ops.store_kv_op.overload, (*call[1:], m.slot_mapping))
     torch.library.opcheck(
-        ops.paged_attention_op,
+        ops.paged_attention_op.overload,
         (*call, m.cu_seqlens_q, m.seq_lens, m.block_table, m.slot_mapping, 2, 5, 49, 0.25, -1, 0, 0.0, None),
     )
 

@@ -1,0 +1,45 @@
+"""Defines the torch.library operators `longwave::*`. Knows no attention.
+
+`torch.library.custom_op` does the same with less writing, but its operators check at every call what their results
+alias, and the first call of any of them imports torch's compiler: seconds, in a process that compiles nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("longwave", "FRAGMENT")
+
+
+class Operator:
+    """An operator of every device, called as the function it was made from, `run`. `overload` is what torch knows."""
+
+    def __init__(self, name: str, run: Callable[..., Any], mutates_args: tuple[str, ...]) -> None:
+        self._name = f"longwave::{name}"
+        self.run = run
+        _library.define(name + torch.library.infer_schema(run, mutates_args=mutates_args))
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        self.overload = getattr(torch.ops.longwave, name).default
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overload(*args)
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Results without values, for the compiler."""
+        torch.library.register_fake(self._name, fake, lib=_library)
+        return fake
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple[Any, ...], Any], None]
+    ) -> None:
+        torch.library.register_autograd(self._name, backward, setup_context=setup_context, lib=_library)
+
+
+def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Operator]:
+    """Makes a function with annotated arguments the operator `longwave::name`."""
+
+    def define(run: Callable[..., Any]) -> Operator:
+        return Operator(name, run, mutates_args)
+
+    return define
