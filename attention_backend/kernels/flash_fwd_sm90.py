@@ -12,7 +12,7 @@ from attention_backend.jit import load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.hopper_params import HopperParams, sparse_params
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_layout, hopper_variant
 from attention_backend.kernels.params import fill_tensors, score_params, sequence_params
 from attention_backend.kernels.tensor_map import packed_tensor_map, tensor_map
 from attention_backend.kernels.variants import Options
@@ -70,7 +70,7 @@ def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOpt
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
     which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse)
     plan = hopper_plan(
-        which.config,
+        hopper_layout(which).config,
         seqlen_q=args.seqlen_q,
         seqlen_k=seqlen_k,
         batch=args.batch,
@@ -96,7 +96,8 @@ def _launch(
     params = HopperParams()
     params.forward.sequence, params.forward.score = sequence_params(args), score_params(args)
     sinks = fill_tensors(params.forward, args, out[0] if split else out, lse[0] if split else lse)
-    group, config = params.forward.group, which.config
+    group, layout = params.forward.group, hopper_layout(which)
+    config = layout.config
     work = params.work
     if split:
         params.forward.sinks = None  # once, where the parts are merged
@@ -111,7 +112,6 @@ def _launch(
         params.sparse = sparse_params(sparsity)
     if which.options.dropout:
         params.dropout = dropout_params(args)
-    rows = which.copied_rows
     if plan.pack:
         queries = packed_tensor_map(args.q, group, plan.tile_rows // group)
     else:
@@ -121,7 +121,7 @@ def _launch(
     kernel(
         (min(tiles, device.num_sms(index)), 1, 1),
         (config.threads, 1, 1),
-        (queries, tensor_map(args.k, rows), tensor_map(args.v, rows), params),
-        config.smem_bytes(*which.tiles),
+        (queries, tensor_map(args.k, layout.copied_rows), tensor_map(args.v, layout.copied_rows), params),
+        config.smem_bytes(*layout.tiles),
     )
     del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that

@@ -19,25 +19,29 @@ class HopperOptions:
     page_size: int = 0  # 0: contiguous keys
     sparse: bool = False
 
-    @property
-    def tiles(self) -> tuple[int, int]:
-        return head_dim_tiles(self.options.head_dim, self.options.head_dim_v)
 
-    @property
-    def config(self) -> HopperConfig:
-        o = self.options
-        return hopper_config(*self.tiles, long=self.long, paged=o.paged, sparse=self.sparse, extras=o.extras)
+@dataclass(frozen=True, slots=True)
+class HopperLayout:
+    """Tile widths of keys and values, the tile, and the keys of one copy: of a whole tile, or a page's share of it."""
 
-    @property
-    def copied_rows(self) -> int:
-        """Keys of one copy: of a whole tile, or of a page's share of it."""
-        block_n = self.config.block_n
-        return (page_rows(self.page_size, block_n) or 0) if self.options.paged else block_n
+    tiles: tuple[int, int]
+    config: HopperConfig
+    copied_rows: int
+
+
+@cache
+def hopper_layout(which: HopperOptions) -> HopperLayout:
+    options = which.options
+    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
+    config = hopper_config(*tiles, long=which.long, paged=options.paged, sparse=which.sparse, extras=options.extras)
+    rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
+    return HopperLayout(tiles, config, rows)
 
 
 @cache
 def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = False) -> KernelVariant:
-    options, config, (tile, tile_v) = which.options, which.config, which.tiles
+    options, layout = which.options, hopper_layout(which)
+    config, (tile, tile_v) = layout.config, layout.tiles
     producer, consumer = config.registers(roomy=pack or split or which.sparse or options.extras)
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
@@ -52,7 +56,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
         ("PAGED", int(options.paged)),
-        ("PAGE_ROWS", which.copied_rows),
+        ("PAGE_ROWS", layout.copied_rows),
         ("PACK", int(pack)),
         ("SPLIT", int(split)),
         ("SPARSE", int(which.sparse)),
