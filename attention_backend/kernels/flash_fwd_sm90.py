@@ -102,7 +102,8 @@ def _launch(
     if split:
         params.forward.sinks = None  # once, where the parts are merged
         work.out_split, work.lse_split = out.stride(0), lse.stride(0)
-    work.counters = workspace.counters(args.q.device, _COUNTERS).data_ptr()
+    counters = workspace.counters(args.q.device, _COUNTERS)
+    work.counters = counters.data_ptr()
     work.batch, work.key_heads = args.batch, args.num_kv_heads
     work.heads_per_key = 1 if plan.pack else group
     work.heads = work.key_heads * work.heads_per_key
@@ -124,4 +125,4 @@ def _launch(
         (queries, tensor_map(args.k, layout.copied_rows), tensor_map(args.v, layout.copied_rows), params),
         config.smem_bytes(*layout.tiles),
     )
-    del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
+    del sinks, counters  # kept alive until the launch was queued; the allocator is ordered by stream after that
