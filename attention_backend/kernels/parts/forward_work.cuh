@@ -26,7 +26,7 @@ __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PAC
 __device__ __forceinline__ int key_splits(const HopperParams& p) { return SPLIT ? p.work.num_splits : 1; }
 
 constexpr int kNoEnd = 0x7fffffff;
-constexpr int kL2Kilobytes = 32 << 10;  // of keys and values that stay in the L2 beside what streams through it
+constexpr int kL2Kilobytes = 16 << 10;  // of keys and values that stay in the L2 beside what streams through it
 
 // Draws tiles; all 32 lanes of one warp call. BLOCK_N is the kernel's.
 class WorkLine {
@@ -83,10 +83,13 @@ class WorkLine {
     __syncwarp();
     const Sequence& seq = tile.seq;
     const int m_tiles = row_tiles(seq.seqlen_q, p), splits = key_splits(p), units = m_tiles * splits;
-    // Halves of halves, so sections are even: a small last one would leave its longest tiles to run beside idle blocks.
+    // Halves of halves, so sections are even, and none of less than one and a half tiles a block: a small last one would
+    // leave its longest tiles to run beside idle blocks.
     const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
     int together = p.work.key_heads;
-    while (together > 1 && together * kilobytes > kL2Kilobytes) together = (together + 1) / 2;
+    while (together > 1 && together * kilobytes > kL2Kilobytes &&
+           (together + 1) / 2 * p.work.heads_per_key * units * 2 >= static_cast<int>(gridDim.x) * 3)
+      together = (together + 1) / 2;
     together *= p.work.heads_per_key;
     const int section = index / (together * units);
     index -= section * together * units;
