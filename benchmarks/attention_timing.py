@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
@@ -53,7 +54,20 @@ def prepare(
     return calls, Result(None, None, error)
 
 
-def captured(calls: Sequence[Call]) -> Call:
+@dataclass(frozen=True)
+class Replay:
+    """A captured graph as a call. What it reads (tables, scales, plans, workspaces) may be held by its calls alone."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: Sequence[Call]
+    outs: Sequence[torch.Tensor]
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.outs[0]
+
+
+def captured(calls: Sequence[Call]) -> Replay:
     """The calls, one after the other, as the replay of a CUDA graph; returns what the first one returned."""
     for call in calls:
         call()  # so that nothing is compiled or loaded in the capture
@@ -61,12 +75,7 @@ def captured(calls: Sequence[Call]) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = [call() for call in calls]
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return outs[0]
-
-    return replay
+    return Replay(graph, calls, outs)
 
 
 def time_cell(cell: Cell, contenders: Sequence[Contender], watch: Stopwatch, rounds: int) -> Record:

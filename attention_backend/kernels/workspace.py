@@ -108,6 +108,7 @@ _workspace = Workspace()
 def counters(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 zeros for launches on the device's current stream that leave them at zero.
 
+    Hold the tensor until the launch is queued: when another thread wants more for the stream, the workspace lets it go.
     Raises CaptureError when the driver refuses to say which capture the stream is in.
     """
     stream = torch._C._cuda_getCurrentRawStream(device.index)

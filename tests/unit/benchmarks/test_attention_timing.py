@@ -1,8 +1,12 @@
 """The attention benchmark's inputs, truth, contenders and clock on the CPU, with small cells."""
 
+import gc
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -229,6 +233,24 @@ def test_inputs_rotate_where_nothing_is_flushed_and_calls_of_a_graph_have_their_
     assert attention_timing.input_sets(FORWARD, flush=True) == 1
     assert attention_timing.input_sets(Cell("decode", 16, 1, 131072, 32, 8, 128, False, page=64), flush=False) == 1
     assert attention_timing.input_sets(replace(DECODE, section="latency", calls=32), flush=True) == 32
+
+
+def test_a_captured_call_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has addresses only: what a contender made for its call must live as long as the graph is replayed."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    plan = torch.zeros(3)
+    alive = weakref.ref(plan)
+
+    def make(plan: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: plan + 1
+
+    replay = attention_timing.captured([make(plan)])
+    del plan
+    gc.collect()
+    assert alive() is not None
+    assert replay().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_contenders_take_turns_and_the_median_of_all_rounds_counts() -> None:
