@@ -3,7 +3,7 @@
 Arguments were checked by `shared_prefix`. Reads no lengths on the host, so a CUDA graph may record it. No gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from attention_backend import dispatch
 from attention_backend.heuristics.prefix import prefix_splits
 from attention_backend.interface import with_plain_strides
+from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import merge
 from attention_backend.reference.tiles import compute_dtype
@@ -21,7 +22,8 @@ State = tuple[Tensor, Tensor]  # out and lse, as attention returns them
 _HOPPER = "flash_fwd_sm90"  # the kernel that hands out partial results
 
 
-def _cascade(
+@operator("cascade_attention")
+def cascade_attention_op(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -119,12 +121,14 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
+@cascade_attention_op.register_fake
 def _cascade_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> State:  # noqa: ARG001
     out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     return out, q.new_empty(_lse_shape(q), dtype=compute_dtype(q.dtype))
 
 
-def _merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> State:
+@operator("merge_states")
+def merge_states_op(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> State:
     """See `attention_backend.shared_prefix.merge_states`."""
     out = outs[0].new_empty(outs[0].shape)
     lse = lses[0].new_empty(lses[0].shape)
@@ -134,26 +138,6 @@ def _merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor 
     return merge.merge_states(outs, lses, sinks)
 
 
+@merge_states_op.register_fake
 def _merge_states_fake(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> State:  # noqa: ARG001
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
-
-
-def _define(name: str, schema: str, run: Callable[..., State], fake: Callable[..., State]) -> Any:
-    _library.define(f"{name}({schema}) -> (Tensor, Tensor)")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"longwave::{name}", fake, lib=_library)
-    return getattr(torch.ops.longwave, name).default
-
-
-_library = torch.library.Library("longwave", "FRAGMENT")
-cascade_attention_op = _define(
-    "cascade_attention",
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor[] prefix_tables, Tensor[] prefix_lens, Tensor?[] prefix_rows, "
-    "SymInt[] prefix_max_rows, Tensor suffix_table, Tensor suffix_lens, Tensor? cu_seqlens_q, SymInt max_seqlen_q, "
-    "float softmax_scale, float softcap, Tensor? sinks",
-    _cascade,
-    _cascade_fake,
-)
-merge_states_op = _define(
-    "merge_states", "Tensor[] outs, Tensor[] lses, Tensor? sinks", _merge_states, _merge_states_fake
-)

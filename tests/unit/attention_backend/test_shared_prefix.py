@@ -269,8 +269,8 @@ def test_operators_keep_torch_librarys_contract() -> None:
     rest = (c["suffix_block_table"], c["suffix_lens"], None, 0, 0.25, 0.0, torch.randn(HEADS))
     caches = (c["q"], c["k_cache"].nan_to_num(), c["v_cache"].nan_to_num())
     tables, lens = [c["prefix_block_table"].unsqueeze(0)] * 2, [i32(9), i32(5)]
-    torch.library.opcheck(cascade_attention_op, (*caches, tables, lens, [None, i32(0, 6)], [6, 6], *rest))
-    torch.library.opcheck(merge_states_op, (*states(3, (5, HEADS, DIM)), torch.randn(HEADS, dtype=F64)))
+    torch.library.opcheck(cascade_attention_op.overload, (*caches, tables, lens, [None, i32(0, 6)], [6, 6], *rest))
+    torch.library.opcheck(merge_states_op.overload, (*states(3, (5, HEADS, DIM)), torch.randn(HEADS, dtype=F64)))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
