@@ -49,6 +49,16 @@ GRID = (
 )
 
 
+def run_grid(device: torch.device) -> int:
+    """Runs every case and the store once; returns how many problems ran."""
+    for case in GRID:
+        out, _ = dispatch.run(build(case, device))
+        assert bool(out.isfinite().all()), f"{case} gave NaN or Inf"
+    for dims in ((64, 64), (80, 80), (192, 128)):
+        check_store(70, 16, dims, torch.bfloat16, device)
+    return len(GRID) + 3
+
+
 def run_features(device: torch.device) -> int:
     """What is not an attention problem of `dispatch`, once each; returns how many ran."""
 
@@ -77,16 +87,6 @@ def run_features(device: torch.device) -> int:
     return len(results)
 
 
-def run_grid(device: torch.device) -> int:
-    """Runs every case and the store once; returns how many problems ran."""
-    for case in GRID:
-        out, _ = dispatch.run(build(case, device))
-        assert bool(out.isfinite().all()), f"{case} gave NaN or Inf"
-    for dims in ((64, 64), (80, 80), (192, 128)):
-        check_store(70, 16, dims, torch.bfloat16, device)
-    return len(GRID) + 3 + run_features(device)
-
-
 def command(tool: str) -> list[str]:
     """compute-sanitizer over this module's grid.
 
@@ -101,7 +101,7 @@ def command(tool: str) -> list[str]:
 def main(tools: Sequence[str]) -> int:
     if list(tools) == ["--grid"]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        typer.echo(f"{run_grid(device)} problems ran on {device}")
+        typer.echo(f"{run_grid(device) + run_features(device)} problems ran on {device}")
         return 0
     unknown = set(tools) - set(TOOLS)
     if unknown or not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:

@@ -10,9 +10,19 @@ def test_the_grid_runs_on_cpu() -> None:
     assert sanitize.run_grid(torch.device("cpu")) == len(sanitize.GRID) + 3
 
 
+def test_the_features_run_on_cpu() -> None:
+    assert sanitize.run_features(torch.device("cpu")) == 5
+
+
 @pytest.mark.gpu
 def test_the_grid_runs(device: torch.device) -> None:
     assert sanitize.run_grid(device) == len(sanitize.GRID) + 3
+
+
+@pytest.mark.gpu
+def test_the_features_run(device: torch.device) -> None:
+    fp8 = torch.cuda.get_device_capability(device) == (9, 0)
+    assert sanitize.run_features(device) == 5 + fp8
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
