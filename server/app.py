@@ -1,11 +1,16 @@
 """The ASGI application: routers, middleware, lifespan. No logic."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
 
-from server.api import chat, completions, failures, health, metrics, models, playground, tokenization
+from server.api import chat, completions, failures, files, health, metrics, models, playground, tokenization
+from server.files.body import StreamedBody
+from server.files.store import FileLimits, FileStore
 from server.lifecycle import Lifecycle
 from server.middleware import Authentication, BodyLimit, RequestContext
 
@@ -25,21 +30,42 @@ class Application(FastAPI):
 
 def create_app(lifecycle: Lifecycle) -> FastAPI:
     settings = lifecycle.settings
+    limits = FileLimits(settings.max_file_bytes, settings.max_total_file_bytes, settings.max_files)
+    store = FileStore(settings.data_folder / "files", limits)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(store.start)
+        try:
+            async with lifecycle.lifespan(app):
+                yield
+        finally:
+            store.close()
+
     app = Application(
         title="Longwave",
         version=longwave_version(),
         description="Long-context generation behind an OpenAI-compatible API.",
-        lifespan=lifecycle.lifespan,
+        lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.lifecycle = lifecycle
+    app.state.files = store
     failures.install(app)
-    for resource in (chat, completions, models, tokenization, health, metrics, playground):
+    for resource in (chat, completions, models, files, tokenization, health, metrics, playground):
         app.include_router(resource.router)
     # The last added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout)
+    streamed = frozenset({files.PATH})
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, streamed=streamed)
+    app.add_middleware(
+        StreamedBody,
+        paths=streamed,
+        max_file_bytes=settings.max_file_bytes,
+        pause=settings.body_timeout,
+        timeout=settings.upload_timeout,
+    )
     app.add_middleware(Authentication, keys=[key.get_secret_value() for key in settings.api_key])
     app.add_middleware(RequestContext, metrics=lifecycle.metrics)
     return app

@@ -4,13 +4,17 @@ LongwaveError
 ├── InvalidRequest            400  invalid_request_error
 │   ├── ContextLengthExceeded 400  context_length_exceeded
 │   ├── UnsupportedParameter  400  unsupported_parameter
+│   ├── InvalidFile           400  invalid_file
 │   ├── InvalidApiKey         401  invalid_api_key
 │   ├── ModelNotFound         404  model_not_found
+│   ├── FileMissing           404
 │   ├── RouteNotFound         404  unknown_url
 │   ├── MethodNotAllowed      405  method_not_allowed
 │   ├── RequestTimeout        408  request_timeout
 │   ├── PayloadTooLarge       413  payload_too_large
 │   └── UnsupportedMediaType  415  unsupported_media_type
+├── QuotaExceeded             429  insufficient_quota
+├── InsufficientStorage       507  insufficient_storage
 ├── ServerOverloaded          503  server_is_overloaded   (+ Retry-After)
 │   └── ServerDraining        503  server_is_draining     (+ Retry-After)
 ├── EngineUnavailable         503  engine_unavailable     (+ Retry-After)
@@ -76,6 +80,12 @@ class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
+class InvalidFile(InvalidRequest):
+    """An uploaded file that is not what its purpose needs; the message names the line."""
+
+    code = "invalid_file"
+
+
 class InvalidApiKey(InvalidRequest):
     status = 401
     code = "invalid_api_key"
@@ -87,6 +97,12 @@ class InvalidApiKey(InvalidRequest):
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"
+
+
+class FileMissing(InvalidRequest):
+    """No such file, or another key's: OpenAI gives no code."""
+
+    status = 404
 
 
 class RouteNotFound(InvalidRequest):
@@ -112,6 +128,25 @@ class PayloadTooLarge(InvalidRequest):
 class UnsupportedMediaType(InvalidRequest):
     status = 415
     code = "unsupported_media_type"
+
+
+class QuotaExceeded(LongwaveError):  # noqa: N818
+    """Waiting does not help, and OpenAI's client would send the file again: it is told not to."""
+
+    status = 429
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
+class InsufficientStorage(LongwaveError):  # noqa: N818
+    status = 507
+    code = "insufficient_storage"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class ServerOverloaded(LongwaveError):  # noqa: N818

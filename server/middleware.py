@@ -59,11 +59,11 @@ async def send_error(send: Send, error: LongwaveError, *, unread: Receive | None
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": unread is not None})
     if unread is not None:
-        await _discard(unread)
+        await discard(unread)
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _discard(receive: Receive) -> None:
+async def discard(receive: Receive) -> None:
     """What a client is still sending, for a while: closing on unread bytes resets the connection, and the client may
     lose the reply that tells it why."""
     size = 0
@@ -88,7 +88,7 @@ class RequestContext:
             return await self.app(scope, receive, send)
         arrival = time.monotonic()
         request_id = _request_id(scope)
-        scope.setdefault("state", {}).update(request_id=request_id, arrival_time=arrival, cache_salt=b"")
+        scope.setdefault("state", {}).update(request_id=request_id, arrival_time=arrival, cache_salt=b"", owner="")
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -135,17 +135,20 @@ class Authentication:
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             message = "Incorrect API key provided." if key else "No API key: send it as `Authorization: Bearer <key>`."
-            unread = _unread(scope, receive) if scope["method"] in BODY_METHODS else None
-            return await send_error(send, InvalidApiKey(message), unread=unread)
+            rest = unread(scope, receive) if scope["method"] in BODY_METHODS else None
+            return await send_error(send, InvalidApiKey(message), unread=rest)
         scope["state"]["cache_salt"] = hmac.digest(self._secret, presented, "sha256")
+        scope["state"]["owner"] = _digest(f"owner:{key.strip()}").hex()  # the same after a restart, unlike the salt
         return await self.app(scope, receive, send)
 
 
 class BodyLimit:
-    """Reads the whole body before the route runs: bounded in size, in time and in sum; JSON and not encoded."""
+    """Reads the whole body before the route runs: bounded in size, in time and in sum; JSON and not encoded. A POST to
+    one of the `streamed` paths passes: somebody else bounds it."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float, streamed: frozenset[str] = frozenset()) -> None:
         self.app = app
+        self.streamed = streamed
         self.max_bytes = max_bytes
         self.timeout = timeout
         self._buffered = 0
@@ -153,12 +156,14 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in BODY_METHODS:
             return await self.app(scope, receive, send)
+        if scope["method"] == "POST" and scope.get("path") in self.streamed:
+            return await self.app(scope, receive, send)
         chunks: list[bytes] = []
-        incoming = _Incoming(receive)
+        incoming = Incoming(receive)
         try:
             body = await self._body(scope, incoming, chunks)
             if isinstance(body, LongwaveError):
-                await send_error(send, body, unread=None if incoming.complete else _unread(scope, incoming))
+                await send_error(send, body, unread=None if incoming.complete else unread(scope, incoming))
             elif body is not None:
                 await self.app(scope, _replay(body, receive), send)
         finally:
@@ -209,8 +214,8 @@ class BodyLimit:
         return PayloadTooLarge(f"The request body is larger than {self.max_bytes} bytes.")
 
 
-class _Incoming:
-    """A `receive` that knows whether the whole body has come."""
+class Incoming:
+    """A `receive` that knows whether the whole body has come, or nobody is left to send it."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -222,7 +227,7 @@ class _Incoming:
         return message
 
 
-def _unread(scope: Scope, receive: Receive) -> Receive:
+def unread(scope: Scope, receive: Receive) -> Receive:
     """The rest of the body; nothing where the client waits to be asked for it (`Expect: 100-continue`)."""
     return receive if header(scope, b"expect") is None else _nothing
 

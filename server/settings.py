@@ -1,6 +1,7 @@
 """The one Settings tree: what an operator may say, with vLLM's names, bounded. The only reader of the environment
 (LONGWAVE_*) in this room; knows no request."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,6 +41,9 @@ class Settings(BaseSettings):
         None, description="Compiled kernels and the converted bundled model; default: longwave in the user's cache."
     )
     model_image_dir: Path | None = Field(None, description="The bundled model as a container image ships it.")
+    data_dir: Path | None = Field(
+        None, description="Uploaded files; default: longwave in the user's data folder (XDG_DATA_HOME)."
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights of the model's shape.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -65,6 +69,10 @@ class Settings(BaseSettings):
     max_n: int = Field(8, ge=1, le=128, description="Most choices of one request.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
     body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a whole request body may take.")
+    max_file_bytes: int = Field(512 * 2**20, ge=1, le=2**36, description="Largest uploaded file.")
+    max_total_file_bytes: int = Field(10 * 2**30, ge=1, le=2**50, description="All uploaded files together.")
+    max_files: int = Field(10_000, ge=1, le=1_000_000, description="Most uploaded files.")
+    upload_timeout: float = Field(3600.0, gt=0, le=86_400, description="Seconds a whole upload may take.")
     header_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a connection may take to ask something.")
     ping_interval: float = Field(10.0, gt=0, le=3600, description="Seconds of silence before a stream's `:` line.")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds running answers get after SIGTERM.")
@@ -95,12 +103,12 @@ class Settings(BaseSettings):
                 raise ValueError("an API key must not be a placeholder such as 'changeme'")
         return keys
 
-    @field_validator("cache_dir", "model_image_dir", mode="before")
+    @field_validator("cache_dir", "model_image_dir", "data_dir", mode="before")
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
 
-    @field_validator("cache_dir", "model_image_dir")
+    @field_validator("cache_dir", "model_image_dir", "data_dir")
     @classmethod
     def _is_absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
@@ -127,6 +135,13 @@ class Settings(BaseSettings):
     @property
     def model_names(self) -> tuple[str, ...]:
         return self.served_model_name or (self.model,)
+
+    @property
+    def data_folder(self) -> Path:
+        if self.data_dir is not None:
+            return self.data_dir
+        given = Path(os.environ.get("XDG_DATA_HOME", ""))
+        return (given if given.is_absolute() else Path.home() / ".local" / "share") / "longwave"
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from server.files.store import FileStore
 from server.lifecycle import Lifecycle
 
 
@@ -21,6 +22,7 @@ class Origin:
 
     arrival_time: float
     cache_salt: bytes
+    owner: str  # of files: one for each API key, empty without keys
     created: int  # seconds since 1970
 
     @staticmethod
@@ -30,8 +32,15 @@ class Origin:
 
 
 def _origin(request: Request) -> Origin:
-    return Origin(request.state.arrival_time, request.state.cache_salt, int(time.time()))
+    state = request.state
+    return Origin(state.arrival_time, state.cache_salt, state.owner, int(time.time()))
+
+
+def _files(request: Request) -> FileStore:
+    files: FileStore = request.app.state.files
+    return files
 
 
 LifecycleDep = Annotated[Lifecycle, Depends(_lifecycle)]
 OriginDep = Annotated[Origin, Depends(_origin)]
+FilesDep = Annotated[FileStore, Depends(_files)]

@@ -59,6 +59,8 @@ def invalid_request(details: Any, body: Any) -> InvalidRequest:
 
 def _path(detail: Any, body: Any) -> list[str | int]:
     """The error's place without "body" and without pydantic's names of union branches, which are no place."""
+    if detail["loc"][0] != "body":  # a query's or path's parameter: nothing is inside it
+        return list(detail["loc"][1:2])
     path: list[str | int] = []
     place = body
     for at, step in enumerate(detail["loc"][1:], start=2):

@@ -1,0 +1,25 @@
+"""A request's body -> a stored file, without blocking the event loop. Must not know routes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from server.files.catalog import StoredFile
+from server.files.store import FileStore
+
+PIECE_BYTES = 2**20  # what goes to a thread at once
+
+
+async def receive_file(store: FileStore, content_type: str, body: AsyncIterator[bytes], owner: str) -> StoredFile:
+    """Whatever happens, cancellation too, the upload is whole and listed or leaves nothing. Raises LongwaveError."""
+    upload = await asyncio.to_thread(store.begin, content_type)
+    try:
+        piece = bytearray()
+        async for chunk in body:
+            piece += chunk
+            if len(piece) >= PIECE_BYTES:
+                await asyncio.to_thread(store.feed, upload, bytes(piece))
+                piece.clear()
+        await asyncio.to_thread(store.feed, upload, bytes(piece))
+        return await asyncio.to_thread(store.finish, upload, owner)
+    finally:
+        await asyncio.shield(asyncio.to_thread(store.end, upload))
