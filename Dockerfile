@@ -37,9 +37,9 @@ RUN if [ "$DEVICE" = gpu ]; then longwave kernels build --arch "$ARCH" --out /op
 FROM ${PYTHON_IMAGE} AS serve
 RUN groupadd --gid 10001 longwave \
     && useradd --uid 10001 --gid 10001 --home-dir /opt/longwave/home --no-create-home --shell /usr/sbin/nologin longwave \
-    && install -d -o 10001 -g 10001 -m 0700 /var/cache/longwave
+    && install -d -o 10001 -g 10001 -m 0700 /var/cache/longwave /var/lib/longwave
 COPY --from=build /opt/longwave /opt/longwave
-# What the image ships is read-only; kernels and models fetched later go to the volume.
+# What the image ships is read-only; kernels and models fetched later go to one volume, uploaded files to the other.
 ENV PATH=/opt/longwave/venv/bin:$PATH \
     HOME=/opt/longwave/home \
     PYTHONUNBUFFERED=1 \
@@ -47,12 +47,13 @@ ENV PATH=/opt/longwave/venv/bin:$PATH \
     LONGWAVE_KERNEL_IMAGE_DIR=/opt/longwave/kernels \
     LONGWAVE_MODEL_IMAGE_DIR=/opt/longwave/models \
     LONGWAVE_CACHE_DIR=/var/cache/longwave \
+    LONGWAVE_DATA_DIR=/var/lib/longwave \
     HF_HOME=/var/cache/longwave/huggingface \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /var/cache/longwave
-VOLUME ["/var/cache/longwave"]
+VOLUME ["/var/cache/longwave", "/var/lib/longwave"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \

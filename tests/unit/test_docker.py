@@ -124,6 +124,15 @@ class TestLongwave:
 
         assert environment(service).keys() <= fields
 
+    def test_what_it_writes_is_on_a_volume(self, service: str) -> None:
+        last = dict(final_stage())
+        folders = dict(pair.split("=", 1) for word, rest in final_stage() if word == "ENV" for pair in rest.split())
+        written = {folders["LONGWAVE_CACHE_DIR"], folders["LONGWAVE_DATA_DIR"]}
+        mounted = dict(volume.split(":")[::-1] for volume in SERVICES[service]["volumes"])
+
+        assert written == set(json.loads(last["VOLUME"])) == mounted.keys()
+        assert set(mounted.values()) <= COMPOSE["volumes"].keys()
+
     def test_it_does_not_start_without_a_key(self, service: str) -> None:
         assert environment(service)["LONGWAVE_API_KEY"].startswith("${LONGWAVE_API_KEY:?")
 
