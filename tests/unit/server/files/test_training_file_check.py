@@ -134,7 +134,7 @@ def archive_of(content: bytes) -> dict[str, bytes]:
         tar.addfile(tarfile.TarInfo("train.jsonl"))
     return {
         "a zip archive": zipped.getvalue(),
-        "gzip data": gzip.compress(content),
+        "gzip data": gzip.compress(content, mtime=0),
         "zstd data": b"\x28\xb5\x2f\xfd" + content,
         "a tar archive": tarred.getvalue(),
         "a Python pickle": b"\x80\x04\x95",
