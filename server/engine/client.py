@@ -164,7 +164,7 @@ class EngineClient:
             if not end.done():
                 reader.result()  # the reader never returns: raises what stopped it
             await _cancel(reader)  # first: two readers of one socket would take each other's frames
-            while messages := await engine.receive(0.0):
+            async for messages in engine.rest():
                 self._dispatch(messages, engine)
         finally:
             await _cancel(reader, end)

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from server.engine.config import EngineConfig
 from server.engine.link import FROM_ENGINE, TO_ENGINE, decode_from_engine, encode
@@ -22,6 +24,7 @@ from server.engine.worker import WorkerArguments
 from server.errors import EngineUnavailable
 
 REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
+REST_LIMIT = 5.0  # seconds for what an engine sent before it ended; milliseconds in practice
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -34,6 +37,8 @@ class EngineProcess:
         self._context = zmq.Context(io_threads=1)
         self._outbox = self._context.socket(zmq.PUSH)
         self._inbox: Any = zmq.asyncio.Socket(self._context, zmq.PULL)  # Any: its stubs are those of the blocking one
+        self._monitor: Any = self._inbox.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connected = False  # so far as the monitor's events were read
         self._bind(self._outbox, TO_ENGINE)
         self._bind(self._inbox, FROM_ENGINE)
         self._loop = asyncio.get_running_loop()
@@ -68,6 +73,17 @@ class EngineProcess:
         if not await self._inbox.poll(milliseconds):
             return []
         return decode_from_engine(await self._inbox.recv(zmq.NOBLOCK))
+
+    async def rest(self) -> AsyncIterator[list[FromEngine]]:
+        """After the end: what had been sent and was not received. The last bytes may still be on their way when the
+        process is gone, so this ends where its connection does."""
+        deadline = self._loop.time() + REST_LIMIT
+        while self._loop.time() < deadline:
+            connected = self._is_connected()  # before the look for messages: all of them come before the end
+            if messages := await self.receive(REAP_INTERVAL if connected else 0.0):
+                yield messages
+            elif not connected:
+                return
 
     def remove_directory(self) -> None:
         """Once both sides are connected the names are not needed: nothing stays behind, even after kill -9."""
@@ -105,6 +121,11 @@ class EngineProcess:
         socket.bind(f"ipc://{path}")
         path.chmod(0o600)
 
+    def _is_connected(self) -> bool:
+        while self._monitor.poll(0):
+            self._connected = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED
+        return self._connected
+
     def _on_end(self) -> None:
         self._loop.remove_reader(self._sentinel)
         os.close(self._sentinel)
@@ -112,6 +133,8 @@ class EngineProcess:
 
     def _close_sockets(self) -> None:
         self._outbox.close(0)
+        self._inbox.disable_monitor()
+        self._monitor.close(0)
         self._inbox.close(0)
         self._context.term()
         self.remove_directory()

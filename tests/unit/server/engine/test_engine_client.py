@@ -277,7 +277,7 @@ async def test_shutdown_lets_open_requests_finish() -> None:
     client = EngineClient(config())
     await client.start()
     await client.ready()
-    stream = client.generate(request("a", [3], 2000))
+    stream = client.generate(request("a", [3], 500))
     await anext(stream)
     rest = asyncio.ensure_future(drain(stream))
     await client.shutdown(timeout=LIMIT)
@@ -285,6 +285,23 @@ async def test_shutdown_lets_open_requests_finish() -> None:
     assert not client.alive
     with pytest.raises(EngineUnavailable):
         await collect(client, request("late", [1]))
+
+
+@in_loop
+async def test_what_an_engine_sent_before_it_ended_is_read_after_it() -> None:
+    client = EngineClient(config())
+    await client.start()
+    await client.ready()
+    assert client.pid is not None
+    stream = client.generate(request("a", [3], 900))  # frames: what a socket takes that nobody reads
+    await anext(stream)
+    ending = asyncio.ensure_future(client.shutdown(timeout=LIMIT))
+    await asyncio.sleep(0)  # it has told the engine to end
+    os.waitid(
+        os.P_PID, client.pid, os.WEXITED | os.WNOWAIT
+    )  # holds up the loop: nothing is read until the engine ended
+    await drain(stream)
+    await ending
 
 
 @in_loop
