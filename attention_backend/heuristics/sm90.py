@@ -76,7 +76,7 @@ def hopper_config(tile: int, tile_v: int, *, long: bool, paged: bool, sparse: bo
         wide = long and not (paged or sparse or extras)
         return HopperConfig(128, 160 if wide else 128, 2, turns=True)
     if tile == 192:
-        narrow = 64 if sparse else 96 if paged or extras else 112
+        narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
     return HopperConfig(128, 64 if paged or sparse or extras else 80, 1, turns=False)
 
