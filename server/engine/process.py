@@ -38,7 +38,7 @@ class EngineProcess:
         self._outbox = self._context.socket(zmq.PUSH)
         self._inbox: Any = zmq.asyncio.Socket(self._context, zmq.PULL)  # Any: its stubs are those of the blocking one
         self._monitor: Any = self._inbox.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._connected = False  # so far as the monitor's events were read
+        self._connections = 0  # to the inbox, so far as the monitor's events were read
         self._bind(self._outbox, TO_ENGINE)
         self._bind(self._inbox, FROM_ENGINE)
         self._loop = asyncio.get_running_loop()
@@ -123,8 +123,9 @@ class EngineProcess:
 
     def _is_connected(self) -> bool:
         while self._monitor.poll(0):
-            self._connected = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED
-        return self._connected
+            accepted = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED
+            self._connections += 1 if accepted else -1
+        return self._connections > 0
 
     def _on_end(self) -> None:
         self._loop.remove_reader(self._sentinel)

@@ -13,12 +13,15 @@ from typing import Any
 
 import fake_runner
 import pytest
+import zmq
 from fake_runner import expected
 
 from models.batch import SamplingParams
 from server.engine.client import EngineClient
 from server.engine.config import EngineConfig
-from server.engine.messages import AddRequest, RequestTimes, TokenDelta
+from server.engine.link import FROM_ENGINE, encode
+from server.engine.messages import AddRequest, FromEngine, RequestTimes, TokenDelta
+from server.engine.process import EngineProcess
 from server.engine.stream import MAX_BUFFERED, MAX_EVENTS, TokenStream
 from server.errors import ContextLengthExceeded, EngineUnavailable, LongwaveError, RequestFailedError
 
@@ -302,6 +305,26 @@ async def test_what_an_engine_sent_before_it_ended_is_read_after_it() -> None:
     )  # holds up the loop: nothing is read until the engine ended
     await drain(stream)
     await ending
+
+
+@in_loop
+async def test_what_is_under_way_at_the_end_is_waited_for() -> None:
+    engine = EngineProcess(config())
+    with zmq.Context() as context, context.socket(zmq.PUSH) as late:  # bytes that come after the process is gone
+        late.connect(f"ipc://{engine.directory / FROM_ENGINE}")
+        late.send(encode([TokenDelta("a", [1])]))
+        await engine.receive()
+        engine.kill()
+        await engine.ended.wait()
+        rest = asyncio.ensure_future(_all(engine.rest()))
+        await asyncio.sleep(0.1)
+        late.send(encode([TokenDelta("a", [2])]))
+    assert [message.token_ids for messages in await rest for message in messages] == [[2]]
+    await engine.close()
+
+
+async def _all(messages: AsyncIterator[list[FromEngine]]) -> list[list[FromEngine]]:
+    return [some async for some in messages]
 
 
 @in_loop

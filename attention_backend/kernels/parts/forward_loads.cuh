@@ -1,0 +1,122 @@
+// The Hopper forward's producers, a warp each: one draws tiles of query rows, three fill the rings by TMA.
+#pragma once
+
+#include "forward_rings.cuh"
+
+__device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {
+  WorkLine line(p);
+  int index = blockIdx.x;
+#pragma unroll 1
+  for (int t = 0;; t++) {
+    wait_empty<kTileSlots>(shared.empty_tile, t);
+    Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    line.draw(index, tile, p);
+    const bool more = tile.steps > 0;
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(shared.full_tile + 8 * stage<kTileSlots>(t));
+      if (more) index = gridDim.x + atomicAdd(p.work.counters, 1);
+    }
+    if (!more) break;
+    index = __shfl_sync(~0u, index, 0);
+  }
+  // The last block to get here leaves the counters as it found them.
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    if (atomicAdd(p.work.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      p.work.counters[0] = 0;
+      p.work.counters[1] = 0;
+    }
+  }
+}
+
+// Calls load(tile, its number) for every tile, on all lanes of one warp.
+template <class Load>
+__device__ __forceinline__ void for_tiles(const Shared& shared, Load load) {
+#pragma unroll 1
+  for (int t = 0;; t++) {
+    wait_full<kTileSlots>(shared.full_tile, t);
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    if (tile.steps == 0) return;
+    load(tile, t);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+  }
+}
+
+__device__ __forceinline__ void load_queries(const Shared& shared, const TensorMap* map, const HopperParams& p) {
+  for_tiles(shared, [&](const Tile& tile, int t) {
+    if (threadIdx.x % 32 != 0) return;
+    const uint32 full = shared.full_q + 8 * stage<Q_STAGES>(t), to = shared.q + stage<Q_STAGES>(t) * kBytesQ;
+    const int batch = p.forward.sequence.cu_seqlens_q ? 0 : tile.batch;
+    const int first = tile.seq.q_begin + tile.first_row / rows_packed(p);
+    wait_empty<Q_STAGES>(shared.empty_q, t);
+    barrier_expect(full, kSlabsK * 128 * rows_per_tile(p));
+#pragma unroll
+    for (int c = 0; c < kSlabsK; c++)
+#if PACK
+      tma_load(to + c * kSlabQ, map, full, c * 64, 0, first, tile.head, batch, kEvictFirst);
+#else
+      tma_load(to + c * kSlabQ, map, full, c * 64, first, tile.head, batch, kEvictFirst);
+#endif
+  });
+}
+
+// Fills the ring of key tiles, or of value tiles.
+template <bool KEYS>
+__device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* map, const HopperParams& p) {
+  constexpr int kSlabs = KEYS ? kSlabsK : kSlabsV;
+  const uint32 ring = KEYS ? shared.k : shared.v, full_ring = KEYS ? shared.full_k : shared.full_v;
+  const uint32 empty_ring = KEYS ? shared.empty_k : shared.empty_v;
+  const int lane = threadIdx.x % 32;
+  int n = 0;
+  for_tiles(shared, [&](const Tile& tile, int) {
+    const int kv_head = PACK ? tile.head : tile.head / p.forward.group, steps = tile.steps;
+    int key = tile.end_key;
+#if PAGED
+    // Every lane copies its own rows of the tile, so the lookups of pages wait for memory at the same time.
+    const SequenceParams& sequence = p.forward.sequence;
+    const int* table = sequence.block_table + tile.batch * sequence.block_table_stride;
+    const int last_page = (max(tile.held_high, 1) - 1) / sequence.page_size;
+#else
+    const int kv_batch = p.forward.sequence.cu_seqlens_k ? 0 : tile.batch, begin = tile.seq.k_begin;
+#endif
+#pragma unroll 1
+    for (int step = 0; step < steps; step++, n++) {
+      const uint32 full = full_ring + 8 * stage<STAGES>(n), to = ring + stage<STAGES>(n) * kSlabs * kSlabKv;
+#if SPARSE
+      constexpr int kParts = 128 / BLOCK_N;
+      const int entry = step / kParts;
+      const bool any = tile.seq.stop > 0;
+      key = any ? p.sparse.blocks[static_cast<int64>(tile.list) * p.sparse.blocks_row + entry] * 128 + step % kParts * BLOCK_N
+                : 0;
+      const int bits =
+          any && step < tile.masked_end ? p.sparse.bit_rows[static_cast<int64>(tile.list) * p.sparse.bit_rows_row + entry] : -1;
+#else
+      key -= BLOCK_N;
+#endif
+#if PAGED
+      const int row = key + lane * PAGE_ROWS, page = min(row / sequence.page_size, last_page);  // past the end: any page
+      const bool mine = lane < BLOCK_N / PAGE_ROWS;
+      const int block = mine ? table[page] : 0;
+      wait_empty<STAGES>(empty_ring, n);
+      if (lane == 0) barrier_expect(full, kSlabs * kSlabKv);
+      if (mine)
+#pragma unroll
+        for (int c = 0; c < kSlabs; c++)
+          tma_load(to + c * kSlabKv + lane * PAGE_ROWS * 128, map, full, c * 64, row % sequence.page_size, kv_head, block,
+                   kEvictLast);
+#else
+      if (lane == 0) {
+        wait_empty<STAGES>(empty_ring, n);
+#if SPARSE
+        if (KEYS) shared.listed[stage<STAGES>(n)] = {key, bits};
+#endif
+        barrier_expect(full, kSlabs * kSlabKv);
+#pragma unroll
+        for (int c = 0; c < kSlabs; c++)
+          tma_load(to + c * kSlabKv, map, full, c * 64, begin + key, kv_head, kv_batch, kEvictLast);
+      }
+#endif
+    }
+  });
+}

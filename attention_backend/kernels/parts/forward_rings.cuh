@@ -1,0 +1,83 @@
+// The Hopper forward's shared memory: rings of query, key and value tiles and of the tiles' descriptions, each stage with a
+// barrier for full and one for empty. Included by flash_fwd_sm90.cuh, whose macros it needs.
+#pragma once
+
+#include "forward_work.cuh"
+#include "tma.cuh"
+
+constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
+constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
+constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
+constexpr int kTileSlots = 2;
+constexpr int kLoaders = 3;  // warps that read a tile's description besides the consumers'
+constexpr int kKeyReaders = SPARSE ? 4 * kConsumers : kConsumers;  // warps also read what is listed beside the keys
+
+// What consumers must know of a step that lists of blocks gave: its first key, and its row of bits or -1.
+struct ListedStep {
+  int key, bits;
+};
+
+struct Shared {
+  uint32 q, k, v;  // rings
+  uint32 full_q, empty_q, full_k, empty_k, full_v, empty_v, full_tile, empty_tile;
+  Tile* tiles;
+  ListedStep* listed;  // [STAGES]
+
+  __device__ __forceinline__ explicit Shared(char* memory) {
+    const uint32 base = shared_address(memory), aligned = (base + 1023) & ~1023u;
+    q = aligned;
+    k = q + Q_STAGES * kBytesQ;
+    v = k + STAGES * kBytesK;
+    full_q = v + STAGES * kBytesV;
+    empty_q = full_q + 8 * Q_STAGES;
+    full_k = empty_q + 8 * Q_STAGES;
+    empty_k = full_k + 8 * STAGES;
+    full_v = empty_k + 8 * STAGES;
+    empty_v = full_v + 8 * STAGES;
+    full_tile = empty_v + 8 * STAGES;
+    empty_tile = full_tile + 8 * kTileSlots;
+    char* rest = memory + (empty_tile + 8 * kTileSlots - base);
+    listed = reinterpret_cast<ListedStep*>(rest);
+    tiles = reinterpret_cast<Tile*>(listed + STAGES);
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < Q_STAGES; i++) {
+      barrier_init(full_q + 8 * i, 1);
+      barrier_init(empty_q + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full_k + 8 * i, 1);
+      barrier_init(full_v + 8 * i, 1);
+      barrier_init(empty_k + 8 * i, kKeyReaders);
+      barrier_init(empty_v + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < kTileSlots; i++) {
+      barrier_init(full_tile + 8 * i, 1);
+      barrier_init(empty_tile + 8 * i, kConsumers * 4 + kLoaders);
+    }
+    barrier_init_fence();
+  }
+};
+
+static_assert((STAGES & (STAGES - 1)) == 0 && (Q_STAGES & (Q_STAGES - 1)) == 0, "rings are of a power of two");
+
+// Place of element n of a ring of SIZE: its stage (times 8: of its barrier), and the parity of that barrier's phase.
+template <int SIZE>
+__device__ __forceinline__ int stage(int n) {
+  return n & (SIZE - 1);
+}
+template <int SIZE>
+__device__ __forceinline__ uint32 parity(int n) {
+  return n / SIZE & 1;
+}
+template <int SIZE>
+__device__ __forceinline__ void wait_full(uint32 barriers, int n) {
+  barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n));
+}
+template <int SIZE>
+__device__ __forceinline__ void wait_empty(uint32 barriers, int n) {  // the first round finds all stages empty
+  barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n) ^ 1);
+}

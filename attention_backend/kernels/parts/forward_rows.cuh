@@ -1,0 +1,145 @@
+// The Hopper forward's rows: their running softmax, its end (lse), and their way to the output.
+#pragma once
+
+#include "forward_masks.cuh"
+#include "score.cuh"
+#include "softmax.cuh"
+
+#if OVERLAP
+constexpr float kSlack = 8.f;  // log2
+#endif
+
+// A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
+struct Rows {
+  float level[2], sum[2];
+
+  __device__ __forceinline__ void clear() {
+    level[0] = level[1] = -kInfinity;
+    sum[0] = sum[1] = 0.f;
+  }
+};
+
+// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. True when, in some row of
+// the warp, it is not 1. Where registers allow it, maxima and sums are two chains each: often one warp alone must keep its
+// scheduler busy. EMPTY: a row may have seen nothing yet.
+template <bool EMPTY>
+__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
+                                             const Score& score) {
+  constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
+  bool grew = false;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float m[kChains];
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      const float x = s[i / 2 * 4 + half * 2 + i % 2];
+      m[i % kChains] = i < kChains ? x : fmaxf(m[i % kChains], x);
+    }
+    float top = fmaxf(m[0], m[kChains - 1]);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    float level = fmaxf(rows.level[half], score.level(top));
+#if OVERLAP
+    const bool grows = score.above(level, rows.level[half]) > kSlack;  // never from -inf to -inf, a NaN
+    if (!grows) level = rows.level[half];
+    grew = grew || grows;
+#endif
+    const float shift = EMPTY && level == -kInfinity ? 0.f : level;
+    correction[half] = exp2_approx(score.above(rows.level[half], shift));
+    rows.level[half] = level;
+    float sum[kChains] = {};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      float& x = s[i / 2 * 4 + half * 2 + i % 2];
+      x = exp2_approx(score.exponent(x, shift));
+      sum[i % kChains] += x;
+    }
+    float all = sum[0];
+    if (kChains > 1) all += sum[kChains - 1];
+    rows.sum[half] = fmaf(rows.sum[half], correction[half], all);
+#if OVERLAP
+    asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
+#endif
+  }
+  return OVERLAP ? __any_sync(~0u, grew) : true;
+}
+
+__device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 16; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) p[i][j] = pack2(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
+}
+
+// Ends the softmax of the thread's rows: writes their lse, gives the factor of their output.
+__device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, const Tile& tile, const HopperParams& p,
+                                         const Score& score, int local_row) {
+  const ForwardParams& f = p.forward;
+  const bool packed = f.sequence.cu_seqlens_q != nullptr;
+  float* lse = f.lse + (packed ? tile.seq.q_begin : tile.batch * f.lse_batch);
+#if SPLIT
+  lse += tile.split * p.work.lse_split;
+#endif
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float l = rows.sum[half];
+    l += __shfl_xor_sync(~0u, l, 1);
+    l += __shfl_xor_sync(~0u, l, 2);
+    const int row = tile.first_row + local_row + half * 8, head = head_of(row, tile, p);
+    const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
+    const RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
+    factor[half] = end.factor;
+#if DROPOUT
+    factor[half] *= p.dropout.scale;
+#endif
+    if (real && threadIdx.x % 4 == 0) lse[head * f.lse_head + query_of(row, p)] = end.lse * kLn2;
+  }
+}
+
+// Writes the thread's rows of the output, 16 bytes at a time: the four threads of a row swap their pairs of columns.
+__device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], const Tile& tile,
+                                           const HopperParams& p, int local_row) {
+  const ForwardParams& f = p.forward;
+  const int c = threadIdx.x % 4;
+  const bool packed = f.sequence.cu_seqlens_q != nullptr;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = tile.first_row + local_row + half * 8;
+    const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
+    const int64 offset = (packed ? 0 : tile.batch * f.out_batch) +
+                         (tile.seq.q_begin + static_cast<int64>(query_of(row, p))) * f.out_row +
+                         head_of(row, tile, p) * f.out_head;
+#if SPLIT
+    float* out = reinterpret_cast<float*>(f.out) + tile.split * p.work.out_split + offset;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 8; i++)
+      if (real && i * 8 < f.head_dim_v)
+        *reinterpret_cast<float2*>(out + i * 8 + c * 2) =
+            make_float2(acc[i * 4 + half * 2] * factor[half], acc[i * 4 + half * 2 + 1] * factor[half]);
+#else
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 8; i += 4) {
+      uint32 x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        x[j] = i + j < HEAD_DIM_V / 8 ? pack2(acc[(i + j) * 4 + half * 2] * factor[half],
+                                              acc[(i + j) * 4 + half * 2 + 1] * factor[half])
+                                      : 0;
+      // A 4 x 4 transpose among four lanes: afterwards lane c holds the 8 columns of group i + c.
+#pragma unroll
+      for (int b = 1; b <= 2; b *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (!(j & b)) {
+            const uint32 y = __shfl_xor_sync(~0u, c & b ? x[j] : x[j | b], b);
+            if (c & b)
+              x[j] = y;
+            else
+              x[j | b] = y;
+          }
+      if (real && (i + c) * 8 < f.head_dim_v)
+        *reinterpret_cast<uint4*>(f.out + offset + (i + c) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+#endif
+  }
+}
