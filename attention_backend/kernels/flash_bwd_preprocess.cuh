@@ -1,0 +1,84 @@
+// What the backward knows of a row before it starts: lse in base 2, and D = rowsum(dO * O) - dlse (FlashAttention,
+// appendix B.4). One block takes 128 rows of a head; LANES threads share a row. On the way it clears the rows' part of a
+// float32 buffer that the main kernel adds to. Rows that see nothing and padding get +inf and 0, so that their
+// probabilities become 2^-inf; what stands in their dO is never read.
+//
+// Compile-time: BF16, LANES (a power of two up to 32, at least head_dim_v / 8).
+#include "parts/padded_rows.cuh"
+
+constexpr int kThreads = 256;
+
+// The same fields, in the same order, as attention_backend/kernels/backward_params.py: RowTermsParams.
+struct RowTermsParams {
+  const int* cu_seqlens_q;  // [batch + 1] or null
+  const element* out;
+  const element* grad_out;
+  const float* lse;
+  const float* grad_lse;  // laid out as lse, or null
+  float* lse2;            // [num_heads, padded_rows], as delta
+  float* delta;
+  float* zeroed;  // [num_heads, padded_rows, zeroed_width] or null
+  int64 out_batch, out_row, out_head;
+  int64 grad_out_batch, grad_out_row, grad_out_head;
+  int64 lse_batch, lse_head;
+  int64 padded_rows;
+  int seqlen_q, batch, head_dim_v, zeroed_width;
+};
+
+// Sum of the products of eight elements.
+__device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
+  const element* x = reinterpret_cast<const element*>(&a);
+  const element* y = reinterpret_cast<const element*>(&b);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = fmaf(to_float(x[i]), to_float(y[i]), sum);
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(const RowTermsParams p) {
+  const int64 first = static_cast<int64>(blockIdx.x) * kRowPadding;
+  const int head = blockIdx.y;
+
+  // The sequence that the rows belong to is the last that begins at or before them.
+  int batch = 0;
+  for (int end = p.batch; end - batch > 1;) {
+    const int middle = (batch + end) / 2;
+    if (padded_begin(p.cu_seqlens_q, p.seqlen_q, middle) <= first)
+      batch = middle;
+    else
+      end = middle;
+  }
+  const int q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
+  const int seqlen_q = p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] - q_begin : p.seqlen_q;
+  const int64 first_row = first - padded_begin(p.cu_seqlens_q, p.seqlen_q, batch);
+
+  const int64 dense = p.cu_seqlens_q ? 0 : batch;
+  const element* out = p.out + dense * p.out_batch + head * p.out_head;
+  const element* grad_out = p.grad_out + dense * p.grad_out_batch + head * p.grad_out_head;
+  const int64 lse_base = dense * p.lse_batch + head * p.lse_head;
+  const int lane = threadIdx.x % LANES;
+
+#pragma unroll 4
+  for (int r = threadIdx.x / LANES; r < kRowPadding; r += kThreads / LANES) {
+    const int64 row = first_row + r, at = q_begin + row;
+    const float lse = row < seqlen_q ? p.lse[lse_base + at] : -kInfinity;
+    const bool alive = lse != -kInfinity;
+    float sum = 0.f;
+    if (alive && lane * 8 < p.head_dim_v)
+      sum = dot8(*reinterpret_cast<const uint4*>(out + at * p.out_row + lane * 8),
+                 *reinterpret_cast<const uint4*>(grad_out + at * p.grad_out_row + lane * 8));
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane == 0) {
+      if (alive && p.grad_lse) sum -= p.grad_lse[lse_base + at];
+      p.lse2[head * p.padded_rows + first + r] = alive ? lse * kLog2e : kInfinity;
+      p.delta[head * p.padded_rows + first + r] = sum;
+    }
+  }
+
+  if (p.zeroed) {
+    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + (head * p.padded_rows + first) * p.zeroed_width);
+    for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)
+      zeroed[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
