@@ -1,0 +1,29 @@
+"""Why a training run cannot start or go on. Messages are written for the person who started the job."""
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot start or go on; the message says why and what to do."""
+
+
+class PlanError(TrainingError, ValueError):
+    """A plan that nothing could carry out as it is written."""
+
+
+class ExampleError(TrainingError, ValueError):
+    """Training data that cannot be learnt from. `index`: which example, counted from 0; None: all of them."""
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+class CheckpointError(TrainingError):
+    """A folder whose checkpoints belong to another run, or cannot be written."""
+
+
+class DivergedError(TrainingError):
+    """The gradient was not finite several steps in a row."""
+
+
+class OutOfMemoryError(TrainingError):
+    """The device has too little memory for the plan's micro-batches."""
