@@ -5,14 +5,16 @@ from collections.abc import AsyncIterator
 
 from server.files.catalog import StoredFile
 from server.files.store import FileStore
+from server.files.upload import Upload
 
 PIECE_BYTES = 2**20  # what goes to a thread at once
 
 
 async def receive_file(store: FileStore, content_type: str, body: AsyncIterator[bytes], owner: str) -> StoredFile:
     """Whatever happens, cancellation too, the upload is whole and listed or leaves nothing. Raises LongwaveError."""
-    upload = await asyncio.to_thread(store.begin, content_type)
+    beginning = asyncio.ensure_future(asyncio.to_thread(store.begin, content_type))
     try:
+        upload = await asyncio.shield(beginning)
         piece = bytearray()
         async for chunk in body:
             piece += chunk
@@ -22,4 +24,11 @@ async def receive_file(store: FileStore, content_type: str, body: AsyncIterator[
         await asyncio.to_thread(store.feed, upload, bytes(piece))
         return await asyncio.to_thread(store.finish, upload, owner)
     finally:
-        await asyncio.shield(asyncio.to_thread(store.end, upload))
+        await asyncio.shield(_end(store, beginning))
+
+
+async def _end(store: FileStore, beginning: asyncio.Future[Upload]) -> None:
+    """Also of an upload that its request was cancelled before: a thread that has started goes on."""
+    await asyncio.wait([beginning])
+    if beginning.exception() is None:
+        await asyncio.to_thread(store.end, beginning.result())

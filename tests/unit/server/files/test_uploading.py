@@ -1,20 +1,25 @@
 """Uploads over real sockets: slow and vanishing clients, early refusals, many at once, and memory that stays flat."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from scripted_engine import LIMIT, LiveServer, live_server, wait_until
-from training_files import CHAT, CONTENT_TYPE, PAIR, body, kept, part
+from training_files import CHAT, CONTENT_TYPE, LIMITS, PAIR, body, kept, part, upload
 
 from server.app import create_app
 from server.files import receiving
+from server.files.store import FileStore
+from server.files.upload import Upload
 from server.lifecycle import Phase
 
 PAUSE = 0.3
@@ -176,6 +181,35 @@ def test_a_cancelled_upload_leaves_nothing(uploads: LiveServer, tmp_path: Path) 
     finally:
         store.close()
     assert kept(tmp_path) == []
+
+
+def test_an_upload_that_is_cancelled_while_it_begins_leaves_nothing(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class SlowToBegin(FileStore):
+        def begin(self, content_type: str) -> Upload:
+            upload = super().begin(content_type)
+            begun.set()
+            assert go_on.wait(LIMIT)
+            return upload
+
+    async def nothing() -> AsyncIterator[bytes]:
+        raise AssertionError("the body of a cancelled request is not read")
+        yield b""
+
+    async def cancel(store: FileStore) -> None:
+        running = asyncio.create_task(receiving.receive_file(store, CONTENT_TYPE, nothing(), ""))
+        assert await asyncio.to_thread(begun.wait, LIMIT)
+        running.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    store = SlowToBegin(tmp_path / "files", replace(LIMITS, max_files=1))
+    with contextlib.closing(store):
+        asyncio.run(cancel(store))
+        assert kept(tmp_path) == []
+        assert upload(store, PAIR).examples == 1  # the place of the only file is free again
 
 
 def test_a_draining_server_takes_no_files(uploads: LiveServer) -> None:
