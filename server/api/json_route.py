@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+
+from server import strict_json
 
 
 class StrictJSONRequest(Request):
     async def json(self) -> Any:
         try:
-            text = (await self.body()).decode("utf-8")
-            return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+            return strict_json.loads((await self.body()).decode("utf-8"))
         except json.JSONDecodeError as error:
             raise json.JSONDecodeError(error.msg, "", 0) from None  # the body does not travel with the error
         except (ValueError, RecursionError) as error:
@@ -28,14 +29,3 @@ class StrictJSONRoute(APIRoute):
             return await handle(StrictJSONRequest(request.scope, request.receive))
 
         return read_strictly
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    read = dict(pairs)
-    if len(read) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return read
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")

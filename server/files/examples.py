@@ -4,9 +4,11 @@ import json
 import re
 import threading
 from enum import StrEnum
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
+
+from server import strict_json
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "user", "assistant")
@@ -16,7 +18,6 @@ PREFERENCE_KEYS = frozenset({"input", "preferred_output", "non_preferred_output"
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 FORMS = 'a chat example, {"messages": [...]}, or a pair, {"prompt": "...", "completion": "..."}'
-
 
 LONG_LINE = 64 * 2**10  # bytes; from here on a line is checked by its shape before Python's objects are made of it
 _one_at_a_time = threading.Lock()  # the objects of a long line take many times its size
@@ -86,24 +87,13 @@ def _check_shape(line: bytes) -> None:
 def _parse(text: str) -> Any:
     try:
         with _one_at_a_time:
-            return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+            return strict_json.loads(text)
     except json.JSONDecodeError as error:
         raise NotAnExample(f"it is no JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
         raise NotAnExample("it is nested too deeply") from None
     except ValueError as error:
         raise NotAnExample(f"it is no JSON: {str(error).partition(';')[0]}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    read = dict(pairs)
-    if len(read) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return read
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
 
 
 def _has_lone_surrogate(value: Any) -> bool:

@@ -1,0 +1,21 @@
+"""JSON read strictly: no NaN, no key twice. Must not know whose text it is."""
+
+import json
+from typing import Any, NoReturn
+
+
+def loads(text: str) -> Any:
+    """Raises json.JSONDecodeError for what is no JSON, another ValueError for what Python alone would let pass (and for
+    numbers of endless digits), RecursionError for endless nesting."""
+    return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read = dict(pairs)
+    if len(read) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return read
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
