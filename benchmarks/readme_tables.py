@@ -59,7 +59,8 @@ def times(ratio: float | None) -> str:
 def forward() -> str | None:
     """TFLOP/s of the forward beside the best peer of each cell."""
     reports = attention_results.with_section(attention_results.runs(RESULTS), "forward")
-    lines = []
+    lines: list[list[str]] = []
+    timed: set[str] = set()
     for row in attention_results.rows(reports, "forward"):
         cell, best = row.cell, row.best_peer()
         if cell.seqlen_k not in FORWARD_SEQLENS or cell.heads != cell.kv_heads or best is None:
@@ -67,10 +68,12 @@ def forward() -> str | None:
         shape = [str(cell.head_dim), cell.mask, str(cell.seqlen_k), f"{cell.batch} x {cell.heads}"]
         peer = f"{attention_results.LABELS.get(best, best)} {row.peer(best):.0f}"
         lines.append([*shape, f"{row.ours:.0f}", peer, f"{row.ratios[best]:.2f}", times(row.ratios.get("cudnn"))])
+        timed |= row.ratios.keys()
     if not lines:
         return None
     header = ["head_dim", "mask", "length", "batch x heads", "ours", "best peer", "ours / best", "ours / cuDNN"]
-    return f"Forward, TFLOP/s ({origins(reports)}):\n\n" + table(header, lines)
+    peers = ", ".join(label for name, label in attention_results.LABELS.items() if name in timed)
+    return f"Forward, TFLOP/s; peers timed: {peers} ({origins(reports)}):\n\n" + table(header, lines)
 
 
 def decode() -> str | None:
