@@ -33,6 +33,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks import machine
+from benchmarks.arguments import numbers, require_gpu
 from benchmarks.attention_contenders import REGISTRY, Contender, chosen, peer_versions, peers_found
 from benchmarks.attention_goals import goals
 from benchmarks.attention_grid import SECTIONS, quick, select
@@ -53,13 +54,6 @@ def peers_line() -> str:
     here = [f"{name} ({version})" for name, version in peer_versions().items()]
     absent = [name for name, yes in found.items() if not yes]
     return f"peers found: {', '.join(here) or 'none'}; not importable, so not timed: {', '.join(absent) or 'none'}"
-
-
-def numbers(text: str | None) -> list[int] | None:
-    try:
-        return [int(x) for x in text.split(",")] if text else None
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 64,128") from error
 
 
 def named(only: str | None) -> list[str] | None:
@@ -92,10 +86,9 @@ def main(
     if peers:
         typer.echo(peers_line())
         return
-    dims, lengths, names = numbers(head_dims), numbers(seqlens), named(only)
-    if not torch.cuda.is_available():
-        typer.echo("This benchmark times CUDA kernels and torch sees no NVIDIA GPU here.", err=True)
-        raise typer.Exit(2)
+    dims, lengths = (numbers(text) if text else None for text in (head_dims, seqlens))
+    names = named(only)
+    device = require_gpu()
     asked = {str(s) for s in section or [Section("all")]}
     sections = [s for s in SECTIONS if s in asked or "all" in asked]
     cells = select(sections, dims, lengths)
@@ -104,7 +97,7 @@ def main(
     cells = [cell for cell in cells if racing[cell.section]]
     if not cells:
         raise typer.BadParameter("no cell has these dimensions and contenders")
-    watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), flush, warm_up_ms, repeat_ms)
+    watch = Stopwatch(device, flush, warm_up_ms, repeat_ms)
     options = {"flush": flush, "rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
     report = Report(machine.facts(commit), options | {"peers": peer_versions()}, copy_bandwidth(watch))
     facts = {name: report.machine[name] for name in ("gpu", "driver", "torch", "cuda", "cudnn", "commit")}

@@ -1,5 +1,7 @@
 """Our contenders: what dispatch chooses, and what it is held against of our own."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,8 +32,8 @@ def _run(args: AttentionArgs) -> Call:
     return lambda: dispatch.run(args)[0]
 
 
-def _contiguous_args(cell: Cell, t: Tensors) -> AttentionArgs:
-    return AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=_window_right(cell))
+def _contiguous_args(cell: Cell, t: Tensors, **options: Any) -> AttentionArgs:
+    return AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=_window_right(cell), **options)
 
 
 def _paged_args(cell: Cell, t: Tensors) -> AttentionArgs:
@@ -73,51 +75,21 @@ def generic(cell: Cell, t: Tensors) -> Call:
 
 @contender(OURS, "varlen")
 def varlen(cell: Cell, t: Tensors) -> Call:
-    return _run(
-        AttentionArgs(
-            t.q,
-            t.k,
-            t.v,
-            cell.head_dim**-0.5,
-            cu_seqlens_q=t.cu,
-            cu_seqlens_k=t.cu,
-            max_seqlen_q=cell.seqlen_q,
-            max_seqlen_k=cell.seqlen_k,
-            window_right=_window_right(cell),
-        )
-    )
+    longest = {"max_seqlen_q": cell.seqlen_q, "max_seqlen_k": cell.seqlen_k}
+    return _run(_contiguous_args(cell, t, cu_seqlens_q=t.cu, cu_seqlens_k=t.cu, **longest))
 
 
 @contender(OURS, "padding")
 def padding(cell: Cell, t: Tensors) -> Call:
     """Keys in use are the first ones, or under a causal mask the last ones, as generation pads."""
-    return _run(
-        AttentionArgs(
-            t.q,
-            t.k,
-            t.v,
-            cell.head_dim**-0.5,
-            seqused_k=None if cell.causal else t.used,
-            leftpad_k=cell.seqlen_k - t.used if cell.causal else None,
-            window_right=_window_right(cell),
-        )
-    )
+    used = {"leftpad_k": cell.seqlen_k - t.used} if cell.causal else {"seqused_k": t.used}
+    return _run(_contiguous_args(cell, t, **used))
 
 
 @contender(OURS, "dropout")
 def dropout(cell: Cell, t: Tensors) -> Call:
     seed = torch.tensor([_SEED, 0], dtype=torch.int64, device=t.q.device)
-    return _run(
-        AttentionArgs(
-            t.q,
-            t.k,
-            t.v,
-            cell.head_dim**-0.5,
-            window_right=_window_right(cell),
-            dropout_p=cell.dropout,
-            dropout_seed=seed,
-        )
-    )
+    return _run(_contiguous_args(cell, t, dropout_p=cell.dropout, dropout_seed=seed))
 
 
 @contender(OURS, "fp8_kv")

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 from attention_backend import flash_attn_func, flash_attn_with_kvcache
 from benchmarks import machine
+from benchmarks.arguments import require_gpu
 
 COLD_GOAL_MS, WARM_GOAL_MS = 2000.0, 50.0
 CACHE_VARIABLE, IMAGE_VARIABLE = "LONGWAVE_CACHE_DIR", "LONGWAVE_KERNEL_IMAGE_DIR"
@@ -208,9 +209,7 @@ def main(
     names = only.split(",") if only else list(VARIANTS)
     if unknown := set(names) - set(VARIANTS):
         raise typer.BadParameter(f"no variant named {sorted(unknown)}: there are {', '.join(VARIANTS)}")
-    if not torch.cuda.is_available():
-        typer.echo("This benchmark times CUDA kernels and torch sees no NVIDIA GPU here.", err=True)
-        raise typer.Exit(2)
+    require_gpu()
     report = Report(machine.facts(commit))
     for name in names:
         report.rows.append(measure(name, rounds))

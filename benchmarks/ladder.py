@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 from attention_backend import dispatch
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
+from benchmarks.arguments import require_gpu
 from benchmarks.ladder_rungs import HEAD_DIM, RUNGS, TILE, Rung, make
 from benchmarks.stopwatch import Stopwatch
 
@@ -139,10 +140,7 @@ def main(
     """Runs the rungs of docs/ladder and says how fast each is."""
     if seqlen < TILE or seqlen % TILE:
         raise typer.BadParameter(f"--seqlen {seqlen} is not a multiple of {TILE}")
-    if not torch.cuda.is_available():
-        typer.echo("This benchmark runs CUDA kernels and torch sees no NVIDIA GPU here.", err=True)
-        raise typer.Exit(2)
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = require_gpu()
     facts = machine.facts(commit)
     typer.echo(f"{ {name: facts[name] for name in ('gpu', 'driver', 'torch', 'cuda', 'commit')} }")
     tensors = [torch.randn(heads, seqlen, HEAD_DIM, dtype=torch.bfloat16, device=device) for _ in range(3)]

@@ -31,6 +31,7 @@ from attention_backend import flash_attn_func
 from attention_backend.linear import linear_attention
 from attention_backend.reference import linear as reference
 from benchmarks import machine
+from benchmarks.arguments import numbers, require_gpu
 from benchmarks.stopwatch import Call, Stopwatch, alternate, copy_bandwidth
 
 SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -192,13 +193,6 @@ def measure(cell: Cell, watch: Stopwatch, rounds: int) -> Row:
     return Row(cell, times, reasons, error)
 
 
-def numbers(text: str) -> list[int]:
-    try:
-        return [int(x) for x in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 64,128") from error
-
-
 def main(
     head_dims: Annotated[str, typer.Option(help="only these")] = ",".join(map(str, HEAD_DIMS)),
     seqlens: Annotated[str, typer.Option(help="only these lengths")] = ",".join(map(str, SEQLENS)),
@@ -208,10 +202,7 @@ def main(
 ) -> None:
     """Times linear attention beside softmax attention over the length."""
     chosen = cells(numbers(head_dims), numbers(seqlens))
-    if not torch.cuda.is_available():
-        typer.echo("This benchmark times CUDA kernels and torch sees no NVIDIA GPU here.", err=True)
-        raise typer.Exit(2)
-    watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()))
+    watch = Stopwatch(require_gpu())
     options = {"rounds": rounds, "flush": watch.flush, "repeat_ms": watch.repeat_ms}
     report = Report(machine.facts(commit), options, copy_bandwidth(watch))
     for cell in chosen:

@@ -31,6 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks import machine
+from benchmarks.arguments import numbers, require_gpu
 from benchmarks.hbm_counters import CountersUnavailableError, HbmBytes, measure
 from benchmarks.roofline_counts import Shape
 from benchmarks.roofline_methods import (
@@ -128,13 +129,6 @@ def read_counters(report: Report, ncu: str) -> None:
     report.rows = [replace(row, counters=found.get(probe_of(row))) for row in report.rows]
 
 
-def numbers(text: str) -> list[int]:
-    try:
-        return [int(x) for x in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1024,4096") from error
-
-
 def main(
     seqlens: Annotated[str, typer.Option(help="lengths")] = ",".join(map(str, SEQLENS)),
     counters: Annotated[bool, typer.Option(help="read HBM bytes from the hardware counters")] = True,
@@ -147,10 +141,7 @@ def main(
     lengths = numbers(seqlens)
     if plot and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("--plot needs matplotlib; draw later with roofline_plot.py from the file of --out")
-    if not torch.cuda.is_available():
-        typer.echo("This benchmark times CUDA kernels and torch sees no NVIDIA GPU here.", err=True)
-        raise typer.Exit(2)
-    watch = Stopwatch(torch.device("cuda", torch.cuda.current_device()), warm_up_ms=5, repeat_ms=20)
+    watch = Stopwatch(require_gpu(), warm_up_ms=5, repeat_ms=20)
     report = Report(machine.facts(commit), HOPPER, STANDARD, matmul_tflops(watch), copy_bandwidth(watch))
     typer.echo(f"matrix product {report.matmul_tflops:.0f} TFLOP/s, device copy {report.copy_tb_per_s:.2f} TB/s")
     for method in METHODS.values():
