@@ -67,21 +67,11 @@ def load(
     """
     device = torch.device(device)
     folder = source.fetch(weights=load_format == "auto")
-    config = _read_config(folder)
-    if load_format == "auto":
-        _require_safetensors(folder)
-    torch_dtype = _choose_dtype(dtype, config, device)
-    if device.type == "cpu":
-        # torch counts the host's cores, not the container's share of them.
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
-    patching.register()
-    make = _load_weights if load_format == "auto" else _random_weights
-    with without_progress_bars():
-        model = make(folder, config, torch_dtype, device)
+    model = _make(folder, dtype, device, load_format, patching.LONGWAVE_PAGED)
     model.eval().requires_grad_(False)
     if device.type == "cpu":
         pack_linears(model)
-    text_config = config.get_text_config()
+    text_config = model.config.get_text_config()
     return LoadedModel(
         model=model,
         config=text_config,
@@ -92,6 +82,18 @@ def load(
     )
 
 
+def load_for_training(
+    source: ModelSource,
+    *,
+    dtype: DTypeName,
+    device: str | torch.device = "cpu",
+    load_format: LoadFormat = "auto",
+) -> PreTrainedModel:
+    """As `load`, but the plain Hugging Face model, in train mode, with the attention `longwave`."""
+    folder = source.fetch(weights=load_format == "auto")
+    return _make(folder, dtype, torch.device(device), load_format, patching.LONGWAVE).train()
+
+
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer alone, for the process that knows text. Raises ModelLoadError."""
     folder = source.fetch(weights=False)
@@ -99,6 +101,22 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{source.name} has no tokenizer that transformers can read: {error}") from error
+
+
+def _make(
+    folder: Path, dtype: DTypeName, device: torch.device, load_format: LoadFormat, attention: str
+) -> PreTrainedModel:
+    config = _read_config(folder)
+    if load_format == "auto":
+        _require_safetensors(folder)
+    torch_dtype = _choose_dtype(dtype, config, device)
+    if device.type == "cpu":
+        # torch counts the host's cores, not the container's share of them.
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+    patching.register()
+    make = _load_weights if load_format == "auto" else _random_weights
+    with without_progress_bars():
+        return make(folder, config, torch_dtype, device, attention)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -135,13 +153,15 @@ def _choose_dtype(name: DTypeName, config: PretrainedConfig, device: torch.devic
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
-def _load_weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_weights(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
+) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=patching.LONGWAVE_PAGED,
+            attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -160,11 +180,11 @@ def _load_weights(folder: Path, config: PretrainedConfig, dtype: torch.dtype, de
 
 
 def _random_weights(
-    _folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    _folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
 ) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=patching.LONGWAVE_PAGED)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except ValueError as error:
         raise ModelLoadError(f"transformers cannot make a {config.model_type} language model: {error}") from error
     model.to_empty(device=device)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import attention_backend
+from attention_backend.interface import dropout_seed
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 from models.patching.descriptor import Descriptor, decode, hides_keys, is_descriptor, sequence_rows
 from models.patching.errors import UnsupportedCallError
-from models.patching.keywords import refuse_dropout, refuse_unknown
+from models.patching.keywords import refuse_unknown
 from models.patching.layout import tokens_first
 
 #: The largest position bias (T5) served: 2^29 elements, 1 GiB of bf16. The model writes it out itself, N x N a head.
@@ -42,10 +43,12 @@ def longwave_attention(
     """query `[batch, heads, q, head_dim]`, key and value `[batch, kv_heads, k, *]` -> `[batch, q, heads, head_dim_v]`.
 
     The mask tells what is visible; `is_causal` and `sliding_window` count only where no mask was made (vision towers).
+    Dropout acts in training only, in steps of 1/256 (`AttentionArgs`), and draws its seed from torch's generator.
     Raises UnsupportedCallError for what would not be computed exactly.
     """
     refuse_unknown(module, keywords)
-    refuse_dropout(module, dropout)
+    # Some families hand their dropout over outside training too, where it is the identity.
+    dropout_p = dropout if module.training else 0.0
     args = AttentionArgs(
         q=tokens_first(query),
         k=tokens_first(key),
@@ -54,6 +57,8 @@ def longwave_attention(
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.reshape(-1),
         bias=None if position_bias is None else _checked_bias(position_bias),
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed(dropout_p, query),
     )
     mask = None
     if attention_mask is not None and is_descriptor(attention_mask):

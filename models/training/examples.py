@@ -38,7 +38,7 @@ class Preference:
         return len(self.chosen) + len(self.rejected)
 
 
-TrainingData = Sequence[Example] | Sequence[Preference]
+TrainingData = Sequence[Example | Preference]
 
 
 def sequences(example: Example | Preference) -> tuple[Example, ...]:
@@ -46,7 +46,7 @@ def sequences(example: Example | Preference) -> tuple[Example, ...]:
     return (example,) if isinstance(example, Example) else (example.chosen, example.rejected)
 
 
-def check(examples: TrainingData, plan: TrainingPlan, vocab_size: int) -> None:
+def check(examples: TrainingData, plan: TrainingPlan) -> None:
     """Raises ExampleError for the first example that the plan cannot learn from."""
     if not examples:
         raise ExampleError("there are no examples to learn from")
@@ -58,20 +58,26 @@ def check(examples: TrainingData, plan: TrainingPlan, vocab_size: int) -> None:
                 index,
             )
         for sequence in sequences(example):
-            problem = _problem(sequence, plan.max_length, vocab_size)
+            problem = _problem(sequence, plan.max_length)
             if problem is not None:
                 raise ExampleError(f"example {index}: {problem}", index)
 
 
-def _problem(sequence: Example, max_length: int, vocab_size: int) -> str | None:
+def check_vocabulary(examples: TrainingData, vocab_size: int) -> None:
+    """Raises ExampleError for the first example with a token id that the model does not have."""
+    for index, example in enumerate(examples):
+        for sequence in sequences(example):
+            if min(sequence.tokens) < 0 or max(sequence.tokens) >= vocab_size:
+                raise ExampleError(f"example {index}: a token id is outside the vocabulary of {vocab_size}", index)
+
+
+def _problem(sequence: Example, max_length: int) -> str | None:
     if len(sequence.tokens) != len(sequence.targets):
         return f"{len(sequence.tokens)} tokens but {len(sequence.targets)} targets"
     if len(sequence.tokens) > max_length:
         return f"{len(sequence.tokens)} tokens are more than max_length {max_length}"
     if not sequence.learnt:
         return "no token is learnt"
-    if min(sequence.tokens) < 0 or max(sequence.tokens) >= vocab_size:
-        return f"a token id is outside the model's vocabulary of {vocab_size}"
     return None
 
 

@@ -1,34 +1,227 @@
-"""The training loop that resumes exactly."""
+"""The training loop that resumes exactly: steps, reports, checkpoints, the result. One run in one folder.
 
-from collections.abc import Callable
+Whatever happens between two checkpoints can happen again: a step is a function of (plan, examples, weights, step).
+"""
+
+import fcntl
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from models.training.examples import TrainingData
+from models import registry
+from models.loader import LoadFormat
+from models.training import examples as data
+from models.training import objectives, order, packing
+from models.training.checkpoint import Checkpoints, Identity, Progress
+from models.training.errors import CheckpointError, DivergedError, OutOfMemoryError
+from models.training.folder import is_whole, write_folder
+from models.training.objectives import Sums
+from models.training.optimizer import Optimizer
+from models.training.packing import PackedBatch
 from models.training.plan import TrainingPlan
+from models.training.reference import References
 from models.training.report import Outcome, StepReport, Verdict
+from models.training.schedule import learning_rate
+from models.training.self_check import check_packed_path
+from models.training.totals import Means, Totals
+from models.training.trainable import TrainableModel
+
+_log = logging.getLogger(__name__)
+
+#: Steps in a row whose gradient is not finite, after which a run is given up.
+MAX_SKIPPED = 3
+
+OnStep = Callable[[StepReport], Verdict]
 
 
 class Trainer:
-    """One run in one folder: `folder/checkpoints/` while it lasts, `folder/result/` when it is done."""
+    """`folder/checkpoints/` while a run lasts, `folder/result/` when it is done. One process at a time."""
 
     def __init__(
         self,
         plan: TrainingPlan,
-        examples: TrainingData,
-        validation: TrainingData | None,
+        examples: data.TrainingData,
+        validation: data.TrainingData | None,
         folder: Path,
         device: str | torch.device | None = None,
         *,
         keep_checkpoints: int = 3,
+        load_format: LoadFormat = "auto",
     ) -> None:
-        raise NotImplementedError
+        """device None: the GPU if there is one. load_format "dummy": random weights (benchmarks).
+
+        Raises ModelNotFoundError and ExampleError; loads nothing yet.
+        """
+        self._source = registry.resolve(plan.model)
+        data.check(examples, plan)
+        if validation:
+            data.check(validation, plan)
+        self._plan, self._examples, self._validation = plan, examples, validation or ()
+        self._folder = folder
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._load_format: LoadFormat = load_format
+        identity = Identity(plan, data.digest(examples), data.digest(self._validation))
+        self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
 
     @property
     def total_steps(self) -> int:
-        raise NotImplementedError
+        return self._plan.n_epochs * order.steps_per_epoch(len(self._examples), self._plan.batch_size)
 
-    def run(self, on_step: Callable[[StepReport], Verdict]) -> Outcome:
-        """Trains from the newest whole checkpoint (or the start) to the end, or to a verdict."""
-        raise NotImplementedError
+    def run(self, on_step: OnStep) -> Outcome:
+        """Trains from the newest whole checkpoint (or the start) to the end, or to a verdict.
+
+        A resumed run first reports the step of its checkpoint once more: what was told last may not have arrived.
+        Raises TrainingError and what loading a model raises.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with _only_process(self._folder / "lock"), _deterministic(self._plan.deterministic):
+            try:
+                return self._run(on_step)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError(
+                    f"{self._device} has too little memory for this plan: lower micro_batch_tokens "
+                    f"({self._plan.micro_batch_tokens}) and max_length ({self._plan.max_length}), or turn on "
+                    "gradient_checkpointing"
+                ) from error
+
+    def _run(self, on_step: OnStep) -> Outcome:
+        saved = self._checkpoints.newest()
+        progress = Progress() if saved is None else saved[0]
+        result = self._folder / "result"
+        if progress.step == self.total_steps and is_whole(result):
+            return Outcome(True, progress.step, progress.trained_tokens, result)
+        self._load()
+        if saved is not None:
+            self._optimizer.load_state_tensors(saved[1])
+            del saved
+            _log.info("resumed after step %d of %d", progress.step, self.total_steps)
+            assert progress.report is not None
+            verdict = on_step(progress.report)
+            if verdict is not Verdict.CONTINUE:
+                return Outcome(False, progress.step, progress.trained_tokens, None)
+        while progress.step < self.total_steps:
+            progress = self._step(progress)
+            assert progress.report is not None
+            verdict = on_step(progress.report)
+            if verdict is Verdict.PAUSE and progress.report.checkpoint is None:
+                self._save(progress)
+            if verdict is not Verdict.CONTINUE:
+                return Outcome(False, progress.step, progress.trained_tokens, None)
+        write_folder(result, self._model.save_result)
+        return Outcome(True, progress.step, progress.trained_tokens, result)
+
+    def _load(self) -> None:
+        self._model = TrainableModel(self._plan, self._source, self._device, self._load_format)
+        for examples in (self._examples, self._validation):
+            data.check_vocabulary(examples, self._model.config.vocab_size)
+        check_packed_path(self._model)
+        self._references: References | None = None
+        if self._plan.method == "dpo":  # before any weight has changed
+            self._references = References(self._model, self._plan, self._checkpoints.folder)
+            self._references.prepare(train=self._examples, validation=self._validation)
+        self._optimizer = Optimizer(
+            self._model.parameters, weight_decay=self._plan.weight_decay, max_grad_norm=self._plan.max_grad_norm
+        )
+
+    def _step(self, before: Progress) -> Progress:
+        """One optimiser step, with its checkpoint where one is due."""
+        plan, begin = self._plan, time.monotonic()
+        indices = order.step_examples(before.step, len(self._examples), plan.batch_size, plan.seed)
+        rate = learning_rate(plan, before.step, self.total_steps)
+        # Divided by what the whole step learns, so that packing does not change the mathematics.
+        learnt = sum(part.learnt for i in indices for part in data.sequences(self._examples[i]))
+        normaliser = len(indices) if plan.method == "dpo" else learnt
+        totals = Totals()
+        with _seeded(order.step_seed(before.step, plan.seed), self._device):
+            for batch in self._batches(self._examples, indices):
+                sums = self._objective(batch, "train")
+                (sums.loss / normaliser).backward()
+                totals.add(sums, batch)
+        norm = self._optimizer.step(rate)
+        skipped = 0 if math.isfinite(norm) else before.skipped_in_a_row + 1
+        if skipped:
+            _log.warning("step %d: the gradient's norm is %s, nothing is changed", before.step + 1, norm)
+        if skipped >= MAX_SKIPPED:
+            raise DivergedError(
+                f"the gradient was not finite in {skipped} steps in a row (up to step {before.step + 1}): "
+                "lower the learning rate, or look for damaged weights or examples"
+            )
+        train = totals.means(normaliser)
+        step = before.step + 1
+        due = step % plan.checkpoint_every == 0 or step == self.total_steps
+        valid = self._validate() if due and self._validation else None
+        report = StepReport(
+            step=step,
+            total_steps=self.total_steps,
+            train_loss=train.loss,
+            train_mean_token_accuracy=train.accuracy,
+            valid_loss=None if valid is None else valid.loss,
+            valid_mean_token_accuracy=None if valid is None else valid.accuracy,
+            learning_rate=rate,
+            tokens=totals.tokens,
+            seconds=time.monotonic() - begin,
+            checkpoint=None,
+            train_reward_accuracy=train.ranked,
+        )
+        progress = Progress(step, before.trained_tokens + totals.tokens, skipped, report)
+        if due:
+            progress = replace(progress, report=replace(report, checkpoint=self._save(progress)))
+        return progress
+
+    def _validate(self) -> Means:
+        totals = Totals()
+        with self._model.evaluating():
+            for batch in self._batches(self._validation, range(len(self._validation))):
+                totals.add(self._objective(batch, "validation"), batch)
+        return totals.means(len(self._validation) if self._plan.method == "dpo" else totals.counted)
+
+    def _objective(self, batch: PackedBatch, which: str) -> Sums:
+        if self._references is None:
+            return objectives.supervised(self._model, batch)
+        return objectives.dpo(self._model, batch, self._references.of(which, batch), self._plan.dpo_beta)
+
+    def _batches(self, examples: data.TrainingData, indices: Sequence[int]) -> Iterator[PackedBatch]:
+        for packed in packing.pack(examples, indices, self._plan.micro_batch_tokens):
+            yield packing.build(examples, packed, self._device)
+
+    def _save(self, progress: Progress) -> Path:
+        def servable(folder: Path) -> None:
+            if self._model.adapter is not None:
+                self._model.save_adapter(folder)
+
+        return self._checkpoints.write(progress, self._optimizer.state_tensors(), servable)
+
+
+@contextmanager
+def _only_process(lock: Path) -> Iterator[None]:
+    """The lock ends with the process that holds it, however that ends."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process trains in {lock.parent}") from None
+        yield
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """On a GPU, cuBLAS also wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment; torch says so itself."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
