@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+#: The base model alone.
+NO_ADAPTER = -1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -33,6 +36,7 @@ class ScheduledSeq:
     num_computed: int  # tokens already in the KV cache
     block_ids: Sequence[int]  # the whole block table, new tokens' blocks included
     sample: bool  # whether the last of token_ids gives a next token (false for all but a prompt's last chunk)
+    adapter_slot: int = NO_ADAPTER  # whose LoRA adapter changes its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +60,13 @@ class StepOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     finite: list[bool]  # false: this row's logits held NaN or Inf; its token must not be used
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What is known of a LoRA adapter that was read."""
+
+    digest: str  # of its files: SHA-256, hexadecimal
+    rank: int  # the largest of its layers
+    num_layers: int  # linear layers that it changes
+    base_model: str | None  # what it says it was trained for

@@ -7,3 +7,7 @@ class ModelLoadError(RuntimeError):
 
 class ModelNotFoundError(ModelLoadError):
     """No bundled model, folder or hub repository of that name."""
+
+
+class AdapterError(RuntimeError):
+    """The adapter cannot be served beside this model; the message says why. Nothing has changed."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.metadata import PagedMetadata
-from models.batch import ScheduledSeq, StepBatch
+from models.batch import NO_ADAPTER, ScheduledSeq, StepBatch
 
 #: Sections of the staging buffer start at multiples of this many bytes (a cache line; more than any dtype needs).
 _ALIGNMENT = 64
@@ -24,6 +24,8 @@ class StepTensors:
     metadata: PagedMetadata
     sample_slots: np.ndarray  # int64 [num_samples]
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
+    adapter_rows: Tensor | None  # int32 [num_tokens]: each row's adapter slot; None: no row has one
+    num_adapter_slots: int  # all of adapter_rows are below
 
 
 class StepInputs:
@@ -46,8 +48,8 @@ class StepInputs:
         self._next_position = np.full(max_num_seqs, -1, np.int64)  # where a slot goes on if nothing interrupted it
         bytes_needed = (
             8 * (3 * max_num_batched_tokens + max_num_seqs)
-            + 4 * (2 * max_num_seqs + 1 + self._tables.size)
-            + 8 * _ALIGNMENT
+            + 4 * (2 * max_num_seqs + 1 + self._tables.size + max_num_batched_tokens)
+            + 9 * _ALIGNMENT
         )
         self._staging = torch.empty(bytes_needed, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._bytes = self._staging.numpy()
@@ -65,6 +67,8 @@ class StepInputs:
         lengths = np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, num_seqs)
         computed = np.fromiter((seq.num_computed for seq in seqs), np.int64, num_seqs)
         sampled = np.fromiter((seq.sample for seq in seqs), np.bool_, num_seqs)
+        adapters = np.fromiter((seq.adapter_slot for seq in seqs), np.int32, num_seqs)
+        num_adapter_slots = int(adapters.max()) - NO_ADAPTER
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         if num_tokens > self._max_tokens or num_seqs > self._tables.shape[0]:
@@ -84,6 +88,7 @@ class StepInputs:
         seq_lens = layout.take(np.int32, num_seqs)
         width = -(-int(totals.max()) // self._block_size)
         block_table = layout.take(np.int32, num_seqs * width).reshape(num_seqs, width)
+        adapter_rows = layout.take(np.int32, num_tokens if num_adapter_slots else 0)
 
         num_decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else num_seqs
         ids[:num_decodes] = np.fromiter((seq.token_ids[0] for seq in seqs[:num_decodes]), np.int64, num_decodes)
@@ -99,6 +104,8 @@ class StepInputs:
         cu_seqlens[1:] = ends
         seq_lens[:] = totals
         np.take(self._tables[:, :width], slots, axis=0, out=block_table)
+        if num_adapter_slots:
+            adapter_rows[:] = np.repeat(adapters, lengths)
 
         staged = self._staging[: layout.used].to(self._device, non_blocking=True)
         if self._copied is not None:
@@ -118,6 +125,8 @@ class StepInputs:
             ),
             sample_slots=slots[sampled],
             sample_positions=totals[sampled],
+            adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
+            num_adapter_slots=num_adapter_slots,
         )
 
     def _update_tables(

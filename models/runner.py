@@ -1,13 +1,16 @@
 """Weights, pages and sampler behind one call: a StepBatch in, sampled tokens out. Knows no queue and no text."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
+from transformers import PreTrainedModel
 
 from attention_backend import dispatch
 from attention_backend.problem import AttentionArgs
+from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import AttentionSite, find_attention_sites
-from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput
+from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch, StepOutput
 from models.forward import PagedForward
 from models.inputs import StepInputs
 from models.kv_pool import (
@@ -20,7 +23,7 @@ from models.kv_pool import (
     cuda_pool_bytes,
 )
 from models.loader import LoadedModel
-from models.patching import check_supported_for_serving, fix_longrope
+from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
 from models.sampling import Sampler
 from models.self_test import check_engine_path
 
@@ -48,11 +51,13 @@ class ModelRunner:
         max_model_len: int,
         num_blocks: int | None = None,
         memory_budget: MemoryBudget | None = None,
+        lora: LoraLimits | None = None,
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
         request of max_model_len tokens fits.
 
-        `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool.
+        `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
+        and its memory is taken before the pool is measured.
         """
         self.block_size = block_size
         self.device = loaded.device
@@ -65,6 +70,7 @@ class ModelRunner:
         self._sites = find_attention_sites(loaded.model)
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._forward = PagedForward(loaded.model)
+        self.adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
         self._inputs = StepInputs(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -90,12 +96,13 @@ class ModelRunner:
         """Rehearses long and short prefills, a full decode step and sampling, so that every kernel exists. Once."""
         if self._warm:
             return
-        self._rehearse(self._largest_prefill())
-        if self.device.type == "cuda":
-            for length in _SHORT_PREFILLS:
-                if length <= min(self._max_tokens, self._max_model_len):
-                    self._rehearse(StepBatch((self._dummy_seq(0, length, 0),)))
-        self._rehearse(self._full_decode())
+        with nullcontext() if self.adapters is None else self.adapters.rehearsing():
+            self._rehearse(self._largest_prefill())
+            if self.device.type == "cuda":
+                for length in _SHORT_PREFILLS:
+                    if length <= min(self._max_tokens, self._max_model_len):
+                        self._rehearse(StepBatch((self._dummy_seq(0, length, 0),)))
+            self._rehearse(self._full_decode())
         self._warm = True
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -114,8 +121,20 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: StepBatch) -> StepOutput:
         step = self._inputs.build(batch)
+        if self.adapters is not None:
+            self.adapters.select(step.adapter_rows, step.num_adapter_slots)
+        elif step.adapter_rows is not None:
+            raise ValueError("a step names an adapter's slot, but this runner was made without adapters")
         logits = self._forward.sampled_rows(step, self._kv_caches)
         return self._sampler.sample(logits, step.sample_slots, step.sample_positions)
+
+    def _make_adapter_slots(self, model: PreTrainedModel, lora: LoraLimits) -> AdapterSlots:
+        linears = find_linears(model)
+        if not linears:
+            raise UnsupportedModelError(f"{type(model).__name__} has no linear layers that an adapter could change")
+        return AdapterSlots(
+            linears, lora, max_num_batched_tokens=self._max_tokens, dtype=self._dtype, device=self.device
+        )
 
     def _measure_num_blocks(self, budget: MemoryBudget) -> int:
         pool = cpu_pool_bytes(budget) if self.device.type == "cpu" else self._measure_cuda_pool(budget)
@@ -158,8 +177,14 @@ class ModelRunner:
         return StepBatch(tuple(self._dummy_seq(slot, 1, computed) for slot in range(num_seqs)))
 
     def _dummy_seq(self, slot: int, new: int, computed: int) -> ScheduledSeq:
-        blocks = [0] * self._blocks_for(computed + new)
-        return ScheduledSeq(slot=slot, token_ids=[0] * new, num_computed=computed, block_ids=blocks, sample=True)
+        return ScheduledSeq(
+            slot=slot,
+            token_ids=[0] * new,
+            num_computed=computed,
+            block_ids=[0] * self._blocks_for(computed + new),
+            sample=True,
+            adapter_slot=NO_ADAPTER if self.adapters is None else self.adapters.limits.max_loras - 1,
+        )
 
     def _rehearse(self, batch: StepBatch) -> None:
         """Runs a batch of dummy sequences that sample in the most expensive way. No request may be present."""

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from models.attention_sites import attention_implementation
-from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
+from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
 from models.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -26,6 +26,7 @@ class _Request:
     slot: int
     tokens: list[int]
     block_ids: list[int]
+    adapter_slot: int = NO_ADAPTER
     computed: int = 0
     out: Generated = field(default_factory=Generated)
 
@@ -43,16 +44,18 @@ def generate(
     budget: int = 64,
     first_slot: int = 0,
     preempt_every: int = 0,
+    adapter_slots: Sequence[int] | None = None,
 ) -> list[Generated]:
     """Continuous batching with chunked prefill: decodes first, then prompts, at most `budget` tokens a step.
 
     With `preempt_every`, all pages are given up and computed again after that many steps.
     """
     per_request = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    slots = adapter_slots or [NO_ADAPTER] * len(prompts)
     requests, block = [], 1
     for i, prompt in enumerate(prompts):
         blocks = -(-(len(prompt) + count) // runner.block_size)
-        requests.append(_Request(first_slot + i, list(prompt), list(range(block, block + blocks))))
+        requests.append(_Request(first_slot + i, list(prompt), list(range(block, block + blocks)), slots[i]))
         block += blocks
         runner.add_request(first_slot + i, per_request[i], prompt)
     steps = 0
@@ -81,7 +84,8 @@ def _step(runner: ModelRunner, requests: list[_Request], budget: int) -> StepOut
         end = request.computed + new
         used = request.block_ids[: -(-end // runner.block_size)]
         last = end == len(request.tokens)
-        seqs.append(ScheduledSeq(request.slot, request.tokens[request.computed : end], request.computed, used, last))
+        new_tokens = request.tokens[request.computed : end]
+        seqs.append(ScheduledSeq(request.slot, new_tokens, request.computed, used, last, request.adapter_slot))
         request.computed = end
         if last:
             sampling.append(request)
