@@ -48,9 +48,9 @@ def refuse_unknown(module: object, keywords: Mapping[str, Any]) -> None:
 
 
 def refuse_dropout(module: Any, dropout: float) -> None:
-    """Dropout on the attention weights is not implemented; outside training it is the identity."""
+    """Raises UnsupportedCallError for dropout in training, which a cache of pages is not for."""
     if dropout and module.training:
         raise UnsupportedCallError(
-            f"attention dropout {dropout} in training is not supported: set attention_dropout=0 "
-            "(attention_probs_dropout_prob, attn_pdrop or dropout_rate in some families) in the model's config"
+            f"attention dropout {dropout} in training: a model on pages serves, so put it in eval(); "
+            'train with attn_implementation="longwave"'
         )

@@ -54,10 +54,27 @@ def test_attention_weights_cannot_be_asked_for() -> None:
         longwave_attention(Layer(), *qkv(), None, output_attentions=True)
 
 
-def test_dropout_in_training_is_refused_with_the_setting_to_change() -> None:
-    with pytest.raises(UnsupportedCallError, match="set attention_dropout=0"):
-        longwave_attention(Layer().train(), *qkv(), None, dropout=0.1)
-    longwave_attention(Layer().eval(), *qkv(), None, dropout=0.1)
+def test_dropout_acts_in_training_and_follows_torch_s_seed() -> None:
+    def run(layer: Layer, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return longwave_attention(layer, *qkv(), None, dropout=0.5)[0]
+
+    plain, _ = longwave_attention(Layer(), *qkv(), None)
+    dropped = run(Layer().train(), seed=3)
+    assert torch.equal(run(Layer().eval(), seed=3), plain)
+    assert torch.equal(run(Layer().train(), seed=3), dropped)
+    assert not torch.equal(run(Layer().train(), seed=4), dropped)
+    # The first row sees one key: its probability 1 became 0 or, at p = 128 / 256, twice as much.
+    first = (dropped[:, 0] / plain[:, 0]).round(decimals=4)
+    assert set(first.flatten().tolist()) <= {0.0, 2.0}
+
+
+def test_the_mean_over_dropouts_is_attention_without() -> None:
+    plain, _ = longwave_attention(Layer(), *qkv(), None)
+    torch.manual_seed(0)
+    query, key, value = qkv()
+    many = [longwave_attention(Layer().train(), query, key, value, None, dropout=0.25)[0] for _ in range(2000)]
+    torch.testing.assert_close(torch.stack(many).mean(0), plain, atol=0.06, rtol=0)
 
 
 @pytest.mark.parametrize(
