@@ -1,0 +1,70 @@
+"""A folder is whole or it is not there, and what was changed afterwards is found out."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.training import CheckpointError
+from models.training.folder import MANIFEST, is_whole, remove_unfinished, write_folder
+
+
+def fill(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"0123456789")
+    (folder / "deep").mkdir()
+    (folder / "deep" / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_folder(tmp_path / "made" / "one", fill)
+    return tmp_path / "made" / "one"
+
+
+def test_a_written_folder_is_whole_and_alone(folder: Path) -> None:
+    assert is_whole(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["one"]
+    assert {path.name for path in folder.rglob("*")} == {"weights.bin", "deep", "config.json", MANIFEST}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda f: (f / "weights.bin").write_bytes(b"0123456780"),
+        lambda f: (f / "weights.bin").write_bytes(b"01234"),
+        lambda f: (f / "deep" / "config.json").unlink(),
+        lambda f: (f / MANIFEST).unlink(),
+        lambda f: (f / MANIFEST).write_text('{"files": '),
+        lambda f: (f / MANIFEST).write_text("[]"),
+    ],
+    ids=["changed", "short", "missing", "no manifest", "torn manifest", "foreign manifest"],
+)
+def test_damage_is_found(folder: Path, damage: Callable[[Path], object]) -> None:
+    damage(folder)
+    assert not is_whole(folder)
+
+
+def test_what_stood_there_is_replaced(folder: Path) -> None:
+    write_folder(folder, lambda new: (new / "other").write_text("x") and None)
+    assert {path.name for path in folder.iterdir()} == {"other", MANIFEST}
+    assert is_whole(folder)
+
+
+def test_a_failure_leaves_the_old_folder_and_nothing_else(folder: Path) -> None:
+    def fail(new: Path) -> None:
+        fill(new)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="one cannot be written: .*No space left"):
+        write_folder(folder, fail)
+    assert is_whole(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["one"]
+
+
+def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
+    left = folder.parent / ".two-abc123"
+    left.mkdir()
+    (left / "weights.bin").write_bytes(b"0")
+    remove_unfinished(folder.parent)
+    assert [path.name for path in folder.parent.iterdir()] == ["one"]
+    remove_unfinished(folder / "not there")
