@@ -36,7 +36,9 @@ class WorkLine {
   // The next tile of this block, or steps == 0.
   __device__ __forceinline__ void draw(int index, Tile& tile, const HopperParams& p) {
     int total = __shfl_sync(~0u, sum, 31);
-    while (index >= before + total) {
+    // As unsigned, a number below zero is past the end too: a counter that a stray write has changed may leave tiles out of
+    // the result, but makes no tile of rows that are not there, whose stores would go anywhere.
+    while (static_cast<uint32>(index) >= static_cast<uint32>(before + total)) {
       before += total;
       base += 32;
       if (base >= p.work.batch) {
