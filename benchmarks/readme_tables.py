@@ -145,9 +145,10 @@ def cpu() -> str:
         for name, key in (("one", "one_request"), ("eight at once", "8_requests"))
     ]
     alone = speeds["8_requests"]["ours_over_transformers_alone"]
+    same = "the same" if facts["same_greedy_tokens"] else "NOT the same"
     text = (
         f"The bundled model on {m['cores']} cores of an {m['cpu']}, float32, tokens per second, beside transformers'\n"
-        f"own generate with eager attention, {'same' if facts['same_greedy_tokens'] else 'NOT the same'} greedy tokens\n"
+        f"own generate with eager attention, {same} greedy tokens\n"
         f"(torch {m['torch']}, transformers {m['transformers']}, commit {m['commit'][:10]}, {m['date'][:10]};\n"
         f"eight at once give {alone:.1f} times what generate gives one):\n\n"
     )
