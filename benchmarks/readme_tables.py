@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 
 FORWARD_SEQLENS = (512, 2048, 16384)
 DECODE_PEERS = ("flashinfer", "fa3", "fa4", "cudnn", "fa2")
+LINEAR_HEAD_DIM, LINEAR_FROM = 128, 8192
 TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
 GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
 Facts = dict[str, Any]
@@ -136,6 +137,20 @@ def longcontext() -> str:
     return text + table(["prompt", "time to first token", "time per output token"], rows)
 
 
+def linear() -> str:
+    """Linear attention's cost over the length; shorter ones are the host's time to launch."""
+    facts = load("linear_attention_h200.json")
+    rows = []
+    for cell in facts["cells"]:
+        if cell["head_dim"] == LINEAR_HEAD_DIM and cell["seqlen"] >= LINEAR_FROM:
+            softmax, ours = (cell["results"][name]["ms"] for name in ("softmax", "linear"))
+            mask = "causal" if cell["causal"] else "full"
+            rows.append([mask, f"{cell['seqlen']:,}", f"{softmax:.2f} ms", f"{ours:.2f} ms", f"{softmax / ours:.0f}"])
+    what = f"Linear attention beside softmax attention (both ours), 16 heads, head_dim {LINEAR_HEAD_DIM}"
+    header = ["mask", "length", "softmax", "linear", "times as fast"]
+    return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)
+
+
 def cpu() -> str:
     """The quick start: the bundled model on two cores, beside transformers' generate."""
     facts = load("cpu_decode.json")
@@ -159,6 +174,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "forward": forward,
     "decode": decode,
     "goals": goals,
+    "linear": linear,
     "longcontext": longcontext,
     "cpu": cpu,
 }
