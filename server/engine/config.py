@@ -29,6 +29,10 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     max_queued_requests: int = 512
+    enable_lora: bool = False
+    max_loras: int = 4  # adapters in one step
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 64  # adapters loaded, in host memory
     queue_timeout: float | None = 300.0  # seconds a request may wait for its first step; None: for ever
     runner: str = "server.engine.loading:load"  # "module:function", EngineConfig -> LoadedRunner
 
@@ -52,6 +56,8 @@ class EngineConfig:
             "max_num_batched_tokens must be at least max_num_seqs": self.max_num_batched_tokens is None
             or self.max_num_batched_tokens >= self.max_num_seqs,
             "gpu_memory_utilization must be above 0 and at most 1": 0 < self.gpu_memory_utilization <= 1,
+            "max_loras and max_lora_rank must be at least 1": self.max_loras >= 1 and self.max_lora_rank >= 1,
+            "max_cpu_loras must be at least max_loras": self.max_cpu_loras >= self.max_loras,
             "max_queued_requests must not be negative": self.max_queued_requests >= 0,
             f"max_model_len must be at least {SMALLEST_MAX_MODEL_LEN}": self.max_model_len is None
             or self.max_model_len >= SMALLEST_MAX_MODEL_LEN,

@@ -8,16 +8,19 @@ from dataclasses import replace
 from itertools import compress
 from typing import Protocol
 
-from models.batch import ScheduledSeq, StepBatch
+from models.batch import NO_ADAPTER, ScheduledSeq, StepBatch
+from server.engine.adapter_loading import AdapterLoading
 from server.engine.messages import (
     AbortRequests,
     AddRequest,
     EngineReady,
     EngineStats,
     FromEngine,
+    LoadAdapter,
     RequestFailed,
     Shutdown,
     ToEngine,
+    UnloadAdapter,
 )
 from server.engine.request import Request, RequestState
 from server.engine.runner import LoadedRunner
@@ -27,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL = 0.1  # seconds, while stepping
 IDLE_INTERVAL = 1.0  # seconds between heartbeats with nothing to do
+LOADING_INTERVAL = 0.01  # seconds between looks at adapters that are being read, with nothing else to do
 MAX_FAILED_STEPS = 20  # in a row: an engine that only fails is to be replaced
 
 
@@ -52,9 +56,11 @@ class EngineCore:
         self.scheduler = scheduler
         self.link = link
         self.clock = clock
+        self.loading = AdapterLoading(self.runner.adapters, scheduler.adapters)
         self.draining = False
         self._failed_steps = 0
         self._step_tokens = 0
+        self._num_placements = 0
         self._next_stats = 0.0
         self._checked = True  # integrity, since the last step
 
@@ -83,9 +89,12 @@ class EngineCore:
         """One round: everything that has arrived, at most one step, one message back."""
         idle = not self.scheduler.has_work
         timeout = max(0.0, self._next_stats - self.clock()) if idle else 0.0
+        if self.loading.is_busy:
+            timeout = min(timeout, LOADING_INTERVAL)
         outbox: list[FromEngine] = []
         for message in self.link.receive(timeout):
             outbox += self._accept(message)
+        outbox += self.loading.finished()
         outbox += self.scheduler.expire()
         outbox += self._step()
         now = self.clock()
@@ -114,23 +123,32 @@ class EngineCore:
             prefix_cache_hits=scheduler.prefix_cache_hits,
             kernel_calls=self.loaded.kernel_calls(),
             step_tokens=self._step_tokens,
+            max_loras=scheduler.adapters.max_loras,
+            running_adapters=tuple(scheduler.adapters.running()),
+            waiting_adapters=tuple(scheduler.adapters.waiting()),
+            adapter_placements=self._num_placements,
         )
 
-    def _accept(self, message: ToEngine | RequestFailed) -> list[Event]:
+    def _accept(self, message: ToEngine | RequestFailed) -> Sequence[FromEngine]:
+        replies: Sequence[FromEngine] = []
         match message:
             case AddRequest(request_id=request_id) if self.draining:
-                return [RequestFailed(request_id, "server_is_draining", "The server is shutting down.")]
+                replies = [RequestFailed(request_id, "server_is_draining", "The server is shutting down.")]
             case AddRequest():
-                return self.scheduler.add(message)
+                replies = self.scheduler.add(message)
             case AbortRequests(request_ids=request_ids):
-                events = self.scheduler.abort(request_ids)
+                replies = self.scheduler.abort(request_ids)
                 self._forget_slots()
-                return events
+            case LoadAdapter():
+                replies = self.loading.load(message)
+            case UnloadAdapter():
+                replies = [self.loading.unload(message)]
+                self._forget_slots()
             case Shutdown():
                 self.draining = True
-                return []
             case RequestFailed():
-                return [message]
+                replies = [message]
+        return replies
 
     def _step(self) -> list[Event]:
         step = self.scheduler.schedule()
@@ -154,6 +172,12 @@ class EngineCore:
 
     def _introduce(self, request: Request) -> None:
         """Gives the runner what it must know of a request in a new slot."""
+        adapter = request.adapter
+        if adapter is not None and not adapter.is_placed:
+            assert self.runner.adapters is not None  # or there would be no adapter
+            self.runner.adapters.place(adapter.number, adapter.slot)
+            adapter.is_placed = True
+            self._num_placements += 1
         split = request.num_prompt_tokens
         self.runner.add_request(request.slot, request.sampling, request.token_ids[:split])
         if request.num_generated:  # it was preempted
@@ -193,6 +217,9 @@ class EngineCore:
     def _forget_slots(self) -> None:
         for slot in self.scheduler.take_released_slots():
             self.runner.remove_request(slot)
+        if self.runner.adapters is not None:
+            for number in self.scheduler.adapters.take_dropped():
+                self.runner.adapters.drop(number)
 
 
 def _batch(step: ScheduledStep) -> StepBatch:
@@ -202,7 +229,9 @@ def _batch(step: ScheduledStep) -> StepBatch:
         start = request.num_computed
         end = start + count
         tokens = request.token_ids
-        seqs.append(ScheduledSeq(request.slot, tokens[start:end], start, request.block_ids, end == len(tokens)))
+        adapter_slot = NO_ADAPTER if request.adapter is None else request.adapter.slot
+        samples = end == len(tokens)
+        seqs.append(ScheduledSeq(request.slot, tokens[start:end], start, request.block_ids, samples, adapter_slot))
     return StepBatch(tuple(seqs))
 
 

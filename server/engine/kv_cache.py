@@ -1,9 +1,9 @@
 """Block tables and the prefix cache: which blocks hold which tokens, and which of them a new prompt may reuse. Knows
 no scheduling and no tensors.
 
-A full block is found by a chained hash (parent's hash, token ids; the tenant's salt at the root), so equal hashes mean
-equal prefixes. Nothing rests on the hash alone: a hit also compares the token ids, and that the entry was chained onto
-the very entry that matched before it."""
+A full block is found by a chained hash (parent's hash, token ids; the tenant's salt and the adapter's digest at the
+root), so equal hashes mean equal prefixes of one model. Nothing rests on the hash alone: a hit also compares the token
+ids, and that the entry was chained onto the very entry that matched before it."""
 
 import hashlib
 import itertools
@@ -20,8 +20,10 @@ def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
     return hashlib.sha256(parent + token_bytes).digest()
 
 
-def root_hash(cache_salt: bytes) -> bytes:
-    return hashlib.sha256(b"longwave prefix cache\0" + cache_salt).digest()
+def root_hash(cache_salt: bytes, adapter_digest: str = "") -> bytes:
+    """The salt is hashed by itself: whatever its length, no salt and digest together look like another pair."""
+    salt = hashlib.sha256(cache_salt).digest()
+    return hashlib.sha256(b"longwave prefix cache\0" + salt + adapter_digest.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Entry:
     token_bytes: bytes  # token ids as 32-bit integers
     parent: int  # serial number of the entry before it; 0 at the root
     cache_salt: bytes
+    adapter_digest: str  # empty: the base model's keys and values
     serial: int  # never reused, so that a child of an evicted parent can not match again by accident
 
 
@@ -63,7 +66,7 @@ class KVCache:
         hits: list[Entry] = []
         parent = 0
         for block_hash, token_bytes in itertools.islice(request.block_hashes, usable):
-            entry = self._find(block_hash, token_bytes, parent, request.cache_salt)
+            entry = self._find(block_hash, token_bytes, parent, request)
             if entry is None:
                 break
             hits.append(entry)
@@ -112,9 +115,9 @@ class KVCache:
             if parent is None:  # what it would be chained onto is gone
                 return
             block_hash, token_bytes = request.block_hashes[index]
-            entry = self._find(block_hash, token_bytes, parent, request.cache_salt)
+            entry = self._find(block_hash, token_bytes, parent, request)
             if entry is None:
-                entry = self._enter(request.block_ids[index], block_hash, token_bytes, parent, request.cache_salt)
+                entry = self._enter(request.block_ids[index], block_hash, token_bytes, parent, request)
             request.chain = (entry.hash, entry.serial)
 
     def release(self, request: Request) -> None:
@@ -148,11 +151,12 @@ class KVCache:
         if len(self._by_hash) != sum(entry is not None for entry in self._by_block):
             raise IntegrityError("the prefix cache names blocks that do not know it")
 
-    def _find(self, block_hash: bytes, token_bytes: bytes, parent: int, cache_salt: bytes) -> Entry | None:
+    def _find(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Entry | None:
         entry = self._by_hash.get(block_hash)
         if entry is None or entry.token_bytes != token_bytes:
             return None
-        return entry if entry.parent == parent and entry.cache_salt == cache_salt else None
+        same_owner = entry.cache_salt == request.cache_salt and entry.adapter_digest == request.adapter_digest
+        return entry if entry.parent == parent and same_owner else None
 
     def _chain_serial(self, request: Request) -> int | None:
         """Serial number of the entry under the request's last registered block (its own or a twin's); 0 at the root."""
@@ -162,13 +166,14 @@ class KVCache:
         entry = self._by_hash.get(block_hash)
         return serial if entry is not None and entry.serial == serial else None
 
-    def _enter(self, block: int, block_hash: bytes, token_bytes: bytes, parent: int, cache_salt: bytes) -> Entry:
+    def _enter(self, block: int, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Entry:
         stale = self._by_hash.get(block_hash)  # another content with this hash, or an orphan of an evicted parent
         if stale is not None:
             self._forget(stale.block)
             if self.pool.is_idle(stale.block):
                 self.pool.blank(stale.block, stale.cache_salt)
-        entry = Entry(block, block_hash, token_bytes, parent, cache_salt, next(self._serials))
+        salt, digest = request.cache_salt, request.adapter_digest
+        entry = Entry(block, block_hash, token_bytes, parent, salt, digest, next(self._serials))
         self._by_hash[block_hash] = entry
         self._by_block[block] = entry
         return entry
@@ -187,7 +192,7 @@ class KVCache:
         if done >= num_blocks:
             return
         size = self.block_size
-        parent = hashes[-1][0] if hashes else root_hash(request.cache_salt)
+        parent = hashes[-1][0] if hashes else root_hash(request.cache_salt, request.adapter_digest)
         ids = array("I", request.token_ids[done * size : num_blocks * size]).tobytes()
         stride = len(ids) // (num_blocks - done)
         for start in range(0, len(ids), stride):

@@ -8,6 +8,7 @@ import torch
 
 from attention_backend import dispatch
 from models import loader, registry
+from models.adapters import LoraLimits
 from models.errors import ModelLoadError
 from models.kv_pool import MemoryBudget, PoolTooSmallError
 from models.patching import UnsupportedModelError
@@ -42,6 +43,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         max_model_len=max_model_len,
         num_blocks=config.num_gpu_blocks_override,
         memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
+        lora=LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
     )
     on_gpu = device.type == "cuda"
     return LoadedRunner(

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from models.batch import SamplingParams, TokenLogprobs
+from models.batch import AdapterFacts, SamplingParams, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -15,17 +15,35 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     cache_salt: bytes = b""
     arrival_time: float = 0.0  # time.monotonic() of the API process (same host, same clock)
+    adapter: str | None = None  # a loaded adapter's name; None: the base model
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Answered by AdapterLoaded or CommandFailed with the same command_id."""
+
+    command_id: int
+    name: str
+    folder: str  # PEFT's
+    within: str | None = None  # the folder that it may not lead out of, and that it counts from
+    replace: bool = False  # whether the name may have been loaded: open requests keep the adapter they began with
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Answered by AdapterUnloaded or CommandFailed. Open requests finish; new ones do not find the name."""
+
+    command_id: int
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
+ToEngine = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -73,6 +91,10 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     prefix_cache_hits: int  # tokens
     kernel_calls: dict[str, int]  # which kernel served, and how often
     step_tokens: int = 0  # tokens of the last step
+    max_loras: int = 0  # 0: no adapters are served
+    running_adapters: tuple[str, ...] = ()  # names, sorted
+    waiting_adapters: tuple[str, ...] = ()  # names that waiting requests ask for
+    adapter_placements: int = 0  # copies of an adapter into a slot
 
 
 class RequestTimes(msgspec.Struct, frozen=True, tag=True):
@@ -87,10 +109,29 @@ class RequestTimes(msgspec.Struct, frozen=True, tag=True):
     num_generation_tokens: int
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    command_id: int
+    facts: AdapterFacts
+
+
+class AdapterUnloaded(msgspec.Struct, frozen=True, tag=True):
+    command_id: int
+    num_open: int  # requests that still run with it
+
+
+class CommandFailed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing has changed. `code` is one of server.errors' codes."""
+
+    command_id: int
+    code: str
+    message: str
+
+
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine is about to exit; every open request is lost."""
 
     message: str
 
 
-FromEngine = EngineReady | TokenDelta | RequestFailed | EngineStats | RequestTimes | EngineFailed
+CommandReply = AdapterLoaded | AdapterUnloaded | CommandFailed
+FromEngine = EngineReady | TokenDelta | RequestFailed | EngineStats | RequestTimes | CommandReply | EngineFailed

@@ -7,6 +7,7 @@ from enum import Enum
 from secrets import randbits
 
 from models.batch import SamplingParams
+from server.engine.adapters import Adapter
 from server.engine.messages import AddRequest, FinishReason, RequestTimes
 
 
@@ -20,6 +21,7 @@ class Request:
     """Mutable; only the scheduler and the KV cache write to it."""
 
     __slots__ = (
+        "adapter",
         "arrival_time",
         "block_hashes",
         "block_ids",
@@ -35,6 +37,7 @@ class Request:
         "num_computed",
         "num_prompt_tokens",
         "num_registered",
+        "num_slot_bypassed",
         "request_id",
         "sampling",
         "scheduled_time",
@@ -47,11 +50,19 @@ class Request:
     )
 
     def __init__(
-        self, message: AddRequest, *, sequence_number: int, eos_token_ids: Sequence[int], max_model_len: int, now: float
+        self,
+        message: AddRequest,
+        *,
+        sequence_number: int,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        now: float,
+        adapter: Adapter | None = None,
     ) -> None:
         self.request_id = message.request_id
         self.sampling = _with_seed(message.sampling)
         self.cache_salt = message.cache_salt
+        self.adapter = adapter  # what the name meant when the request came
         self.sequence_number = sequence_number  # order of arrival: smaller is older
         self.token_ids: list[int] = list(message.prompt_token_ids)  # prompt, then generated
         self.num_prompt_tokens = len(self.token_ids)
@@ -69,6 +80,7 @@ class Request:
         self.num_cached_tokens = -1  # prefix hit of the first admission; -1 before it
 
         self.num_bypassed = 0  # younger requests admitted while this one did not fit
+        self.num_slot_bypassed = 0  # younger requests with adapters admitted while this one's had no slot
         self.blocks_missed = 0  # free blocks that the last try to admit it would have needed
         self.last_hits = -1  # blocks of it that were in the prefix cache at the last look; -1: never looked
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
@@ -81,6 +93,11 @@ class Request:
     @property
     def was_admitted(self) -> bool:
         return self.num_cached_tokens >= 0
+
+    @property
+    def adapter_digest(self) -> str:
+        """Empty for the base model."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def num_generated(self) -> int:

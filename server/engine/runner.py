@@ -6,8 +6,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
-from models.batch import SamplingParams, StepBatch, StepOutput
+from models.batch import AdapterFacts, SamplingParams, StepBatch, StepOutput
 from server.engine.config import EngineConfig
+
+
+class AdapterSlots(Protocol):
+    """models.adapters.AdapterSlots: adapters are read under numbers, and copied into slots between two steps."""
+
+    def read(self, adapter_id: int, folder: str, within: str | None = None) -> AdapterFacts:
+        """In another thread. Raises models.errors.AdapterError."""
+        ...
+
+    def place(self, adapter_id: int, slot: int) -> None: ...
+
+    def drop(self, adapter_id: int) -> None: ...
 
 
 class Runner(Protocol):
@@ -22,6 +34,9 @@ class Runner(Protocol):
 
     @property
     def kernels(self) -> dict[str, str]: ...
+
+    @property
+    def adapters(self) -> AdapterSlots | None: ...
 
     def warm_up(self) -> None: ...
 

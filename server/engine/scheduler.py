@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from models.batch import StepOutput
+from server.engine.adapters import AdapterTable
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig, refusal
 from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
@@ -35,11 +36,18 @@ class ScheduledStep:
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: KVCache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCache,
+        adapters: AdapterTable | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.cache = cache
+        self.adapters = AdapterTable() if adapters is None else adapters
         self.clock = clock
-        self.waiting = WaitingQueue(cache)  # preempted ones included
+        self.waiting = WaitingQueue(cache, self.adapters)  # preempted ones included
         self.running: list[Request] = []  # oldest first
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -57,12 +65,17 @@ class Scheduler:
 
     def add(self, message: AddRequest) -> list[Event]:
         """Queues the request, or says at once why it can never run."""
+        adapter = None if message.adapter is None else self.adapters.find(message.adapter)
+        if adapter is None and message.adapter is not None:  # it was unloaded while the request was on its way
+            text = f"The model `{message.adapter}` does not exist or you do not have access to it."
+            return [RequestFailed(message.request_id, "model_not_found", text)]
         request = Request(
             message,
             sequence_number=self._num_seen,
             eos_token_ids=self.config.eos_token_ids,
             max_model_len=self.config.max_model_len,
             now=self.clock(),
+            adapter=adapter,
         )
         if request.request_id in self.requests:
             return [RequestFailed(request.request_id, "server_error", "A request with this id is already open.")]
@@ -71,6 +84,8 @@ class Scheduler:
             return [problem]
         self._num_seen += 1
         self.requests[request.request_id] = request
+        if adapter is not None:
+            self.adapters.open(adapter)
         self.waiting.add(request)
         return []
 
@@ -215,6 +230,8 @@ class Scheduler:
         num_slots = len(self._free_slots)
         for request, hits in self.waiting.fitting(self.running, prefills, budget, num_slots):
             request.slot = self._free_slots.pop()
+            if request.adapter is not None:
+                self.adapters.start(request.adapter)
             self.cache.allocate(request, self.waiting.blocks_wanted(request), hits)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=by_age)
@@ -240,6 +257,8 @@ class Scheduler:
         if request.slot >= 0:
             self._released_slots.append(request.slot)
             request.slot = -1
+            if request.adapter is not None:
+                self.adapters.stop(request.adapter)
 
     def _finish(self, request: Request) -> None:
         """Frees all that the request holds. It stays in `running` until _sweep()."""
@@ -248,6 +267,8 @@ class Scheduler:
         request.state = RequestState.FINISHED
         self._free(request)
         del self.requests[request.request_id]
+        if request.adapter is not None:
+            self.adapters.close(request.adapter)
 
     def _sweep(self) -> None:
         self.running = [request for request in self.running if request.state is RequestState.RUNNING]

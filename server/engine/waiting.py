@@ -1,11 +1,12 @@
 """Requests without blocks, and which of them may start now. Knows blocks and token budgets, not what runs in a step.
 
 Oldest first, but one that does not fit lets younger ones pass, up to a limit: a giant prompt neither blocks the queue
-nor waits for ever."""
+nor waits for ever, and one whose adapter has no slot waits until running requests of another adapter have ended."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
+from server.engine.adapters import AdapterTable
 from server.engine.kv_cache import Entry, KVCache
 from server.engine.prefill import fits_budget
 from server.engine.request import Request, by_age
@@ -18,8 +19,9 @@ WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running reque
 
 
 class WaitingQueue:
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, adapters: AdapterTable) -> None:
         self.cache = cache
+        self.adapters = adapters
         self._requests: list[Request] = []  # oldest first
         self._num_steps = 0
 
@@ -49,10 +51,17 @@ class WaitingQueue:
         from the queue afterwards."""
         self._num_steps += 1
         bypassed: Request | None = None  # the oldest that found no blocks
+        slotless: Request | None = None  # the oldest whose adapter found no slot
         block_size = self.cache.block_size
-        num_hashed = 0
-        for request in self._requests[:LOOKAHEAD]:
+        num_hashed = num_looked_at = 0
+        for request in self._requests:
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
+                return
+            if not self._may_have_slot(request, slotless):
+                slotless = slotless or request
+                continue
+            num_looked_at += 1
+            if num_looked_at > LOOKAHEAD:
                 return
             length = len(request.token_ids)
             if request.last_hits < 0:
@@ -74,8 +83,18 @@ class WaitingQueue:
                 continue
             if bypassed is not None:
                 bypassed.num_bypassed += 1
+            if slotless is not None and request.adapter is not None:
+                slotless.num_slot_bypassed += 1
             num_slots -= 1
             yield request, hits
+
+    def _may_have_slot(self, request: Request, slotless: Request | None) -> bool:
+        """Whether its adapter has a slot or can have one; not past an older request that has waited long for a slot, so
+        that slots come free: requests of the base model take none."""
+        if request.adapter is None:
+            return True
+        waits_too_long = slotless is not None and slotless.num_slot_bypassed >= MAX_BYPASSES
+        return not waits_too_long and self.adapters.may_start(request.adapter)
 
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
         free = self.cache.num_free_blocks

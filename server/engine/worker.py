@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from server.engine.adapters import AdapterTable
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.kv_cache import KVCache
@@ -43,7 +44,8 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
         eos_token_ids=loaded.eos_token_ids,
         queue_timeout=config.queue_timeout,
     )
-    return Scheduler(limits, cache)
+    adapters = AdapterTable(config.max_loras, config.max_cpu_loras) if config.enable_lora else AdapterTable()
+    return Scheduler(limits, cache, adapters)
 
 
 def serve(config: EngineConfig, link: EngineLink) -> None:

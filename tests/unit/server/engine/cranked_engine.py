@@ -8,18 +8,25 @@ import pytest
 from fake_runner import FakeRunner
 
 from models.batch import SamplingParams
+from server.engine.adapters import AdapterTable
 from server.engine.core import EngineCore
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig
 from server.engine.messages import (
     AbortRequests,
+    AdapterLoaded,
+    AdapterUnloaded,
     AddRequest,
+    CommandFailed,
+    CommandReply,
     EngineStats,
     FromEngine,
+    LoadAdapter,
     RequestFailed,
     RequestTimes,
     ToEngine,
     TokenDelta,
+    UnloadAdapter,
 )
 from server.engine.request import RequestState
 from server.engine.runner import LoadedRunner
@@ -55,8 +62,11 @@ class Engine:
         max_model_len: int = 100_000,
         caching: bool = True,
         queue_timeout: float | None = None,
+        max_loras: int = 0,
+        max_cpu_loras: int = 16,
     ) -> None:
-        self.runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens=budget)
+        self.runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens=budget, max_loras=max_loras)
+        self.adapters = AdapterTable(max_loras, max_cpu_loras)
         self.cache = KVCache(num_blocks, block_size, enable_prefix_caching=caching)
         self.now = 0.0
         config = SchedulerConfig(
@@ -67,7 +77,7 @@ class Engine:
             eos_token_ids=(fake_runner.EOS,),
             queue_timeout=queue_timeout,
         )
-        self.scheduler = Scheduler(config, self.cache, clock=lambda: self.now)
+        self.scheduler = Scheduler(config, self.cache, self.adapters, clock=lambda: self.now)
         self.link = ListLink()
         loaded = LoadedRunner(
             runner=self.runner,
@@ -87,11 +97,35 @@ class Engine:
         self.stats: list[EngineStats] = []
         self.times: dict[str, RequestTimes] = {}
         self.cached: dict[str, int] = {}
+        self.replies: dict[int, CommandReply] = {}
         self.num_turns = 0
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 8, salt: bytes = b"", **sampling: object) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        salt: bytes = b"",
+        adapter: str | None = None,
+        **sampling: object,
+    ) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        self.link.inbox.append(AddRequest(name, prompt, params, cache_salt=salt))
+        self.link.inbox.append(AddRequest(name, prompt, params, cache_salt=salt, adapter=adapter))
+
+    def begin(self, command: LoadAdapter | UnloadAdapter) -> None:
+        self.link.inbox.append(command)
+
+    def command(self, command: LoadAdapter | UnloadAdapter) -> CommandReply:
+        """Turns until the reply comes."""
+        self.begin(command)
+        self.run(until=lambda: command.command_id in self.replies)
+        return self.replies[command.command_id]
+
+    def load(self, name: str, folder: str, *, within: str | None = None, replace: bool = False) -> CommandReply:
+        return self.command(LoadAdapter(len(self.replies), name, folder, within, replace))
+
+    def unload(self, name: str) -> CommandReply:
+        return self.command(UnloadAdapter(len(self.replies), name))
 
     def abort(self, *names: str) -> None:
         self.link.inbox.append(AbortRequests(list(names)))
@@ -116,6 +150,8 @@ class Engine:
                     self.stats.append(message)
                 case RequestTimes():
                     self.times[message.request_id] = message
+                case AdapterLoaded() | AdapterUnloaded() | CommandFailed():
+                    self.replies[message.command_id] = message
                 case _:
                     pytest.fail(f"unexpected {message}")
         self.link.sent.clear()

@@ -1,21 +1,38 @@
 """A runner without a model: it keeps what was written to each slot of each block, and the next token is a hash of all
-tokens that the block table reaches. So a wrong table, prefix hit, chunk or resumption gives wrong tokens."""
+tokens that the block table reaches. So a wrong table, prefix hit, chunk or resumption gives wrong tokens. An adapter is
+a folder with a number in a file: it is part of what is written, so another adapter's pages give wrong tokens too."""
 
 import os
 import signal
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from models.batch import SamplingParams, ScheduledSeq, StepBatch, StepOutput, TokenLogprobs
+from models.batch import (
+    NO_ADAPTER,
+    AdapterFacts,
+    SamplingParams,
+    ScheduledSeq,
+    StepBatch,
+    StepOutput,
+    TokenLogprobs,
+)
+from models.errors import AdapterError
 from server.engine.config import EngineConfig
 from server.engine.runner import CannotServeError, LoadedRunner
 
 VOCAB_SIZE = 32_000
 EOS = 0
 NOTHING = -1  # never written
+ADAPTER_STRIDE = 1_000_000  # an adapter's number times this is added to each of its tokens
+
+#: Files of an adapter's folder
+KEY = "key"  # its number
+GATE = "gate"  # the path of a file: reading waits until that is there
 
 # Prompt tokens with an effect
 NAN = 31_001  # the row's logits are not finite
@@ -35,19 +52,62 @@ def next_token(token_ids: npt.ArrayLike, *, vocab_size: int = 31_000) -> int:
     return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
 
 
-def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (EOS,)) -> list[int]:
+def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (EOS,), adapter: int = 0) -> list[int]:
     """What a request alone, in one piece, without caches, would answer."""
     token_ids = list(prompt)
     stop = set(stop)
     for _ in range(max_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token([token + ADAPTER_STRIDE * adapter for token in token_ids]))
         if token_ids[-1] in stop:
             break
     return token_ids[len(prompt) :]
 
 
+class FakeAdapters:
+    """Slots of numbers."""
+
+    def __init__(self, max_loras: int) -> None:
+        self.max_loras = max_loras
+        self.on_host: dict[int, int] = {}
+        self.placed: dict[int, int] = {}  # slot -> the adapter's number
+        self.history: list[tuple[int, int]] = []  # (slot, the adapter's number)
+        self.fails_to_place: set[int] = set()
+
+    def read(self, adapter_id: int, folder: str, within: str | None = None) -> AdapterFacts:
+        place = Path(folder)
+        if within is not None and not place.is_relative_to(within):
+            raise AdapterError(f"{folder} is not in the folder that adapters may be loaded from")
+        if not (place / KEY).exists():
+            raise AdapterError(f"there is no folder {folder}")
+        while (place / GATE).exists() and not Path((place / GATE).read_text()).exists():
+            time.sleep(0.002)
+        key = int((place / KEY).read_text())
+        if key < 0:
+            raise MemoryError
+        self.on_host[adapter_id] = key
+        return AdapterFacts(f"digest of {key}", 8, 1, None)
+
+    def place(self, adapter_id: int, slot: int) -> None:
+        assert 0 <= slot < self.max_loras
+        key = self.on_host[adapter_id]
+        if key in self.fails_to_place:
+            raise RuntimeError("injected")
+        self.placed[slot] = key
+        self.history.append((slot, key))
+
+    def drop(self, adapter_id: int) -> None:
+        del self.on_host[adapter_id]
+
+
+def make_adapter(folder: Path, key: int) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / KEY).write_text(str(key))
+    return str(folder)
+
+
 class FakeRunner:
-    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int, max_loras: int = 0) -> None:
+        self.adapters = FakeAdapters(max_loras) if max_loras else None
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -105,7 +165,12 @@ class FakeRunner:
         assert len(seq.block_ids) * size >= length
         first, last = seq.num_computed // size, -(-length // size)
         flat = self.memory[list(seq.block_ids[first:last])].reshape(-1)
-        flat[seq.num_computed - first * size : length - first * size] = seq.token_ids
+        key = 0
+        if seq.adapter_slot != NO_ADAPTER:
+            assert self.adapters is not None
+            key = self.adapters.placed[seq.adapter_slot]
+        written = np.asarray(seq.token_ids, dtype=np.int64) + ADAPTER_STRIDE * key
+        flat[seq.num_computed - first * size : length - first * size] = written
         self.memory[list(seq.block_ids[first:last])] = flat.reshape(-1, size)
         if not seq.sample:
             return
@@ -136,7 +201,12 @@ def load(config: EngineConfig) -> LoadedRunner:
         raise FileNotFoundError("no such model")
     if config.model == "refused":
         raise CannotServeError("this model has no attention")
-    runner = FakeRunner(config.num_gpu_blocks_override or 256, config.block_size, config.step_tokens("cpu"))
+    runner = FakeRunner(
+        config.num_gpu_blocks_override or 256,
+        config.block_size,
+        config.step_tokens("cpu"),
+        config.max_loras if config.enable_lora else 0,
+    )
     return LoadedRunner(
         runner=runner,
         model=config.model,

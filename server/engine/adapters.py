@@ -1,0 +1,119 @@
+"""The LoRA adapters of an engine: which there are, which lie in the runner's slots, and who uses them. Plain data:
+knows no weights and no files.
+
+Few are resident (a slot each), many are registered. A running request keeps its adapter in its slot; of the others,
+the least recently used gives up its slot when one is wanted."""
+
+from dataclasses import dataclass
+from itertools import count
+
+
+@dataclass(eq=False, slots=True)
+class Adapter:
+    """Mutable; only the table writes to it, and the core to `is_placed`."""
+
+    number: int  # what the runner knows it by; never used again
+    name: str
+    digest: str  # of its files
+    slot: int = -1
+    is_placed: bool = False  # whether its weights have been copied into the slot
+    is_registered: bool = True  # new requests may name it
+    num_open: int = 0  # requests that named it and have not ended
+    num_running: int = 0  # of these, the ones with rows in steps
+    last_used: int = 0
+
+
+class AdapterTable:
+    def __init__(self, max_loras: int = 0, max_registered: int = 0) -> None:
+        self.max_loras = max_loras
+        self.max_registered = max_registered
+        self._by_name: dict[str, Adapter] = {}
+        self._retired: list[Adapter] = []  # their last requests are still open
+        self._slots: list[Adapter | None] = [None] * max_loras
+        self._dropped: list[int] = []
+        self._uses = count(1)
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters whose weights are kept, retired ones included."""
+        return len(self._by_name) + len(self._retired)
+
+    def find(self, name: str) -> Adapter | None:
+        return self._by_name.get(name)
+
+    def register(self, number: int, name: str, digest: str) -> None:
+        """From now on the name means this adapter. One that had the name is retired."""
+        self.retire(name)
+        self._by_name[name] = Adapter(number, name, digest)
+
+    def retire(self, name: str) -> Adapter | None:
+        """No new request finds the name; open ones keep their adapter until they end. None: no such name."""
+        adapter = self._by_name.pop(name, None)
+        if adapter is not None:
+            adapter.is_registered = False
+            self._retired.append(adapter)
+            self._drop_unused(adapter)
+        return adapter
+
+    def open(self, adapter: Adapter) -> None:
+        """A request that names it has been accepted."""
+        adapter.num_open += 1
+
+    def close(self, adapter: Adapter) -> None:
+        """Such a request has ended."""
+        adapter.num_open -= 1
+        self._drop_unused(adapter)
+
+    def may_start(self, adapter: Adapter) -> bool:
+        """Whether it has a slot, or could have one."""
+        return adapter.slot >= 0 or self._find_slot() is not None
+
+    def start(self, adapter: Adapter) -> None:
+        """One of its requests gets rows from now on. The caller has asked may_start()."""
+        if adapter.slot < 0:
+            slot = self._find_slot()
+            assert slot is not None, "start() without may_start()"
+            before = self._slots[slot]
+            if before is not None:
+                before.slot, before.is_placed = -1, False
+            self._slots[slot], adapter.slot = adapter, slot
+        adapter.num_running += 1
+        adapter.last_used = next(self._uses)
+
+    def stop(self, adapter: Adapter) -> None:
+        """One of its requests has no rows any more."""
+        adapter.num_running -= 1
+        adapter.last_used = next(self._uses)
+
+    def take_dropped(self) -> list[int]:
+        """Numbers of adapters that nobody can name or use any more."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def running(self) -> list[str]:
+        return sorted({adapter.name for adapter in self._all() if adapter.num_running})
+
+    def waiting(self) -> list[str]:
+        return sorted({adapter.name for adapter in self._all() if adapter.num_open > adapter.num_running})
+
+    def _all(self) -> list[Adapter]:
+        return [*self._by_name.values(), *self._retired]
+
+    def _find_slot(self) -> int | None:
+        """The lowest empty one (a step's products reach to its highest slot), else the least recently used idle one."""
+        best: Adapter | None = None
+        for slot, adapter in enumerate(self._slots):
+            if adapter is None:
+                return slot
+            if not adapter.num_running and (best is None or adapter.last_used < best.last_used):
+                best = adapter
+        return None if best is None else best.slot
+
+    def _drop_unused(self, adapter: Adapter) -> None:
+        if adapter.is_registered or adapter.num_open:
+            return
+        self._retired.remove(adapter)
+        if adapter.slot >= 0:
+            self._slots[adapter.slot] = None
+            adapter.slot = -1
+        self._dropped.append(adapter.number)
