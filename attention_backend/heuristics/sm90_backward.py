@@ -1,0 +1,84 @@
+"""Problem -> tiles of the Hopper backward, and the order of its work. Pure arithmetic: no device."""
+
+from dataclasses import dataclass
+
+#: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
+HEAD_DIM_TILES = (64, 96, 128)
+
+_SHARED_MEMORY = 227 * 1024
+_L2_BYTES = 32 << 20  # of queries, output gradients and dQ that blocks side by side work on
+_CHUNK_BYTES = 64 * 64 * 4
+_TILE_BYTES = 128  # a KeyTile (parts/backward_tiles.cuh)
+_KEY_BYTES = 8  # a KeyRows
+_CONSUMERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """Tile of flash_bwd_sm90: `block_n` keys, tiles of `block_m` query rows, rings of stages."""
+
+    head_dim: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    q_stages: int
+    o_stages: int
+    ds_stages: int
+    handover: int  # chunks of 64 x 64 floats
+    ds_shared: bool  # dK's operand comes from shared memory: registers are short
+
+    @property
+    def threads(self) -> int:
+        return 128 * (_CONSUMERS + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread."""
+        return 24, 240
+
+    @property
+    def slabs(self) -> int:
+        """Of 64 columns of a key."""
+        return -(-self.head_dim // 64)
+
+    @property
+    def smem_bytes(self) -> int:
+        slabs, slabs_v = self.slabs, -(-self.head_dim_v // 64)
+        keys = (slabs + slabs_v) * self.block_n * 128
+        rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
+        terms = (self.q_stages + self.o_stages) * self.block_m * 4
+        ds = self.ds_stages * self.block_n * self.block_m * 2
+        barriers = 8 * (2 + 2 * self.q_stages + 2 * self.o_stages + _CONSUMERS)
+        rest = terms + barriers + _TILE_BYTES + _KEY_BYTES * self.block_n
+        # The tiles start at a multiple of 1,024.
+        return keys + rows + ds + self.handover * _CHUNK_BYTES + rest + 1024
+
+
+def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
+    """Both widths are padded to the larger one's tile."""
+    tile = next(t for t in HEAD_DIM_TILES if t >= max(head_dim, head_dim_v))
+    if tile == 64:
+        return BackwardTile(64, 64, 128, 128, 3, 2, 2, 2, ds_shared=False)
+    return BackwardTile(tile, tile, 64, 128, 3, 2, 2, 2, ds_shared=True)
+
+
+def section_lines(tile: BackwardTile, *, seqlen_q: int, group: int, lines: int) -> int:
+    """Key heads, of all sequences, whose key tiles of one number are worked on side by side.
+
+    The longest tiles of many heads come first then, while what blocks share stays in the L2.
+    """
+    per_row = 2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim
+    fitting = max(1, _L2_BYTES // max(1, seqlen_q * group * per_row))
+    return min(fitting, lines)
+
+
+def query_parts(*, key_tiles: int, lines: int, group: int, num_sms: int) -> int:
+    """Into how many parts the query heads of a key head are shared out: a divisor of `group`, 1 where tiles are many.
+
+    Each part costs float32 copies of dK and dV and their sum.
+    """
+    blocks = key_tiles * lines
+    if blocks >= num_sms:
+        return 1
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    return next((parts for parts in divisors if parts * blocks >= num_sms), group)

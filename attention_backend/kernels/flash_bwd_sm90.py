@@ -1,0 +1,146 @@
+"""Launches flash_bwd_sm90, the Hopper backward, with what goes before and after it. Assumes a checked problem."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, BackwardTile, query_parts, section_lines
+from attention_backend.jit import load
+from attention_backend.kernels import device
+from attention_backend.kernels.dropout_params import dropout_params
+from attention_backend.kernels.flash_bwd_rows import padded_rows, row_terms, sinks_gradient
+from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
+from attention_backend.kernels.hopper_backward_variants import BackwardOptions, backward_variant, postprocess_variant
+from attention_backend.kernels.params import pointer, score_params, sequence_params
+from attention_backend.kernels.tensor_map import tensor_map
+from attention_backend.problem import AttentionArgs
+from attention_backend.reference.gradients import Gradients
+
+_ROWS = 64  # of a chunk of dQ
+_MAX_GRID = 65535  # blocks in y and z
+
+
+def refusals(args: AttentionArgs) -> Iterator[str]:
+    """Why this kernel cannot serve the gradients of a problem on a GPU, in words."""
+    if torch.cuda.get_device_capability(args.q.device) != (9, 0):
+        yield "this GPU is not a Hopper (sm_90)"
+    if args.paged:
+        yield "keys in pages have no gradient"
+    if args.bias is not None:
+        yield "it has no bias"
+    widest = HEAD_DIM_TILES[-1]
+    if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {widest}"
+    if max(args.head_dim, args.head_dim_v) > widest:
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is above {widest}"
+    if args.batch > _MAX_GRID or args.num_heads * (widest // 64) > _MAX_GRID:
+        yield f"batch {args.batch} or num_heads {args.num_heads} is too large"
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if not _readable(x):
+            yield f"{name} is not as the TMA reads tensors (16-byte aligned, not expanded): strides {x.stride()}"
+
+
+def backward(
+    args: AttentionArgs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None = None
+) -> Gradients:
+    """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_out` is shaped like out, `grad_lse` like lse.
+
+    Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
+    row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
+    """
+    dq = args.q.new_empty(args.q.shape)
+    # Keys behind the last sequence belong to no block.
+    new = torch.Tensor.new_zeros if args.cu_seqlens_k is not None else torch.Tensor.new_empty
+    dk, dv = new(args.k, args.k.shape), new(args.v, args.v.shape)
+    dsinks = None if args.sinks is None else torch.zeros_like(args.sinks)
+    if out.numel() == 0 or args.k.numel() == 0:
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
+    if not _readable(grad_out):
+        grad_out = grad_out.contiguous()
+    if args.cu_seqlens_q is not None:
+        dq.zero_()
+    index = args.q.device.index
+    deterministic = _is_deterministic(args)
+    group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
+    seqlen_k = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
+    _, tile = backward_variant(BackwardOptions.of(args, deterministic=deterministic, parts=False))
+    key_tiles = -(-seqlen_k // tile.block_n)
+    parts = query_parts(key_tiles=key_tiles, lines=lines, group=group, num_sms=device.num_sms(index))
+    variant, tile = backward_variant(BackwardOptions.of(args, deterministic=deterministic, parts=parts > 1))
+
+    rows = padded_rows(args)
+    sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
+    terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums)
+    turns = sums.new_zeros((args.num_heads, rows // _ROWS), dtype=torch.int32) if deterministic else None
+    to_k, to_v = (_partial(x, parts) for x in (dk, dv)) if parts > 1 else (dk, dv)
+
+    p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
+    if args.dropout_threshold:
+        p.dropout = dropout_params(args)
+    p.lse2, p.delta, p.dq, p.turns = terms.lse2.data_ptr(), terms.delta.data_ptr(), sums.data_ptr(), pointer(turns)
+    _set_keys(p, "dk", to_k, parts)
+    _set_keys(p, "dv", to_v, parts)
+    p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
+    p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
+    p.section = section_lines(tile, seqlen_q=args.seqlen_q, group=group // parts, lines=lines * parts)
+    load(variant, index)(
+        (key_tiles * lines * parts, 1, 1),
+        (tile.threads, 1, 1),
+        (
+            tensor_map(args.q, tile.block_m),
+            tensor_map(args.k, tile.block_n),
+            tensor_map(args.v, tile.block_n),
+            tensor_map(grad_out, tile.block_m),
+            p,
+        ),
+        tile.smem_bytes,
+    )
+    _store_dq(args, tile, sums, dq)
+    if parts > 1:
+        dk.copy_(to_k.sum(0))
+        dv.copy_(to_v.sum(0))
+    if args.sinks is not None:
+        dsinks = sinks_gradient(args.sinks, terms)
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def _is_deterministic(args: AttentionArgs) -> bool:
+    return args.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether the TMA can read it."""
+    outer = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
+
+
+def _partial(x: Tensor, parts: int) -> Tensor:
+    """float32, zero where no block comes (varlen)."""
+    return x.new_zeros((parts, *x.shape), dtype=torch.float32)
+
+
+def _set_keys(p: BackwardParams, name: str, x: Tensor, parts: int) -> None:
+    setattr(p, name, x.data_ptr())
+    setattr(p, f"{name}_row", x.stride(-3))
+    setattr(p, f"{name}_head", x.stride(-2))
+    inner = x if parts == 1 else x[0]
+    if inner.dim() == 4:
+        setattr(p, f"{name}_batch", inner.stride(0))
+    if parts > 1:
+        setattr(p, f"{name}_part", x.stride(0))
+
+
+def _store_dq(args: AttentionArgs, tile: BackwardTile, sums: Tensor, dq: Tensor) -> None:
+    p = RowsOfDqParams(sums=sums.data_ptr(), dq=dq.data_ptr(), padded_rows=sums.shape[1], seqlen_q=args.seqlen_q)
+    p.cu_seqlens_q, p.head_dim, p.scale, p.heads = (
+        pointer(args.cu_seqlens_q),
+        args.head_dim,
+        args.softmax_scale,
+        args.num_heads,
+    )
+    p.dq_row, p.dq_head = dq.stride(-3), dq.stride(-2)
+    if dq.dim() == 4:
+        p.dq_batch = dq.stride(0)
+    grid = (-(-args.seqlen_q // _ROWS), args.num_heads * -(-args.head_dim // 64), args.batch)
+    load(postprocess_variant(args.dtype, tile.slabs), args.q.device.index)(grid, (128, 1, 1), p)

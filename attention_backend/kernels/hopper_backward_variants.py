@@ -1,0 +1,96 @@
+"""Problem -> the compiled Hopper backward that serves it. Knows no launch and no device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, BackwardTile, backward_tile
+from attention_backend.jit.spec import KernelVariant
+from attention_backend.problem import AttentionArgs
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardOptions:
+    """What of a problem is compiled in."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    deterministic: bool = False
+    parts: bool = False  # a block has a part of its key head's query heads
+    key_mask: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+
+    @classmethod
+    def of(cls, args: AttentionArgs, *, deterministic: bool, parts: bool) -> "BackwardOptions":
+        return cls(
+            args.dtype,
+            args.head_dim,
+            args.head_dim_v,
+            deterministic,
+            parts,
+            args.key_mask is not None,
+            args.softcap != 0.0,
+            args.alibi_slopes is not None,
+            args.dropout_threshold > 0,
+        )
+
+    @property
+    def extras(self) -> bool:
+        return self.key_mask or self.softcap or self.alibi or self.dropout
+
+
+@cache
+def backward_variant(options: BackwardOptions) -> tuple[KernelVariant, BackwardTile]:
+    tile = backward_tile(options.head_dim, options.head_dim_v)
+    producer, consumer = tile.registers
+    defines = (
+        ("BF16", int(options.dtype == torch.bfloat16)),
+        ("HEAD_DIM", tile.head_dim),
+        ("HEAD_DIM_V", tile.head_dim_v),
+        ("BLOCK_M", tile.block_m),
+        ("BLOCK_N", tile.block_n),
+        ("Q_STAGES", tile.q_stages),
+        ("O_STAGES", tile.o_stages),
+        ("DS_STAGES", tile.ds_stages),
+        ("HANDOVER", tile.handover),
+        ("DS_SHARED", int(tile.ds_shared)),
+        ("PRODUCER_REGISTERS", producer),
+        ("CONSUMER_REGISTERS", consumer),
+        ("DETERMINISTIC", int(options.deterministic)),
+        ("PARTS", int(options.parts)),
+        ("KEY_MASK", int(options.key_mask)),
+        ("SOFTCAP", int(options.softcap)),
+        ("ALIBI", int(options.alibi)),
+        ("DROPOUT", int(options.dropout)),
+    )
+    return KernelVariant("flash_bwd_sm90", "sm_90a", defines, hot=not options.extras), tile
+
+
+@cache
+def postprocess_variant(dtype: torch.dtype, slabs: int) -> KernelVariant:
+    defines = (("BF16", int(dtype == torch.bfloat16)), ("SLABS", slabs))
+    return KernelVariant("flash_bwd_postprocess_sm90", "sm_90a", defines, hot=True)
+
+
+def covering_set() -> Iterator[KernelVariant]:
+    """Every tile width and dtype, and every option once."""
+    for width in HEAD_DIM_TILES:
+        plain = BackwardOptions(torch.bfloat16, width, width)
+        for options in (
+            plain,
+            BackwardOptions(torch.float16, width, width),
+            replace(plain, deterministic=True),
+            replace(plain, parts=True),
+            replace(plain, key_mask=True),
+            replace(plain, softcap=True),
+            replace(plain, alibi=True),
+            replace(plain, dropout=True),
+        ):
+            variant, tile = backward_variant(options)
+            yield variant
+            yield postprocess_variant(options.dtype, tile.slabs)

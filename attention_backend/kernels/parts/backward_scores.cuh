@@ -1,0 +1,139 @@
+// The Hopper backward between its products: S^T becomes P^T and, with dP^T, dS^T. A thread holds two keys of the tile, 8
+// apart, and two neighbouring query rows of every eight (parts/wgmma_sm90.cuh, rows and columns swapped).
+#pragma once
+
+#include "parts/backward_dropout.cuh"
+#include "parts/backward_shared.cuh"
+
+// Where a thread's scores lie in the tile.
+struct Lane {
+  int key, row;
+
+  __device__ __forceinline__ explicit Lane(int first_key)
+      : key(first_key + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4), row(threadIdx.x % 4 * 2) {}
+};
+
+// Gives `value` to what is hidden: rows that do not see the key, rows that see nothing (they may be NaN), rows of padding.
+__device__ __forceinline__ void hide(float (&x)[kRows / 2], float value, const Shared& shared, uint32 lse2, int m,
+                                     const Lane& lane) {
+  const KeyRows rows[2] = {shared.rows[lane.key], shared.rows[lane.key + 8]};
+#pragma unroll
+  for (int i = 0; i < kRows / 8; i++) {
+    const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const KeyRows& seen = rows[j / 2];
+      const uint32 row = m * kRows + i * 8 + lane.row + j % 2 - seen.first;
+      if (row >= static_cast<uint32>(seen.count) || (j % 2 ? l.y : l.x) == kInfinity) x[i * 4 + j] = value;
+    }
+  }
+}
+
+// Scores, as the product left them, become probabilities.
+__device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Shared& shared, const BackwardParams& p,
+                                                 uint32 lse2, const Step& step, bool masked, const Lane& lane) {
+  const KeyTile& tile = *shared.tile;
+  const Score score(p.score, tile.batch, step.head);
+#if SCORE_CHANGES
+#pragma unroll
+  for (int x = 0; x < kRows / 2; x++)
+    s[x] = score(s[x], step.m * kRows + x / 4 * 8 + lane.row + x % 2, tile.first_key + lane.key + x / 2 % 2 * 8, tile.seq);
+#endif
+  if (masked) hide(s, -kInfinity, shared, lse2, step.m, lane);
+#pragma unroll
+  for (int i = 0; i < kRows / 8; i++) {
+    const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) s[i * 4 + j] = exp2_approx(fmaf(s[i * 4 + j], score.scale_log2, -(j % 2 ? l.y : l.x)));
+  }
+}
+
+// dP becomes dS, times what turns a gradient of scores into one of q k^T but for the softmax scale.
+__device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const float (&probs)[kRows / 2],
+                                                   const Shared& shared, const BackwardParams& p, const Kept& kept,
+                                                   uint32 lse2, uint32 delta, const Step& step, bool masked,
+                                                   const Lane& lane) {
+#if DROPOUT
+#pragma unroll
+  for (int x = 0; x < kRows / 2; x++) dp[x] = kept(x) ? dp[x] * p.dropout.scale : 0.f;
+#endif
+  if (masked) hide(dp, 0.f, shared, lse2, step.m, lane);
+#pragma unroll
+  for (int i = 0; i < kRows / 8; i++) {
+    const float2 d = load_shared2(delta + (i * 8 + lane.row) * 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) dp[i * 4 + j] = probs[i * 4 + j] * (dp[i * 4 + j] - (j % 2 ? d.y : d.x));
+  }
+#if SOFTCAP
+  // The capped score comes back from its probability, which costs less than keeping it. Where that is 0, so is dS.
+  const KeyTile& tile = *shared.tile;
+  const Score score(p.score, tile.batch, step.head);
+#pragma unroll
+  for (int i = 0; i < kRows / 8; i++) {
+    const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int x = i * 4 + j;
+      float capped = (__log2f(probs[x]) + (j % 2 ? l.y : l.x)) * kLn2;
+#if ALIBI
+      const int row = step.m * kRows + i * 8 + lane.row + j % 2, key = tile.first_key + lane.key + j / 2 * 8;
+      capped += score.slope * fabsf(static_cast<float>(row + tile.seq.q_offset - key));
+#endif
+      const float tanh = capped / score.softcap;
+      dp[x] = probs[x] > 0.f ? dp[x] * fmaxf(1.f - tanh * tanh, 0.f) : 0.f;
+    }
+  }
+#endif
+}
+
+// As the first operand of the next product.
+__device__ __forceinline__ void pack_tile(uint32 (&to)[kRows / 16][4], const float (&x)[kRows / 2]) {
+#pragma unroll
+  for (int i = 0; i < kRows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) to[i][j] = pack2(x[i * 8 + j * 2], x[i * 8 + j * 2 + 1]);
+}
+
+#if DROPOUT
+__device__ __forceinline__ void pack_kept(uint32 (&to)[kRows / 16][4], const float (&x)[kRows / 2], const Kept& kept) {
+#pragma unroll
+  for (int i = 0; i < kRows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int at = i * 8 + j * 2;
+      to[i][j] = pack2(kept(at) ? x[at] : 0.f, kept(at + 1) ? x[at + 1] : 0.f);
+    }
+}
+#endif
+
+// Writes dS^T: a row of 64 query rows per key.
+__device__ __forceinline__ void store_ds(uint32 ds, const uint32 (&x)[kRows / 16][4], int first_key) {
+  const int lane = threadIdx.x % 32, r = first_key + threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < kRows / 16; i++) {
+    const int c = i * 2 + lane / 16;
+    store_matrices(ds + r * 128 + ((c ^ r & 7) << 4), x[i]);
+  }
+}
+
+__device__ __forceinline__ void clear_row(uint32 tile, int slabs, int slab_bytes, int row) {
+  for (int c = 0; c < slabs * 8; c++) store_shared4(tile + c / 8 * slab_bytes + row * 128 + c % 8 * 16, 0.f, 0.f, 0.f, 0.f);
+}
+
+// Zero times NaN is NaN: query rows that see nothing, and keys that nobody sees, become zeros where they are summed over.
+// Called by all threads of a warpgroup; where several do so, they write the same.
+__device__ __forceinline__ void clear_dead_rows(uint32 tile, int slabs, uint32 lse2) {
+  const int row = threadIdx.x % 128;
+  if (row < kRows && load_shared(lse2 + row * 4) == kInfinity) clear_row(tile, slabs, kSlabQ, row);
+  fence_async_proxy();
+  named_sync(1 + threadIdx.x / 128, 128);
+}
+__device__ __forceinline__ void clear_dead_keys(const Shared& shared) {
+  const int row = threadIdx.x % 128;
+  if (row < BLOCK_N && shared.rows[row].count == 0) {
+    clear_row(shared.k, kSlabsK, kSlabKv, row);
+    clear_row(shared.v, kSlabsV, kSlabKv, row);
+  }
+  fence_async_proxy();
+  named_sync(1 + threadIdx.x / 128, 128);
+}

@@ -1,0 +1,77 @@
+// The Hopper backward's shared memory: a tile of keys and values, rings of query and output-gradient tiles with their row
+// terms, dS, and what the consumers hand on. Included by the backward kernels for Hopper, whose macros it needs.
+#pragma once
+
+#include "parts/backward_bulk.cuh"
+#include "parts/backward_tiles.cuh"
+
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
+constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
+constexpr int kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
+constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesO = kSlabsV * kSlabQ;
+constexpr int kBytesDs = BLOCK_N * BLOCK_M * 2, kBytesTerms = BLOCK_M * 4;
+constexpr int kChunk = 4096;                           // floats of 64 x 64 of dQ
+constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
+
+struct Shared {
+  uint32 k, v, q, o, ds, handover;  // q, o and ds are rings
+  uint32 lse2, delta;               // rings of q and o
+  uint32 full_k, full_v, full_q, empty_q, full_o, empty_o, free_dq;
+  KeyRows* rows;  // [BLOCK_N]
+  KeyTile* tile;
+
+  __device__ __forceinline__ explicit Shared(char* memory) {
+    const uint32 base = shared_address(memory), aligned = (base + 1023) & ~1023u;
+    k = aligned;
+    v = k + kBytesK;
+    q = v + kBytesV;
+    o = q + Q_STAGES * kBytesQ;
+    ds = o + O_STAGES * kBytesO;
+    handover = ds + DS_STAGES * kBytesDs;
+    lse2 = handover + kBytesHandover;
+    delta = lse2 + Q_STAGES * kBytesTerms;
+    full_k = delta + O_STAGES * kBytesTerms;
+    full_v = full_k + 8;
+    full_q = full_v + 8;
+    empty_q = full_q + 8 * Q_STAGES;
+    full_o = empty_q + 8 * Q_STAGES;
+    empty_o = full_o + 8 * O_STAGES;
+    free_dq = empty_o + 8 * O_STAGES;
+    char* rest = memory + (free_dq + 8 * kConsumers - base);
+    tile = reinterpret_cast<KeyTile*>(rest);
+    rows = reinterpret_cast<KeyRows*>(tile + 1);
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    barrier_init(full_k, 1);
+    barrier_init(full_v, 1);
+    for (int i = 0; i < Q_STAGES; i++) {
+      barrier_init(full_q + 8 * i, 1);
+      barrier_init(empty_q + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < O_STAGES; i++) {
+      barrier_init(full_o + 8 * i, 1);
+      barrier_init(empty_o + 8 * i, kConsumers);
+    }
+    for (int i = 0; i < kConsumers; i++) barrier_init(free_dq + 8 * i, 1);
+    barrier_init_fence();
+  }
+};
+
+// A place in a ring of SIZE, and the parity of its barriers' phase.
+template <int SIZE>
+struct RingPlace {
+  int at = 0;
+  uint32 parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++at == SIZE) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void wait_full(uint32 barriers) const { barrier_wait(barriers + 8 * at, parity); }
+  __device__ __forceinline__ void wait_empty(uint32 barriers) const { barrier_wait(barriers + 8 * at, parity ^ 1); }
+};

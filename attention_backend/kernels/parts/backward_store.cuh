@@ -1,0 +1,71 @@
+// The ends of the Hopper backward: a consumer's keys of dK or dV on their way to global memory.
+#pragma once
+
+#include "parts/backward_scores.cuh"
+
+// Writes 64 keys of a gradient of WIDTH columns, 16 bytes at a time: the four threads of a key swap their pairs of columns.
+// `to` is the tile's first key, `keys` how many keys of the tile the sequence has, `width` how many columns.
+template <int WIDTH>
+__device__ __forceinline__ void store_keys(const float (&acc)[WIDTH / 2], void* to, int64 row_stride, const Lane& lane,
+                                           int keys, int width, float factor) {
+  const int c = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int key = lane.key + half * 8;
+#if PARTS
+    float* row = static_cast<float*>(to) + key * row_stride;
+#pragma unroll
+    for (int i = 0; i < WIDTH / 8; i++)
+      if (key < keys && i * 8 < width)
+        *reinterpret_cast<float2*>(row + i * 8 + c * 2) =
+            make_float2(acc[i * 4 + half * 2] * factor, acc[i * 4 + half * 2 + 1] * factor);
+#else
+    element* row = static_cast<element*>(to) + key * row_stride;
+#pragma unroll
+    for (int i = 0; i < WIDTH / 8; i += 4) {
+      uint32 x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        x[j] = i + j < WIDTH / 8
+                   ? pack2(acc[(i + j) * 4 + half * 2] * factor, acc[(i + j) * 4 + half * 2 + 1] * factor)
+                   : 0;
+      // A 4 x 4 transpose among four lanes: afterwards lane c holds the 8 columns of group i + c.
+#pragma unroll
+      for (int b = 1; b <= 2; b *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (!(j & b)) {
+            const uint32 y = __shfl_xor_sync(~0u, c & b ? x[j] : x[j | b], b);
+            if (c & b)
+              x[j] = y;
+            else
+              x[j | b] = y;
+          }
+      if (key < keys && (i + c) * 8 < width)
+        *reinterpret_cast<uint4*>(row + (i + c) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+#endif
+  }
+}
+
+template <int WIDTH>
+__device__ __forceinline__ void zero(float (&acc)[WIDTH]) {
+#pragma unroll
+  for (int i = 0; i < WIDTH; i++) acc[i] = 0.f;
+}
+
+__device__ __forceinline__ void store_dk(const float (&dk)[HEAD_DIM / 2], const KeyTile& tile, const BackwardParams& p,
+                                         const Lane& lane) {
+  const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dk_batch) + tile.part * p.dk_part +
+                      (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dk_row + tile.kv_head * p.dk_head;
+  store_keys<HEAD_DIM>(dk, static_cast<char*>(p.dk) + first * (PARTS ? 4 : 2), p.dk_row, lane, tile.seqlen_k - tile.first_key,
+                       p.head_dim, p.score.softmax_scale);
+}
+
+__device__ __forceinline__ void store_dv(const float (&dv)[HEAD_DIM_V / 2], const KeyTile& tile, const BackwardParams& p,
+                                         const Lane& lane) {
+  const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dv_batch) + tile.part * p.dv_part +
+                      (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dv_row + tile.kv_head * p.dv_head;
+  store_keys<HEAD_DIM_V>(dv, static_cast<char*>(p.dv) + first * (PARTS ? 4 : 2), p.dv_row, lane,
+                         tile.seqlen_k - tile.first_key, p.head_dim_v, DROPOUT ? p.dropout.scale : 1.f);
+}

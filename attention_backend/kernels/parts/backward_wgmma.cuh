@@ -1,0 +1,44 @@
+// Products of the Hopper backward with other layouts than the forward's: dQ = dS K from dS^T, dK = dS^T Q from shared memory.
+#pragma once
+
+#include "parts/wgmma_sm90.cuh"
+
+// d = a * b (+ d) of m64 n64 k16; a lies with M contiguous, b with N.
+__device__ __forceinline__ void wgmma_transposed(float (&d)[32], uint64 a, uint64 b, int accumulate) {
+  // clang-format off
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" LIST_4 "}, %32, %33, p, 1, 1, 1, 1;}"
+               : OUT_4 : "l"(a), "l"(b), "r"(accumulate));
+  // clang-format on
+}
+
+// WgmmaRows<N>::add: d += a * b, both in shared memory; a lies with K contiguous, b with N.
+template <int N>
+struct WgmmaRows;
+
+// clang-format off
+#define WGMMA_ROWS(N, LIST, OUT, X0, X1)                                                                            \
+  template <>                                                                                                      \
+  struct WgmmaRows<N> {                                                                                            \
+    static __device__ __forceinline__ void add(float (&d)[N / 2], uint64 a, uint64 b) {                            \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPES " {" LIST "}, " X0 ", " X1        \
+                   ", 1, 1, 1, 0, 1;"                                                                              \
+                   : OUT : "l"(a), "l"(b));                                                                        \
+    }                                                                                                              \
+  };
+
+WGMMA_ROWS(64, LIST_4, OUT_4, "%32", "%33")
+WGMMA_ROWS(96, LIST_6, OUT_6, "%48", "%49")
+WGMMA_ROWS(128, LIST_8, OUT_8, "%64", "%65")
+// clang-format on
+
+// As wgmma_wait, behind a branch on a condition that is the same in all threads of the block but that the compiler does not
+// know: neither does what comes after move in front of the wait (it would need registers that operands still hold), nor the
+// wait in front of what comes before.
+template <int pending>
+__device__ __forceinline__ void wgmma_wait_between(bool condition) {
+  if (condition)
+    asm volatile("wgmma.wait_group.sync.aligned %0;  // true" ::"n"(pending) : "memory");
+  else
+    asm volatile("wgmma.wait_group.sync.aligned %0;  // false" ::"n"(pending) : "memory");
+}
