@@ -5,11 +5,14 @@ LongwaveError
 │   ├── ContextLengthExceeded 400  context_length_exceeded
 │   ├── UnsupportedParameter  400  unsupported_parameter
 │   ├── InvalidFile           400  invalid_file
+│   ├── InvalidAdapter        400  invalid_adapter
 │   ├── InvalidApiKey         401  invalid_api_key
 │   ├── ModelNotFound         404  model_not_found
 │   ├── FileMissing           404
+│   ├── JobMissing            404
 │   ├── RouteNotFound         404  unknown_url
 │   ├── MethodNotAllowed      405  method_not_allowed
+│   ├── AdapterExists         409  adapter_exists
 │   ├── RequestTimeout        408  request_timeout
 │   ├── PayloadTooLarge       413  payload_too_large
 │   └── UnsupportedMediaType  415  unsupported_media_type
@@ -86,6 +89,12 @@ class InvalidFile(InvalidRequest):
     code = "invalid_file"
 
 
+class InvalidAdapter(InvalidRequest):
+    """A LoRA adapter that cannot be served beside this model; the message says what is wrong with it."""
+
+    code = "invalid_adapter"
+
+
 class InvalidApiKey(InvalidRequest):
     status = 401
     code = "invalid_api_key"
@@ -105,6 +114,12 @@ class FileMissing(InvalidRequest):
     status = 404
 
 
+class JobMissing(InvalidRequest):
+    """No such fine-tuning job, event or checkpoint, or another key's."""
+
+    status = 404
+
+
 class RouteNotFound(InvalidRequest):
     status = 404
     code = "unknown_url"
@@ -113,6 +128,13 @@ class RouteNotFound(InvalidRequest):
 class MethodNotAllowed(InvalidRequest):
     status = 405
     code = "method_not_allowed"
+
+
+class AdapterExists(InvalidRequest):
+    """The name is taken, or busy."""
+
+    status = 409
+    code = "adapter_exists"
 
 
 class RequestTimeout(InvalidRequest):

@@ -9,10 +9,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from server.engine.adapter_registry import AdapterInfo, AdapterRegistry
 from server.engine.config import EngineConfig
 from server.engine.messages import (
     AbortRequests,
+    AdapterLoaded,
+    AdapterUnloaded,
     AddRequest,
+    CommandFailed,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -20,6 +24,7 @@ from server.engine.messages import (
     RequestFailed,
     RequestTimes,
     Shutdown,
+    ToEngine,
     TokenDelta,
 )
 from server.engine.process import EngineProcess
@@ -54,6 +59,8 @@ class EngineClient:
         self._engine: EngineProcess | None = None
         self._ready: asyncio.Future[EngineReady] | None = None  # of this life, or of the next while there is one
         self._streams: dict[str, TokenStream] = {}
+        self._adapters = AdapterRegistry()
+        self._restoring: asyncio.Task[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._last_message = 0.0
         self._was_ready = False
@@ -98,14 +105,12 @@ class EngineClient:
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
         """The request's deltas; the last one has a finish_reason. Closing the iterator early aborts the request in
         the engine, before the first token too. Raises the LongwaveError that ended it otherwise."""
-        if not self.is_ready or self._stopping or self._engine is None:
-            raise EngineUnavailable("The engine is not ready.")
         if request.request_id in self._streams:
             raise ValueError(f"request {request.request_id} is already open")
         stream = self._streams[request.request_id] = TokenStream(request.request_id)
         ended = False
         try:
-            self._engine.send(request)
+            self._send(request)
             while not ended:
                 delta = await stream.get()
                 ended = delta.finish_reason is not None
@@ -114,6 +119,21 @@ class EngineClient:
             del self._streams[request.request_id]
             if not ended:
                 self.abort(request.request_id)  # of a request that has ended already, it says nothing
+
+    async def load_adapter(
+        self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
+    ) -> AdapterInfo:
+        """Requests may name it from now on, and every engine to come will have it. `owner`: who may, for whoever asks.
+        Raises InvalidAdapter, AdapterExists, QuotaExceeded, EngineUnavailable."""
+        return await self._adapters.load(self._send, name, folder, owner=owner, within=within, replace=replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """New requests find it no more, open ones finish. Raises ModelNotFound, AdapterExists while it is loading."""
+        await self._adapters.unload(self._send, name)
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Those that were loaded, oldest first; also while the engine restarts."""
+        return self._adapters.infos()
 
     def abort(self, request_id: str) -> None:
         """An open stream of that name ends with finish_reason "abort". Unknown names are ignored."""
@@ -134,6 +154,11 @@ class EngineClient:
         if engine is not None:
             engine.kill()
         await supervisor
+
+    def _send(self, message: ToEngine) -> None:
+        if not self.is_ready or self._stopping or self._engine is None:
+            raise EngineUnavailable("The engine is not ready.")
+        self._engine.send(message)
 
     async def _supervise(self) -> None:
         """Life after life, until told to stop or until there were too many deaths."""
@@ -196,17 +221,30 @@ class EngineClient:
                 case EngineReady():
                     engine.remove_directory()
                     self._was_ready = True
-                    if self._ready is not None and not self._ready.done():
-                        self._ready.set_result(message)
+                    self._restoring = asyncio.create_task(self._restore(engine, message), name="adapters-restored")
+                case AdapterLoaded() | AdapterUnloaded() | CommandFailed():
+                    self._adapters.on_reply(message)
                 case EngineFailed(message=text):
                     self._failure = text
                     self._lose()
                     asyncio.get_running_loop().call_later(END_GRACE, engine.kill)
 
+    async def _restore(self, engine: EngineProcess, message: EngineReady) -> None:
+        """An engine is ready when it has all the adapters that the one before it had: no request is to miss one."""
+        try:
+            await self._adapters.restore(engine.send)
+        except EngineUnavailable:
+            return  # it ended before it was ready
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(message)
+
     def _lose(self) -> None:
         """From now on nobody is ready, until a next engine says so; what was open has failed."""
         if self.is_ready:
             self._ready = asyncio.get_running_loop().create_future()
+        if self._restoring is not None:
+            self._restoring.cancel()
+        self._adapters.lose()
         for stream in self._streams.values():
             stream.fail(EngineUnavailable("The engine stopped while it ran this request."))
 

@@ -1,0 +1,151 @@
+"""The API process's record of the adapters that its engine serves: commands with replies, and what to load again into
+an engine that was started anew. Knows folders and owners as text, no weights. All of it runs on one event loop."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from itertools import count
+
+from server.engine.messages import (
+    AdapterLoaded,
+    AdapterUnloaded,
+    CommandFailed,
+    CommandReply,
+    LoadAdapter,
+    ToEngine,
+    UnloadAdapter,
+)
+from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, LongwaveError, ModelNotFound, from_code
+
+logger = logging.getLogger(__name__)
+
+#: Names go into paths of URLs and, joined by commas, into a metric's label.
+NAME = re.compile(r"[\w.:@/+-]{1,256}", re.ASCII)
+
+Send = Callable[[ToEngine], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    name: str
+    folder: str
+    owner: str  # who may name it and see it: one API key's digest, or empty for everybody
+    within: str | None
+    digest: str  # SHA-256 of its files
+    rank: int
+    num_layers: int
+    base_model: str | None  # what it says it was trained for
+    created: int  # seconds since 1970
+
+
+class AdapterRegistry:
+    def __init__(self) -> None:
+        self._infos: dict[str, AdapterInfo] = {}  # oldest first
+        self._replies: dict[int, asyncio.Future[CommandReply]] = {}
+        self._busy: set[str] = set()  # names with a command under way
+        self._tasks: set[asyncio.Task[AdapterInfo]] = set()
+        self._command_ids = count(1)
+
+    def infos(self) -> tuple[AdapterInfo, ...]:
+        return tuple(self._infos.values())
+
+    async def load(
+        self, send: Send, name: str, folder: str, *, owner: str, within: str | None, replace: bool
+    ) -> AdapterInfo:
+        """Raises InvalidAdapter, AdapterExists, QuotaExceeded, EngineUnavailable, and has then changed nothing."""
+        if not NAME.fullmatch(name):
+            raise InvalidAdapter(f"{name!r:.300} is no name for an adapter: letters, digits and . : @ / + - _ are.")
+        if name in self._busy or (name in self._infos and not replace):
+            raise AdapterExists(f"The adapter `{name}` has already been loaded.")
+        before = self._infos.get(name)
+        if before is not None and before.owner != owner:
+            raise AdapterExists(f"The adapter `{name}` has already been loaded.")
+        command = LoadAdapter(next(self._command_ids), name, folder, within, replace)
+        self._busy.add(name)
+        return await self._to_the_end(self._load(send, command, owner))
+
+    async def unload(self, send: Send, name: str) -> None:
+        """The name is gone at once; its open requests finish. Raises ModelNotFound, AdapterExists while it loads."""
+        if name in self._busy:
+            raise AdapterExists(f"The adapter `{name}` is just being loaded.")
+        if self._infos.pop(name, None) is None:
+            raise ModelNotFound(f"The adapter `{name}` does not exist.")
+        try:
+            await self._ask(send, UnloadAdapter(next(self._command_ids), name))
+        except EngineUnavailable:
+            logger.info("adapter %s was unloaded with its engine", name)
+
+    async def restore(self, send: Send) -> None:
+        """Loads everything into an engine that has nothing. Raises EngineUnavailable when that one has gone, too."""
+        for info in self.infos():
+            if info.name not in self._infos:  # unloaded in the meantime
+                continue
+            command = LoadAdapter(next(self._command_ids), info.name, info.folder, info.within, True)
+            self._busy.add(info.name)
+            try:
+                await self._load(send, command, info.owner, info.created)
+            except EngineUnavailable:
+                raise
+            except LongwaveError as error:
+                logger.error("adapter %s is not served any more: %s", info.name, error.message)
+                self._infos.pop(info.name, None)
+
+    def on_reply(self, reply: CommandReply) -> None:
+        future = self._replies.pop(reply.command_id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def lose(self) -> None:
+        """The engine has gone: nobody will answer."""
+        replies, self._replies = self._replies, {}
+        for future in replies.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable("The engine stopped while it loaded an adapter."))
+
+    async def _load(self, send: Send, command: LoadAdapter, owner: str, created: int | None = None) -> AdapterInfo:
+        """The caller has marked the name as busy."""
+        try:
+            reply = await self._ask(send, command)
+        finally:
+            self._busy.discard(command.name)
+        assert isinstance(reply, AdapterLoaded)
+        facts = reply.facts
+        info = self._infos[command.name] = AdapterInfo(
+            name=command.name,
+            folder=command.folder,
+            owner=owner,
+            within=command.within,
+            digest=facts.digest,
+            rank=facts.rank,
+            num_layers=facts.num_layers,
+            base_model=facts.base_model,
+            created=int(time.time()) if created is None else created,
+        )
+        return info
+
+    async def _ask(self, send: Send, command: LoadAdapter | UnloadAdapter) -> AdapterLoaded | AdapterUnloaded:
+        future: asyncio.Future[CommandReply] = asyncio.get_running_loop().create_future()
+        self._replies[command.command_id] = future
+        try:
+            send(command)
+            reply = await future
+        finally:
+            self._replies.pop(command.command_id, None)
+        if isinstance(reply, CommandFailed):
+            raise from_code(reply.code, reply.message)
+        return reply
+
+    async def _to_the_end(self, loading: Coroutine[None, None, AdapterInfo]) -> AdapterInfo:
+        """A caller that goes away does not leave the engine with an adapter that is not in the record."""
+        task = asyncio.create_task(loading)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[AdapterInfo]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits for it
