@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from models.errors import ModelLoadError
 from models.loader import LoadFormat, load_for_training
 from models.patching import check_supported_for_serving, fix_longrope
 from models.progress_bars import without_progress_bars
@@ -162,10 +161,10 @@ def _targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]
     """The last parts of the names of linears, sorted. Raises PlanError for a name that no decoder layer has."""
     layers = getattr(base.base_model, "layers", None) or getattr(base.base_model, "h", None)
     if layers is None:
-        raise ModelLoadError(f"{type(base).__name__} keeps its decoder layers in a place not known here: tune it fully")
+        raise PlanError(f"{type(base).__name__} keeps its decoder layers in a place not known here: tune it fully")
     names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     if not names:
-        raise ModelLoadError(f"{type(base).__name__} has no linear layers that LoRA could adapt: tune it fully")
+        raise PlanError(f"{type(base).__name__} has no linear layers that LoRA could adapt: tune it fully")
     unknown = sorted(set(wanted or ()) - names)
     if unknown:
         raise PlanError(

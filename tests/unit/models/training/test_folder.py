@@ -55,7 +55,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(folder: Path) -> None:
         fill(new)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="one cannot be written: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"one cannot be written: .*No space left"):
         write_folder(folder, fail)
     assert is_whole(folder)
     assert [path.name for path in folder.parent.iterdir()] == ["one"]

@@ -1,0 +1,175 @@
+"""What a run trains: PEFT's modules in the family's own model, saved as PEFT and transformers read it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from training_runs import random_examples, tiny_plan, write_model
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from models import registry
+from models.patching import UnsupportedModelError
+from models.training import LoraSettings, PlanError
+from models.training.packing import build
+from models.training.self_check import check_packed_path
+from models.training.trainable import TrainableModel
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "granite": GraniteConfig(**SIZES, logits_scaling=4.0, residual_multiplier=0.5),
+    "cohere2": Cohere2Config(**SIZES, logit_scale=0.25, sliding_window=8),
+    "mistral": MistralConfig(**SIZES, sliding_window=8),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}
+
+
+def trainable(folder: Path, **changes: Any) -> TrainableModel:
+    plan = tiny_plan(folder, **changes)
+    return TrainableModel(plan, registry.resolve(plan.model), CPU)
+
+
+def stir(model: TrainableModel) -> None:
+    """As after some training: B is no longer 0."""
+    with torch.no_grad():
+        for parameter in model.parameters.values():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=0.1)
+
+
+def test_lora_trains_its_own_parameters_of_every_linear_of_the_layers(tiny_folder: Path) -> None:
+    model = trainable(tiny_folder)
+    linears = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert model.adapter is not None
+    assert model.adapter.peft_config["default"].target_modules == linears  # type: ignore[attr-defined]
+    assert len(model.parameters) == 2 * 2 * len(linears)
+    assert all("lora_" in name for name in model.parameters)
+
+
+def test_chosen_targets_alone_are_trained(tiny_folder: Path) -> None:
+    model = trainable(tiny_folder, lora=LoraSettings(4, 8, target_modules=("v_proj", "q_proj")))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in model.parameters} == {"q_proj", "v_proj"}
+
+
+def test_targets_that_the_layers_do_not_have_are_refused_with_those_they_have(tiny_folder: Path) -> None:
+    with pytest.raises(PlanError, match=r"no linear lm_head, qkv; they have down_proj, gate_proj"):
+        trainable(tiny_folder, lora=LoraSettings(4, 8, target_modules=("qkv", "q_proj", "lm_head")))
+
+
+def test_full_tuning_trains_every_parameter(tiny_folder: Path) -> None:
+    model = trainable(tiny_folder, lora=None)
+    assert set(model.parameters) == {name for name, _ in model.base.named_parameters()}
+
+
+def test_the_same_seed_starts_with_the_same_adapter_and_leaves_torch_s_generator_alone(tiny_folder: Path) -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    first, second, other = (trainable(tiny_folder, seed=seed).parameters for seed in (3, 3, 4))
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(p, second[name]) for name, p in first.items())
+    assert any(not torch.equal(p, other[name]) for name, p in first.items())
+
+
+def test_more_tokens_than_positions_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(PlanError, match="max_length 300 is more than the 256 positions"):
+        trainable(tiny_folder, max_length=300, micro_batch_tokens=300)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own call
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_saved_adapter_gives_peft_the_same_logits(tiny_folder: Path, tmp_path: Path, dtype: Any) -> None:
+    model = trainable(tiny_folder, dtype=dtype)
+    stir(model)
+    model.save_adapter(tmp_path)
+    batch = build(random_examples(1, longest=20), (0,), CPU)
+    with model.evaluating():
+        ours = model.head(model.hidden(batch))
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=getattr(torch, dtype), attn_implementation="eager")
+    # Without autocast_adapter_dtype=False PEFT computes the adapter's part in float32.
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False).eval()
+    with torch.no_grad():
+        theirs = loaded(input_ids=batch.input_ids, use_cache=False).logits[0]
+        with loaded.disable_adapter():
+            plain = loaded(input_ids=batch.input_ids, use_cache=False).logits[0]
+
+    tolerance = {"atol": 1e-4, "rtol": 1e-4} if dtype == "float32" else {"atol": 0.25, "rtol": 0.05}
+    torch.testing.assert_close(ours, theirs, **tolerance)
+    assert not torch.allclose(ours, plain, **tolerance)
+
+
+def test_the_adapter_s_files_are_the_same_bytes_every_time(tiny_folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        trainable(tiny_folder).save_adapter(tmp_path / name)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    config = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny_folder)
+    assert (config["r"], config["lora_alpha"], config["inference_mode"]) == (4, 8, True)
+    assert config["target_modules"] == sorted(config["target_modules"])
+
+
+def test_a_fully_tuned_model_is_a_hugging_face_folder_with_its_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in tiny_folder.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    model = trainable(source, lora=None)
+    stir(model)
+    result = tmp_path / "result"
+    result.mkdir()
+    model.save_result(result)
+    loaded = AutoModelForCausalLM.from_pretrained(result)
+    for name, parameter in model.base.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    assert (result / "tokenizer.json").read_text() == "{}"
+    assert (result / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_families_pass_the_check_with_their_own_heads_and_windows(name: str, lora: bool, tmp_path: Path) -> None:
+    model = trainable(write_model(tmp_path, FAMILIES[name]), **({} if lora else {"lora": None}))
+    check_packed_path(model)
+    assert model.base.training
+
+
+@pytest.mark.parametrize("field", ["_softcap", "_scale"])
+def test_a_head_that_computes_something_else_is_found_out(field: str, tmp_path: Path) -> None:
+    model = trainable(write_model(tmp_path, FAMILIES["gemma2"]))
+    setattr(model.head, field, 3.0)
+    with pytest.raises(UnsupportedModelError, match="fails the self-test: packed for training"):
+        check_packed_path(model)
+
+
+def test_a_family_that_lora_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    config: PretrainedConfig = GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    folder = write_model(tmp_path, config)
+    with pytest.raises(PlanError, match="GPT2LMHeadModel has no linear layers that LoRA could adapt: tune it fully"):
+        trainable(folder)
+    check_packed_path(trainable(folder, lora=None))
