@@ -1,0 +1,22 @@
+"""What a server's trainers are told beside their job: plain frozen data. Imports nothing of this room."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """What does not change from job to job."""
+
+    source: str  # the base model: a folder, a hub id or the bundled model's name
+    device: str = "auto"
+    cache_dir: Path | None = None
+    model_image_dir: Path | None = None
+    max_length: int | None = None  # tokens an example may have; None: as many as the model has positions
+    micro_batch_tokens: int = 4096
+    checkpoint_every: int = 10  # steps
+    max_rank: int = 16  # of the adapters that the engine serves
+    lease_seconds: float = 15.0
+    beat_seconds: float = 3.0  # between two looks at the lease, and at what the owner wants
+    silence_limit: float = 120.0  # seconds without a word from the trainer, then it counts as hung
+    worker: str = "server.finetune.worker"  # the module of the trainer process

@@ -1,0 +1,71 @@
+"""A job's training file -> tokenised examples; what cannot be learnt is named by its line. For the trainer process;
+must not know SQL, HTTP or tensors."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from models.training import Example, Preference
+from server.finetune.rendering import CannotLearnError, render_example
+from server.text.tokenizer import TextTokenizer
+
+MAX_TOKENS = 50_000_000  # of one file: they are kept in memory
+
+
+class DatasetError(Exception):
+    """A file that cannot be learnt from. `param`: which of the request's files it is."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    examples: tuple[Example, ...] | tuple[Preference, ...]
+    tokens: int
+    longest: int  # tokens of the longest sequence
+
+
+def read_dataset(path: Path, tokenizer: TextTokenizer, max_length: int, param: str) -> Dataset:
+    """Raises DatasetError, OSError."""
+    same = {token: token for token in range(len(tokenizer.source))}  # one object for all places of a token
+    examples: list[Example | Preference] = []
+    tokens = longest = 0
+    for number, line in _lines(path):
+        try:
+            example = render_example(tokenizer, json.loads(line))
+        except CannotLearnError as error:
+            raise DatasetError(f"Line {number}: {error}.", param) from None
+        for sequence in _sequences(example):
+            if len(sequence) > max_length:
+                raise DatasetError(
+                    f"Line {number}: it has {len(sequence)} tokens; an example may have {max_length}.", param
+                )
+            longest = max(longest, len(sequence))
+            tokens += len(sequence)
+        if tokens > MAX_TOKENS:
+            raise DatasetError(f"The file has more than {MAX_TOKENS} tokens.", param)
+        examples.append(_shared(example, same))
+    return Dataset(cast(tuple[Example, ...], tuple(examples)), tokens, longest)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        yield from enumerate(file, 1)
+
+
+def _sequences(example: Example | Preference) -> tuple[Example, ...]:
+    return (example,) if isinstance(example, Example) else (example.chosen, example.rejected)
+
+
+def _shared(example: Example | Preference, same: dict[int, int]) -> Example | Preference:
+    if isinstance(example, Preference):
+        return Preference(_share(example.chosen, same), _share(example.rejected, same))
+    return _share(example, same)
+
+
+def _share(example: Example, same: dict[int, int]) -> Example:
+    return Example(tuple(same[token] for token in example.tokens), example.targets)

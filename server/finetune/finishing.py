@@ -1,0 +1,63 @@
+"""A trainer's result -> an adapter that is served, a file of metrics, a job that has succeeded. Every part of it may be
+repeated after a crash. Knows no HTTP and no processes."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from server.errors import AdapterExists, LongwaveError
+from server.files.store import FileStore
+from server.finetune.folders import Folders
+from server.finetune.messages import Finished
+from server.finetune.records import Job
+from server.finetune.results import PURPOSE, metrics_csv, model_name, result_file_id
+from server.finetune.writer import Writer
+
+logger = logging.getLogger("longwave")
+
+LoadAdapter = Callable[[str, Path, str], Awaitable[None]]  # name, folder, owner; raises LongwaveError
+
+
+class Finishing:
+    def __init__(self, writer: Writer, folders: Folders, files: FileStore, load_adapter: LoadAdapter) -> None:
+        self._writer = writer
+        self._folders = folders
+        self._files = files
+        self._load_adapter = load_adapter
+
+    async def finish(self, job: Job, finished: Finished) -> None:
+        """Raises LeaseLostError, InsufficientStorage, OSError."""
+        name = model_name(job.request.model, job.request.suffix, job.id)
+        place = await asyncio.to_thread(self._folders.keep_adapter, job.id, Path(finished.result))
+        steps = await self._writer.store(lambda store: store.journal.steps(job.id))
+        content = metrics_csv(steps)
+        file_id = result_file_id(job.id)
+        await asyncio.to_thread(
+            self._files.put,
+            file_id,
+            job.owner,
+            purpose=PURPOSE,
+            filename=f"{job.id}.csv",
+            content=content,
+            lines=len(steps),
+        )
+        notes = await self.load(name, place, job.owner)
+        now = self._writer.clock()
+        await self._writer.leases(
+            lambda leases: leases.succeeded(
+                job, now, model=name, trained_tokens=finished.trained_tokens, result_file=file_id, notes=notes
+            )
+        )
+        logger.info("%s succeeded: %s", job.id, name)
+
+    async def load(self, name: str, folder: Path, owner: str) -> list[str]:
+        """What the owner should know when the model cannot be served now."""
+        try:
+            await self._load_adapter(name, folder, owner)
+        except AdapterExists:
+            pass  # by us, before something else went wrong
+        except LongwaveError as error:
+            logger.warning("%s is not served: %s", name, error.message)
+            return [f"The model is finished and kept, but not served now: {error.message}"]
+        return []

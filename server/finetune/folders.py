@@ -1,0 +1,108 @@
+"""A job's files on the disk, and the finished adapters: server-made names in a private folder. Knows no SQL, no HTTP.
+
+A job has its own links to the files it learns from: deleting or expiry of a file takes nothing from the job.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from server.files.folder import PRIVATE, make_private, sync_folder
+
+TRAINING, VALIDATION = "training_file", "validation_file"  # the request's names
+ORPHAN_SECONDS = 3600.0  # a folder that no job knows may be of one that is just being made
+
+
+class JobFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def run(self) -> Path:
+        """The trainer's: checkpoints and result."""
+        return self.path / "run"
+
+    def dataset(self, name: str) -> Path:
+        return self.path / f"{name}.jsonl"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether no other process works in it; while this lasts, none begins to. A crash ends it."""
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | PRIVATE, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+            else:
+                yield True
+        finally:
+            os.close(descriptor)
+
+
+class Folders:
+    """`root`/jobs/<job id> while a job lives, `root`/adapters/<job id> for what it made."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def job(self, job_id: str) -> JobFolder:
+        return JobFolder(self.root / "jobs" / job_id)
+
+    def adapter(self, job_id: str) -> Path:
+        return self.root / "adapters" / job_id
+
+    def create(self, job_id: str, link: Callable[[JobFolder], None]) -> JobFolder:
+        """`link` puts the datasets in. All is on the disk when this returns, or nothing is left. Raises OSError."""
+        make_private(self.root)
+        folder = self.job(job_id)
+        folder.path.mkdir(mode=0o700, parents=True)
+        try:
+            folder.run.mkdir(mode=0o700)
+            link(folder)
+            for path in (folder.path, folder.path.parent, self.root):
+                sync_folder(path)
+        except BaseException:
+            self.remove(job_id)
+            raise
+        return folder
+
+    def remove(self, job_id: str) -> None:
+        """Of a job that has ended: datasets, checkpoints. The adapter stays."""
+        shutil.rmtree(self.job(job_id).path, ignore_errors=True)
+
+    def keep_adapter(self, job_id: str, result: Path) -> Path:
+        """Moves a result to where adapters are; a second time, after a crash, it is there already. Raises OSError."""
+        place = self.adapter(job_id)
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        if not place.exists():
+            result.rename(place)
+            sync_folder(place.parent)
+        return place
+
+    def remove_adapter(self, job_id: str) -> None:
+        shutil.rmtree(self.adapter(job_id), ignore_errors=True)
+
+    def sweep(self, has_ended: Callable[[str], bool | None], has_adapter: Callable[[str], bool]) -> None:
+        """Removes what jobs that have ended leave, and what crashes left. `has_ended` of an unknown job is None."""
+        for path in _entries(self.root / "jobs"):
+            ended = has_ended(path.name)
+            if ended or (ended is None and _is_old(path)):
+                with JobFolder(path).alone() as alone:
+                    if alone:
+                        shutil.rmtree(path, ignore_errors=True)
+        for path in _entries(self.root / "adapters"):
+            if not has_adapter(path.name) and has_ended(path.name) is not False and _is_old(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _entries(parent: Path) -> list[Path]:
+    return list(parent.iterdir()) if parent.is_dir() else []
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > ORPHAN_SECONDS

@@ -1,0 +1,267 @@
+"""Fine-tuning as the API sees it: make, find, steer jobs; follow their events. Checks what a request means; must not
+know HTTP, SQL or training."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from server.engine.adapter_registry import NAME as ADAPTER_NAME
+from server.errors import (
+    InsufficientStorage,
+    InvalidFile,
+    InvalidRequest,
+    JobMissing,
+    LongwaveError,
+    QuotaExceeded,
+)
+from server.files.catalog import StoredFile
+from server.files.examples import Form
+from server.files.store import FileStore
+from server.finetune.config import TrainerConfig
+from server.finetune.finishing import Finishing, LoadAdapter
+from server.finetune.folders import TRAINING, VALIDATION, Folders, JobFolder
+from server.finetune.records import Adapter, Checkpoint, Event, Job, JobRequest
+from server.finetune.results import model_name
+from server.finetune.stats import FineTuningStats
+from server.finetune.store import JobStore, WrongStatusError
+from server.finetune.supervisor import Supervisor
+from server.finetune.writer import Writer
+
+logger = logging.getLogger("longwave")
+
+T = TypeVar("T")
+
+MAX_SEED = 2**31 - 1
+EVENTS_AT_ONCE = 100
+NEWS_SECONDS = 1.0
+FORMS = {"supervised": (Form.CHAT, Form.COMPLETION), "dpo": (Form.PREFERENCE,)}
+
+
+class FineTuning:
+    """Every method raises InsufficientStorage when the data directory cannot be used. `owner` is a name for the key of
+    whoever asks, and other owners' jobs do not exist for it."""
+
+    def __init__(
+        self, root: Path, files: FileStore, config: TrainerConfig, load_adapter: LoadAdapter, *, max_live_jobs: int
+    ) -> None:
+        self.stats = FineTuningStats()
+        self._files = files
+        self._config = config
+        self._max_live_jobs = max_live_jobs
+        self._folders = Folders(root)
+        self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds)
+        self._finishing = Finishing(self._writer, self._folders, files, load_adapter)
+        self.supervisor = Supervisor(config, self._writer, self._folders, self._finishing, self.stats)
+
+    async def start(self) -> None:
+        """Serves every finished model of the base model again, sweeps what a crash left, and takes up what waits. Never
+        raises: a server without jobs still answers."""
+        try:
+            if self._folders.root.exists():
+                for adapter in await self._store(lambda store: store.adapters(self._config.source)):
+                    await self._finishing.load(adapter.name, self._folders.adapter(adapter.job_id), adapter.owner)
+                await self.supervisor.tidy()
+        except InsufficientStorage:
+            pass  # it is in the log
+        except Exception:
+            logger.exception("fine-tuning jobs could not be looked at")
+        self.supervisor.start()
+
+    async def drain(self) -> None:
+        """What runs stops at a checkpoint and goes on with the next start."""
+        await self.supervisor.drain()
+
+    async def close(self) -> None:
+        await self.supervisor.close()
+        await self._writer.close()
+
+    async def create(self, owner: str, request: JobRequest, idempotency_key: str | None = None) -> Job:
+        """Raises InvalidRequest, InvalidFile, QuotaExceeded."""
+        job_id = f"ftjob-{secrets.token_hex(16)}"
+        name = model_name(request.model, request.suffix, job_id)
+        if not ADAPTER_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"`{name:.300}` would be no name for a model: at most 256 letters, digits and . : @ / + - _ are. Serve "
+                "the base model under another name (--served-model-name).",
+                param="model",
+            )
+        if request.hyperparameters.rank > self._config.max_rank:
+            raise InvalidRequest(
+                f"lora.rank is {request.hyperparameters.rank}; this server serves adapters up to rank "
+                f"{self._config.max_rank} (--max-lora-rank).",
+                param="lora.rank",
+            )
+        await asyncio.to_thread(self._make_folder, job_id, owner, request)
+        seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
+        try:
+            job = await self._store(
+                lambda store: store.create(
+                    job_id,
+                    owner,
+                    self._config.source,
+                    request,
+                    seed,
+                    self._writer.clock(),
+                    idempotency_key,
+                    self._max_live_jobs,
+                )
+            )
+        except BaseException:
+            self._folders.remove(job_id)
+            raise
+        if job is None or job.id != job_id:
+            await asyncio.to_thread(self._folders.remove, job_id)
+        if job is None:
+            raise QuotaExceeded(
+                f"The server has {self._max_live_jobs} fine-tuning jobs that have not ended, which is its limit."
+            )
+        if job.request != request:
+            raise InvalidRequest("This Idempotency-Key was sent before, with another request.", param=None)
+        await self._changed()
+        return job
+
+    async def get(self, job_id: str, owner: str) -> Job:
+        """Raises JobMissing."""
+        job = await self._store(lambda store: store.find(job_id, owner))
+        if job is None:
+            raise JobMissing(f"No such fine-tuning job: {job_id[:64]}", param="fine_tuning_job_id")
+        return job
+
+    async def page(self, owner: str, after: str | None, limit: int, metadata: dict[str, str]) -> list[Job]:
+        """The newest first. Raises JobMissing for an `after` that is no job of the owner's."""
+        if after is not None and await self._store(lambda store: store.find(after, owner)) is None:
+            raise JobMissing(f"No such fine-tuning job: {after[:64]}", param="after")
+        return await self._store(lambda store: store.page(owner, after, limit, metadata))
+
+    async def cancel(self, job_id: str, owner: str) -> Job:
+        return await self._steer(job_id, owner, "cancelled", JobStore.cancel)
+
+    async def pause(self, job_id: str, owner: str) -> Job:
+        return await self._steer(job_id, owner, "paused", JobStore.pause)
+
+    async def resume(self, job_id: str, owner: str) -> Job:
+        return await self._steer(job_id, owner, "resumed", JobStore.resume)
+
+    async def events(self, job_id: str, owner: str, after: str | None, limit: int) -> list[Event]:
+        """The newest first, older than the event `after`."""
+        job = await self.get(job_id, owner)
+        before = None if after is None else await self._event_sequence(job, after)
+        return await self._store(lambda store: store.journal.events(job.id, after=None, before=before, limit=limit))
+
+    async def follow(self, job: Job, after: str | None) -> AsyncIterator[Event | None]:
+        """The job's events behind `after`, the oldest first, as they come, until it has ended. None now and then: no
+        news. Raises JobMissing for an `after` that is no event of the job."""
+        seen = 0 if after is None else await self._event_sequence(job, after)
+        return self._follow(job.id, seen)
+
+    async def _follow(self, job_id: str, seen: int) -> AsyncIterator[Event | None]:
+        changed = self._writer.listen()
+        try:
+            while True:
+                changed.clear()
+                ended = await self._store(partial(JobStore.has_ended, job_id=job_id))
+                events = await self._store(partial(_events_after, job_id, seen))
+                for event in events:
+                    yield event
+                    seen = event.sequence
+                if ended and len(events) < EVENTS_AT_ONCE:
+                    return
+                if not events:
+                    with contextlib.suppress(TimeoutError):  # other servers' news are not announced
+                        await asyncio.wait_for(changed.wait(), NEWS_SECONDS)
+                    yield None
+        finally:
+            self._writer.forget(changed)
+
+    async def checkpoints(self, job_id: str, owner: str, after: str | None, limit: int) -> tuple[Job, list[Checkpoint]]:
+        """The newest first, older than the checkpoint `after`."""
+        job = await self.get(job_id, owner)
+        before = None
+        if after is not None:
+            before = await self._store(lambda store: store.journal.checkpoint_step(job.id, after))
+            if before is None:
+                raise JobMissing(f"No such checkpoint of this job: {after[:64]}", param="after")
+        return job, await self._store(lambda store: store.journal.checkpoints(job.id, before_step=before, limit=limit))
+
+    async def adapter(self, name: str) -> Adapter | None:
+        """A finished model by its name, of any owner."""
+        if not self._folders.root.exists():
+            return None
+        return await self._store(lambda store: store.adapter(name))
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """For good. It has to be unloaded before."""
+        await self._store(lambda store: store.remove_adapter(adapter.name))
+        await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
+
+    def _make_folder(self, job_id: str, owner: str, request: JobRequest) -> None:
+        files = {TRAINING: request.training_file}
+        if request.validation_file is not None:
+            files[VALIDATION] = request.validation_file
+        found = [self._checked(name, file_id, owner, request) for name, file_id in files.items()]
+        if len({stored.form for stored in found}) > 1:
+            raise InvalidFile("training_file and validation_file have different forms.", param=VALIDATION)
+
+        def link(folder: JobFolder) -> None:
+            for name, file_id in files.items():
+                self._files.link(file_id, owner, folder.dataset(name))
+
+        try:
+            self._folders.create(job_id, link)
+        except OSError as error:
+            logger.error("fine-tuning jobs: %s", error)
+            raise InsufficientStorage(
+                "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
+            ) from error
+
+    def _checked(self, name: str, file_id: str, owner: str, request: JobRequest) -> StoredFile:
+        try:
+            stored = self._files.get(file_id, owner)
+        except InvalidRequest as error:
+            raise InvalidFile(f"Invalid {name}: {error.message}", param=name) from None
+        if stored.form is None:
+            raise InvalidFile(
+                f"Invalid {name}: the purpose of {file_id} is '{stored.purpose}', not 'fine-tune'.", param=name
+            )
+        wanted = FORMS[request.method]
+        if stored.form not in wanted:
+            raise InvalidFile(
+                f"Invalid {name}: {file_id} holds {stored.form} examples; method '{request.method}' learns from "
+                f"{' or '.join(wanted)} examples.",
+                param=name,
+            )
+        return stored
+
+    async def _steer(self, job_id: str, owner: str, verb: str, act: Callable[[JobStore, str, float], Job]) -> Job:
+        job = await self.get(job_id, owner)
+        try:
+            steered = await self._store(lambda store: act(store, job.id, self._writer.clock()))
+        except WrongStatusError as error:
+            raise InvalidRequest(
+                f"Job {job.id} has status '{error.job.status}' and cannot be {verb}.", code="invalid_job_status"
+            ) from None
+        await self._changed()
+        return steered
+
+    async def _event_sequence(self, job: Job, event_id: str) -> int:
+        sequence = await self._store(lambda store: store.journal.event_sequence(job.id, event_id))
+        if sequence is None:
+            raise JobMissing(f"No such event of this job: {event_id[:64]}", param="after")
+        return sequence
+
+    async def _changed(self) -> None:
+        self._writer.announce()
+        with contextlib.suppress(LongwaveError):  # what was asked for has been done
+            await self.supervisor.tidy()
+
+    async def _store(self, work: Callable[[JobStore], T]) -> T:
+        return await self._writer.store(work)
+
+
+def _events_after(job_id: str, seen: int, store: JobStore) -> list[Event]:
+    return store.journal.events(job_id, after=seen, before=None, limit=EVENTS_AT_ONCE)

@@ -1,0 +1,106 @@
+"""Events, steps and checkpoints of jobs in SQL. Must not know who may write them: server.finetune.leases does."""
+
+import secrets
+import sqlite3
+from typing import Any
+
+import msgspec
+
+from server.finetune.records import Checkpoint, Event, Level, Step
+
+
+class Journal:
+    """Used inside the caller's transaction."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def say(self, job_id: str, now: float, message: str, level: Level = "info", data: Any = None) -> None:
+        """An event; with `data`, one of type "metrics"."""
+        kind = "message" if data is None else "metrics"
+        text = None if data is None else msgspec.json.encode(data).decode()
+        self._connection.execute(
+            "INSERT INTO events (id, job_id, created_at, level, message, type, data) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (f"ftevent-{secrets.token_hex(16)}", job_id, now, level, message, kind, text),
+        )
+
+    def record(self, job_id: str, now: float, step: Step, total_steps: int) -> bool:
+        """False for a step that is known already: after a crash some are trained, and reported, again."""
+        known = self._connection.execute(
+            "SELECT 1 FROM steps WHERE job_id = ? AND step = ?", (job_id, step.step)
+        ).fetchone()
+        self._connection.execute(
+            "INSERT OR REPLACE INTO steps (job_id, step, metrics) VALUES (?, ?, ?)",
+            (job_id, step.step, msgspec.json.encode(step).decode()),
+        )
+        if known is None:
+            loss = "not finite" if step.train_loss is None else f"{step.train_loss:.4f}"
+            text = f"Step {step.step}/{total_steps}: training loss={loss}"
+            if step.valid_loss is not None:
+                text += f", validation loss={step.valid_loss:.4f}"
+            self.say(job_id, now, text, data={**metrics(step), "total_steps": total_steps})
+        return known is None
+
+    def last_step(self, job_id: str) -> int:
+        (last,) = self._connection.execute("SELECT max(step) FROM steps WHERE job_id = ?", (job_id,)).fetchone()
+        return last or 0
+
+    def steps(self, job_id: str) -> list[Step]:
+        rows = self._connection.execute("SELECT metrics FROM steps WHERE job_id = ? ORDER BY step", (job_id,))
+        return [msgspec.json.decode(text, type=Step) for (text,) in rows]
+
+    def add_checkpoint(self, job_id: str, now: float, step: int) -> None:
+        done = self._connection.execute(
+            "INSERT OR IGNORE INTO checkpoints (id, job_id, step, created_at) VALUES (?, ?, ?, ?)",
+            (f"ftckpt-{secrets.token_hex(16)}", job_id, step, now),
+        )
+        if done.rowcount:
+            self.say(job_id, now, f"Checkpoint created at step {step}")
+
+    def events(self, job_id: str, *, after: int | None, before: int | None, limit: int) -> list[Event]:
+        """Behind `after`, the oldest first; else the newest first, and older than `before` when it is given."""
+        where, bound = ("sequence > ?", after) if after is not None else ("sequence < ?", before or 2**62)
+        direction = "ASC" if after is not None else "DESC"
+        rows = self._connection.execute(
+            f"""SELECT sequence, id, created_at, level, message, type, data FROM events
+            WHERE job_id = ? AND {where} ORDER BY sequence {direction} LIMIT ?""",
+            (job_id, bound, limit),
+        )
+        return [
+            Event(sequence, name, at, level, message, kind, None if data is None else msgspec.json.decode(data))
+            for sequence, name, at, level, message, kind, data in rows
+        ]
+
+    def event_sequence(self, job_id: str, event_id: str) -> int | None:
+        row = self._connection.execute(
+            "SELECT sequence FROM events WHERE job_id = ? AND id = ?", (job_id, event_id)
+        ).fetchone()
+        return None if row is None else int(row[0])
+
+    def checkpoints(self, job_id: str, *, before_step: int | None, limit: int) -> list[Checkpoint]:
+        """The newest first."""
+        rows = self._connection.execute(
+            """SELECT checkpoints.id, created_at, metrics FROM checkpoints
+            JOIN steps ON steps.job_id = checkpoints.job_id AND steps.step = checkpoints.step
+            WHERE checkpoints.job_id = ? AND checkpoints.step < ? ORDER BY checkpoints.step DESC LIMIT ?""",
+            (job_id, 2**62 if before_step is None else before_step, limit),
+        )
+        return [Checkpoint(name, at, msgspec.json.decode(text, type=Step)) for name, at, text in rows]
+
+    def checkpoint_step(self, job_id: str, checkpoint_id: str) -> int | None:
+        row = self._connection.execute(
+            "SELECT step FROM checkpoints WHERE job_id = ? AND id = ?", (job_id, checkpoint_id)
+        ).fetchone()
+        return None if row is None else int(row[0])
+
+
+def metrics(step: Step) -> dict[str, float]:
+    """OpenAI's names, without what was not measured."""
+    measured = {
+        "step": step.step,
+        "train_loss": step.train_loss,
+        "train_mean_token_accuracy": step.train_mean_token_accuracy,
+        "valid_loss": step.valid_loss,
+        "valid_mean_token_accuracy": step.valid_mean_token_accuracy,
+    }
+    return {name: value for name, value in measured.items() if value is not None}

@@ -1,0 +1,194 @@
+"""Who works on a job: a lease with a fencing token. Whoever lost it can write nothing. Blocking, for the store's
+thread; must not know processes.
+
+The token is `jobs.attempt`, which every claim and every cancellation raises. (Kleppmann, "How to do distributed
+locking", 2016.)
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from server.finetune.records import Failure, Job, Status, Step
+from server.finetune.store import JobStore
+
+MAX_CRASHES = 4  # in a row, without a new checkpoint between them
+BACK_OFF = 1.0  # seconds after the first crash, twice as long after each one more
+MAX_BACK_OFF = 60.0
+
+
+class LeaseLostError(Exception):
+    """Somebody else has the job, or it was cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One of the two pieces of work on a job, and the statuses in which it waits for somebody."""
+
+    name: str
+    takes: tuple[Status, ...]
+
+
+VALIDATE = Stage("validate", (Status.VALIDATING,))
+TRAIN = Stage("train", (Status.QUEUED, Status.RUNNING))
+
+
+class Leases:
+    """`holder`: a name for this server; `seconds`: how long a lease lasts without a beat."""
+
+    def __init__(self, store: JobStore, holder: str, seconds: float, back_off: float = BACK_OFF) -> None:
+        self._store = store
+        self._connection = store.connection
+        self._journal = store.journal
+        self._holder = holder
+        self._seconds = seconds
+        self._back_off = back_off
+
+    def claim(self, stage: Stage, source: str, now: float) -> Job | None:
+        """The oldest job of that base model that waits for the stage, now held by this server. One whose holder fell
+        silent waits too: that counts as a crash."""
+        marks = ", ".join("?" * len(stage.takes))
+        with self._store.transaction():
+            row = self._connection.execute(
+                f"""SELECT id, holder FROM jobs WHERE source = ? AND status IN ({marks}) AND not_before <= ?
+                AND (lease_until IS NULL OR lease_until <= ?) ORDER BY sequence LIMIT 1""",
+                (source, *stage.takes, now, now),
+            ).fetchone()
+            if row is None:
+                return None
+            job_id, holder = row
+            if holder is not None:
+                if not self._crash(job_id, "The server or its trainer was killed", now):
+                    self._release(job_id, stage.takes[0])
+                return None  # not before it has waited
+            self._connection.execute(
+                "UPDATE jobs SET attempt = attempt + 1, holder = ?, lease_until = ?, status = ? WHERE id = ?",
+                (self._holder, now + self._seconds, Status.RUNNING if stage is TRAIN else Status.VALIDATING, job_id),
+            )
+            return self._store.get(job_id)
+
+    def beat(self, job: Job, now: float) -> Status:
+        """Holds the job for longer. What its owner wants of it meanwhile is the returned status."""
+        with self._store.transaction():
+            held = self._held(job)
+            self._connection.execute("UPDATE jobs SET lease_until = ? WHERE id = ?", (now + self._seconds, job.id))
+            return held.status
+
+    def started(self, job: Job, now: float, device: str) -> None:
+        with self._store.transaction():
+            done = self._connection.execute("SELECT checkpoint_step FROM jobs WHERE id = ?", (job.id,)).fetchone()[0]
+            self._held(job)
+            text = "Fine-tuning job started" if not done else f"Fine-tuning job goes on after step {done}"
+            self._journal.say(job.id, now, f"{text} on {device}")
+
+    def validated(self, job: Job, now: float, plan: str, total_steps: int, summary: str) -> None:
+        with self._store.transaction():
+            status = self._held(job).status
+            self._connection.execute(
+                "UPDATE jobs SET plan = ?, total_steps = ? WHERE id = ?", (plan, total_steps, job.id)
+            )
+            self._journal.say(job.id, now, summary)
+            if status is Status.VALIDATING:
+                self._journal.say(job.id, now, "Files validated, moving job to queued state")
+                status = Status.QUEUED
+            self._release(job.id, status, crashes=0)
+
+    def stepped(self, job: Job, now: float, step: Step, total: int, *, checkpoint: bool) -> Status:
+        """Records a step, and a checkpoint with it. The returned status is what the owner wants meanwhile."""
+        with self._store.transaction():
+            held = self._held(job)
+            missing = step.step - self._journal.last_step(job.id) - 1
+            if missing > 0:
+                text = f"The metrics of {missing} steps before step {step.step} were lost when the server was killed"
+                self._journal.say(job.id, now, text, "warn")
+            self._journal.record(job.id, now, step, total)
+            left = (total - step.step) * step.seconds
+            self._connection.execute(
+                "UPDATE jobs SET total_steps = ?, estimated_finish = ?, lease_until = ? WHERE id = ?",
+                (total, now + left if held.status is Status.RUNNING else None, now + self._seconds, job.id),
+            )
+            if checkpoint:
+                self._journal.add_checkpoint(job.id, now, step.step)
+                self._connection.execute(
+                    """UPDATE jobs SET crashes = CASE WHEN checkpoint_step < ? THEN 0 ELSE crashes END,
+                    checkpoint_step = max(checkpoint_step, ?) WHERE id = ?""",
+                    (step.step, step.step, job.id),
+                )
+            return held.status
+
+    def stopped(self, job: Job, not_before: float = 0.0) -> None:
+        """Nobody works on it any more, and nothing went wrong: it waits, or is paused."""
+        with self._store.transaction():
+            status = self._held(job).status
+            self._connection.execute("UPDATE jobs SET not_before = ? WHERE id = ?", (not_before, job.id))
+            self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
+
+    def crashed(self, job: Job, now: float, reason: str) -> bool:
+        """Whether that was once too often, so that the job has failed."""
+        with self._store.transaction():
+            status = self._held(job).status
+            failed = self._crash(job.id, reason, now)
+            if not failed:
+                self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
+            return failed
+
+    def failed(self, job: Job, now: float, failure: Failure) -> None:
+        with self._store.transaction():
+            self._held(job)
+            self._fail(job.id, failure, now)
+
+    def succeeded(
+        self, job: Job, now: float, *, model: str, trained_tokens: int, result_file: str | None, notes: list[str]
+    ) -> None:
+        """`notes`: what the owner should know, as warnings."""
+        with self._store.transaction():
+            self._held(job)
+            self._connection.execute(
+                """UPDATE jobs SET status = ?, finished_at = ?, estimated_finish = NULL, fine_tuned_model = ?,
+                trained_tokens = ?, result_file = ?, holder = NULL, lease_until = NULL WHERE id = ?""",
+                (Status.SUCCEEDED, now, model, trained_tokens, result_file, job.id),
+            )
+            self._connection.execute(
+                "INSERT OR REPLACE INTO adapters (name, owner, job_id, source, created_at) VALUES (?, ?, ?, ?, ?)",
+                (model, job.owner, job.id, job.source, now),
+            )
+            for note in notes:
+                self._journal.say(job.id, now, note, "warn")
+            self._journal.say(job.id, now, f"New fine-tuned model created: {model}")
+            self._journal.say(job.id, now, "The job has successfully completed")
+
+    def _held(self, job: Job) -> Job:
+        row = self._connection.execute(
+            "SELECT 1 FROM jobs WHERE id = ? AND attempt = ? AND holder = ?", (job.id, job.attempt, self._holder)
+        ).fetchone()
+        if row is None:
+            raise LeaseLostError(f"{job.id} is no longer held in attempt {job.attempt}")
+        return self._store.get(job.id)
+
+    def _release(self, job_id: str, status: Status, crashes: int | None = None) -> None:
+        self._connection.execute(
+            """UPDATE jobs SET status = ?, holder = NULL, lease_until = NULL, estimated_finish = NULL,
+            crashes = coalesce(?, crashes) WHERE id = ?""",
+            (status, crashes, job_id),
+        )
+
+    def _crash(self, job_id: str, reason: str, now: float) -> bool:
+        crashes = self._store.get(job_id).crashes + 1
+        self._journal.say(job_id, now, f"{reason} (crash {crashes} of {MAX_CRASHES} without a new checkpoint)", "warn")
+        if crashes >= MAX_CRASHES:
+            text = f"The trainer crashed {crashes} times without a new checkpoint; the last time: {reason}"
+            self._fail(job_id, Failure("trainer_crashed", text), now)
+            return True
+        wait = min(MAX_BACK_OFF, self._back_off * 2 ** (crashes - 1))
+        self._connection.execute(
+            "UPDATE jobs SET crashes = ?, not_before = ? WHERE id = ?", (crashes, now + wait, job_id)
+        )
+        return False
+
+    def _fail(self, job_id: str, failure: Failure, now: float) -> None:
+        self._connection.execute(
+            """UPDATE jobs SET status = ?, finished_at = ?, estimated_finish = NULL, failure = ?, holder = NULL,
+            lease_until = NULL WHERE id = ?""",
+            (Status.FAILED, now, msgspec.json.encode(failure).decode(), job_id),
+        )
+        self._journal.say(job_id, now, failure.message, "error")

@@ -1,0 +1,92 @@
+"""One trainer process as the API process sees it: spawn, messages, the moment it ends. Knows no jobs and no SQL.
+
+A socket pair, and not the engine's named sockets: there is one peer, nothing on the disk, and end-of-file says both
+that the process is gone and that all it sent was read.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from server.finetune.messages import HEADER, Arguments, FromTrainer, ToTrainer, body_size, frame, from_trainer
+
+REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
+
+
+class TrainerProcess:
+    """Use `TrainerProcess.start` from the event loop's thread: the trainer ends when that thread does."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, arguments: Arguments, worker: str) -> "TrainerProcess":
+        """Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                process = _spawn(arguments, worker, theirs)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def receive(self) -> FromTrainer | None:
+        """The next message; None when there will be none. Raises msgspec.DecodeError."""
+        try:
+            header = await self._reader.readexactly(HEADER.size)
+            return from_trainer(await self._reader.readexactly(body_size(header)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def send(self, message: ToTrainer) -> None:
+        """Never waits, and nothing happens when nobody is there any more: messages are few and small."""
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> int:
+        """Kills what still runs, waits for its end, frees everything. The exit status, negative for a signal."""
+        self.kill()
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(REAP_INTERVAL)
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        return status
+
+    async def wait(self) -> int:
+        """Its exit status, negative for a signal; after `receive` has returned None this takes a moment only."""
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(REAP_INTERVAL)
+        return status
+
+
+def _spawn(arguments: Arguments, worker: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
+    # Kernels are cached by a room that knows no settings, only this variable.
+    cache = {} if arguments.cache_dir is None else {"LONGWAVE_CACHE_DIR": arguments.cache_dir}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", worker, str(theirs.fileno()), msgspec.json.encode(arguments).decode()],
+        env={**os.environ, **cache, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+    )

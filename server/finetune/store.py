@@ -1,0 +1,193 @@
+"""Jobs and finished adapters in SQL, as their owners see and change them. Blocking, for one thread; must not know who
+trains (server.finetune.leases does), HTTP, or files."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from server.finetune.database import connect
+from server.finetune.journal import Journal
+from server.finetune.records import FINAL, Adapter, Failure, Job, JobRequest, Status
+
+COLUMNS = (
+    "id, owner, source, request, seed, status, created_at, finished_at, estimated_finish, plan, total_steps, "
+    "trained_tokens, fine_tuned_model, result_file, failure, attempt, crashes"
+)
+LIVE = ", ".join(f"'{status}'" for status in Status if status not in FINAL)
+
+
+class WrongStatusError(Exception):
+    """The job is in a status in which that cannot be done; the job is the argument."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.status)
+        self.job = job
+
+
+class JobStore:
+    def __init__(self, path: Path) -> None:
+        """Raises DatabaseError, sqlite3.Error."""
+        self.connection = connect(path)
+        self.journal = Journal(self.connection)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing, and nobody else writes between its reads and its writes."""
+        with self.connection:
+            self.connection.execute("BEGIN IMMEDIATE")
+            yield
+
+    def create(
+        self, job_id: str, owner: str, source: str, request: JobRequest, seed: int, now: float, key: str | None,
+        max_live: int,
+    ) -> Job | None:  # fmt: skip
+        """The new job, or the one that the owner's idempotency key made before; None when `max_live` jobs live."""
+        with self.transaction():
+            known = None if key is None else self._one("owner = ? AND idempotency_key = ?", owner, key)
+            if known is not None:
+                return known
+            (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
+            if live >= max_live:
+                return None
+            self.connection.execute(
+                """INSERT INTO jobs (id, owner, idempotency_key, source, request, seed, status, created_at)
+                VALUES (?, ?, ?, ?, ?, ?, ?, ?)""",
+                (job_id, owner, key, source, _json(request), seed, Status.VALIDATING, now),
+            )
+            files = f"training file: {request.training_file}"
+            if request.validation_file is not None:
+                files += f" and validation file: {request.validation_file}"
+            self.journal.say(job_id, now, f"Created fine-tuning job: {job_id}")
+            self.journal.say(job_id, now, f"Validating {files}")
+            return self.get(job_id)
+
+    def get(self, job_id: str) -> Job:
+        job = self._one("id = ?", job_id)
+        assert job is not None
+        return job
+
+    def find(self, job_id: str, owner: str) -> Job | None:
+        return self._one("id = ? AND owner = ?", job_id, owner)
+
+    def page(self, owner: str, after: str | None, limit: int, metadata: dict[str, str]) -> list[Job]:
+        """The newest first, older than the job `after`; only those that have all of `metadata`."""
+        pair = " AND EXISTS (SELECT 1 FROM json_each(request, '$.metadata') WHERE key = ? AND value = ?)"
+        return self._all(
+            f"""owner = ? AND (? IS NULL OR sequence < (SELECT sequence FROM jobs WHERE id = ?)){pair * len(metadata)}
+            ORDER BY sequence DESC LIMIT ?""",
+            owner, after, after, *(text for pair in metadata.items() for text in pair), limit,
+        )  # fmt: skip
+
+    def cancel(self, job_id: str, now: float) -> Job:
+        """At once: whoever works on it has lost it. Raises WrongStatusError for a job that has ended otherwise."""
+        with self.transaction():
+            job = self.get(job_id)
+            if job.status is Status.CANCELLED:
+                return job
+            if job.status.is_final:
+                raise WrongStatusError(job)
+            self.connection.execute(
+                """UPDATE jobs SET status = ?, finished_at = ?, estimated_finish = NULL, holder = NULL,
+                lease_until = NULL, attempt = attempt + 1 WHERE id = ?""",
+                (Status.CANCELLED, now, job_id),
+            )
+            self.journal.say(job_id, now, "The job was cancelled")
+            return self.get(job_id)
+
+    def pause(self, job_id: str, now: float) -> Job:
+        """A trainer that runs it keeps its lease until it has written a checkpoint."""
+        with self.transaction():
+            job = self.get(job_id)
+            if job.status is Status.PAUSED:
+                return job
+            if job.status.is_final:
+                raise WrongStatusError(job)
+            self._move(job_id, Status.PAUSED)
+            self.journal.say(job_id, now, "The job was paused")
+            return self.get(job_id)
+
+    def resume(self, job_id: str, now: float) -> Job:
+        with self.transaction():
+            job = self.get(job_id)
+            if job.status is not Status.PAUSED:
+                raise WrongStatusError(job)
+            self._move(job_id, Status.VALIDATING if job.plan is None else Status.QUEUED)
+            self.journal.say(job_id, now, "The job was resumed")
+            return self.get(job_id)
+
+    def has_ended(self, job_id: str) -> bool | None:
+        """None for a job that is not there."""
+        job = self._one("id = ?", job_id)
+        return None if job is None else job.status.is_final
+
+    def counts(self) -> dict[str, int]:
+        """How many jobs there are of each status, of all owners."""
+        found = dict(self.connection.execute("SELECT status, count(*) FROM jobs GROUP BY status").fetchall())
+        return {status.value: found.get(status.value, 0) for status in Status}
+
+    def adapters(self, source: str) -> list[Adapter]:
+        """Of one base model, the oldest first."""
+        rows = self.connection.execute(
+            "SELECT name, owner, job_id, source, created_at FROM adapters WHERE source = ? ORDER BY created_at, name",
+            (source,),
+        )
+        return [Adapter(*row) for row in rows]
+
+    def adapter(self, name: str) -> Adapter | None:
+        row = self.connection.execute(
+            "SELECT name, owner, job_id, source, created_at FROM adapters WHERE name = ?", (name,)
+        ).fetchone()
+        return None if row is None else Adapter(*row)
+
+    def remove_adapter(self, name: str) -> None:
+        with self.transaction():
+            self.connection.execute("DELETE FROM adapters WHERE name = ?", (name,))
+
+    def holds_adapter_of(self, job_id: str) -> bool:
+        return self.connection.execute("SELECT 1 FROM adapters WHERE job_id = ?", (job_id,)).fetchone() is not None
+
+    def _move(self, job_id: str, status: Status) -> None:
+        self.connection.execute(
+            "UPDATE jobs SET status = ?, estimated_finish = NULL, not_before = 0 WHERE id = ?", (status, job_id)
+        )
+
+    def _one(self, where: str, *values: Any) -> Job | None:
+        return next(iter(self._all(where, *values)), None)
+
+    def _all(self, where: str, *values: Any) -> list[Job]:
+        return [job_of(row) for row in self.connection.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values)]
+
+
+def job_of(row: tuple[Any, ...]) -> Job:
+    """A row of COLUMNS."""
+    job_id, owner, source, request, seed, status, *times, failure, attempt, crashes = row
+    created_at, finished_at, estimated_finish, plan, total_steps, trained_tokens, model, result_file = times
+    return Job(
+        id=job_id,
+        owner=owner,
+        source=source,
+        request=msgspec.json.decode(request, type=JobRequest),
+        seed=seed,
+        status=Status(status),
+        created_at=created_at,
+        finished_at=finished_at,
+        estimated_finish=estimated_finish,
+        plan=plan,
+        total_steps=total_steps,
+        trained_tokens=trained_tokens,
+        fine_tuned_model=model,
+        result_file=result_file,
+        failure=None if failure is None else msgspec.json.decode(failure, type=Failure),
+        attempt=attempt,
+        crashes=crashes,
+    )
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,99 @@
+"""Takes up jobs, one of each stage at a time, for as long as the server lives. Knows no HTTP or SQL."""
+
+import asyncio
+import contextlib
+import logging
+
+from server.errors import InsufficientStorage
+from server.finetune.attempt import Attempt
+from server.finetune.config import TrainerConfig
+from server.finetune.finishing import Finishing
+from server.finetune.folders import Folders
+from server.finetune.leases import TRAIN, VALIDATE, Stage
+from server.finetune.records import Job
+from server.finetune.stats import FineTuningStats
+from server.finetune.writer import Writer
+
+logger = logging.getLogger("longwave")
+
+POLL_SECONDS = 1.0  # another server may leave a job, and leases and waits end by themselves
+FAILURE_SECONDS = 30.0  # after the store could not be used
+
+
+class Supervisor:
+    """A lane for each stage: files are validated while another job trains."""
+
+    def __init__(
+        self, config: TrainerConfig, writer: Writer, folders: Folders, finishing: Finishing, stats: FineTuningStats
+    ) -> None:
+        self.attempts: dict[str, Attempt] = {}  # what runs now, by stage
+        self._config = config
+        self._writer = writer
+        self._folders = folders
+        self._finishing = finishing
+        self._stats = stats
+        self._draining = asyncio.Event()
+        self._lanes: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._lanes = [asyncio.create_task(self._lane(stage), name=stage.name) for stage in (VALIDATE, TRAIN)]
+
+    async def drain(self) -> None:
+        """Takes up nothing more, and returns when what runs has stopped at a checkpoint."""
+        self._draining.set()
+        self._writer.announce()
+        if self._lanes:
+            await asyncio.wait(self._lanes)
+
+    async def close(self) -> None:
+        """Ends what runs, at once; at most the steps since the last checkpoint are lost."""
+        self._draining.set()
+        for lane in self._lanes:
+            lane.cancel()
+        if self._lanes:
+            await asyncio.wait(self._lanes)
+
+    async def tidy(self) -> None:
+        """Folders of jobs that have ended go; the numbers of /metrics are counted."""
+        await self._writer.store(lambda store: self._folders.sweep(store.has_ended, store.holds_adapter_of))
+        self._stats.jobs = await self._writer.store(lambda store: store.counts())
+
+    async def _lane(self, stage: Stage) -> None:
+        changed = self._writer.listen()
+        try:
+            while not self._draining.is_set():
+                changed.clear()
+                seconds = POLL_SECONDS
+                try:
+                    if await self._turn(stage):
+                        continue
+                except InsufficientStorage:
+                    seconds = FAILURE_SECONDS
+                except Exception:
+                    logger.exception("a fine-tuning job could not be worked on")
+                    seconds = FAILURE_SECONDS
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), seconds)
+        finally:
+            self._writer.forget(changed)
+
+    async def _turn(self, stage: Stage) -> bool:
+        """Whether there was a job to take up."""
+        job = await self._claim(stage)
+        if job is None:
+            return False
+        attempt = self.attempts[stage.name] = Attempt(
+            job, stage, self._config, self._writer, self._folders, self._finishing, self._stats, self._draining
+        )
+        try:
+            await attempt.run()
+        finally:
+            del self.attempts[stage.name]
+        await self.tidy()
+        return True
+
+    async def _claim(self, stage: Stage) -> Job | None:
+        if not self._folders.root.exists():  # nobody ever asked for fine-tuning: leave no trace on the disk
+            return None
+        now = self._writer.clock()
+        return await self._writer.leases(lambda leases: leases.claim(stage, self._config.source, now))

@@ -1,0 +1,212 @@
+"""The trainer process from first to last line: one stage of one job, then it ends. Started by process.TrainerProcess.
+The only file of the room that runs models.training's Trainer; logs carry no text of the data."""
+
+import errno
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from models.errors import ModelLoadError
+from models.training import (
+    DivergedError,
+    ExampleError,
+    Outcome,
+    OutOfMemoryError,
+    PlanError,
+    StepReport,
+    TrainingPlan,
+    Verdict,
+)
+from server.engine.parent import die_with_parent
+from server.finetune.dataset import Dataset, DatasetError, read_dataset
+from server.finetune.folders import TRAINING, VALIDATION, JobFolder
+from server.finetune.link import TrainerLink
+from server.finetune.messages import (
+    Arguments,
+    Busy,
+    Crashed,
+    Finished,
+    LastWord,
+    Refused,
+    Started,
+    Stepped,
+    Stopped,
+    Validated,
+)
+from server.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger("server.finetune.worker")  # __name__ is "__main__" in the process itself
+
+
+class Trains(Protocol):
+    """What is needed of models.training.Trainer."""
+
+    def run(self, on_step: Callable[[StepReport], Verdict]) -> Outcome: ...
+
+
+MakeTrainer = Callable[..., Trains]
+
+
+def serve(arguments: Arguments, link: TrainerLink, make_trainer: MakeTrainer) -> LastWord:
+    """The process's last word."""
+    folder = JobFolder(Path(arguments.folder))
+    try:
+        with folder.alone() as alone:
+            if not alone:
+                return Busy()
+            if arguments.stage == "validate":
+                return _validate(arguments, folder)
+            return _train(arguments, folder, link, make_trainer)
+    except Exception as error:
+        return _last_word(error)
+
+
+def _last_word(error: Exception) -> Refused | Crashed:
+    refused = _refusal(error)
+    if refused is not None:
+        return refused
+    logger.error("the trainer failed", exc_info=error)
+    return Crashed(_reason(error))
+
+
+def _refusal(error: Exception) -> Refused | None:
+    """What will go wrong every time."""
+    match error:
+        case DatasetError(param=param):
+            return Refused(f"invalid_{param}", str(error), param)
+        case ExampleError(index=index):
+            line = "" if index is None else f"Line {index + 1}: "
+            return Refused(f"invalid_{TRAINING}", f"{line}{error}", TRAINING)
+        case PlanError():
+            return Refused("invalid_hyperparameters", str(error), "hyperparameters")
+        case DivergedError():
+            return Refused("training_diverged", str(error), "hyperparameters")
+    return None
+
+
+def _reason(error: Exception) -> str:
+    """For the job's owner: no paths and no details of ours. The log has the rest."""
+    if isinstance(error, OutOfMemoryError | MemoryError):
+        return "The device has too little memory for the job's batches"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "The server's disk is full"
+    if isinstance(error, ModelLoadError):
+        return "The model could not be loaded"
+    return f"The trainer failed ({type(error).__name__})"
+
+
+def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
+    training, validation = _read(arguments, folder)
+    longest = max(training.longest, 0 if validation is None else validation.longest)
+    checked = 0 if validation is None else len(validation.examples)
+    return Validated(len(training.examples), checked, training.tokens, longest)
+
+
+def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trainer: MakeTrainer) -> Finished | Stopped:
+    assert arguments.plan is not None
+    plan = TrainingPlan.from_json(arguments.plan)
+    if arguments.cache_dir is not None or arguments.model_image_dir is not None:
+        plan = replace(plan, model=str(_source(arguments).fetch()))
+    training, validation = _read(arguments, folder)
+    trainer = make_trainer(
+        plan,
+        training.examples,
+        None if validation is None else validation.examples,
+        folder.run,
+        None if arguments.device == "auto" else arguments.device,
+    )
+    link.send(Started(_device_name(arguments.device)))
+    outcome = trainer.run(lambda report: Verdict.PAUSE if link.step(_stepped(report)) else Verdict.CONTINUE)
+    if not outcome.finished or outcome.result is None:
+        return Stopped()
+    return Finished(outcome.trained_tokens, str(outcome.result))
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    return torch.cuda.get_device_name()
+
+
+def _read(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
+    from transformers import AutoConfig
+
+    from models import loader
+
+    source = _source(arguments)
+    tokenizer = TextTokenizer(loader.load_tokenizer(source))
+    config = AutoConfig.from_pretrained(source.fetch(weights=False), local_files_only=True, trust_remote_code=False)
+    positions = config.get_text_config().max_position_embeddings
+    longest = min(positions, arguments.max_length or positions)
+    training = read_dataset(folder.dataset(TRAINING), tokenizer, longest, TRAINING)
+    if not arguments.validation:
+        return training, None
+    return training, read_dataset(folder.dataset(VALIDATION), tokenizer, longest, VALIDATION)
+
+
+def _source(arguments: Arguments) -> Any:
+    from models import registry
+
+    cache, image = arguments.cache_dir, arguments.model_image_dir
+    return registry.resolve(
+        arguments.model,
+        cache_dir=None if cache is None else Path(cache),
+        image_dir=None if image is None else Path(image),
+    )
+
+
+def _stepped(report: StepReport) -> Stepped:
+    return Stepped(
+        step=report.step,
+        total_steps=report.total_steps,
+        train_loss=_finite(report.train_loss),
+        train_mean_token_accuracy=_finite(report.train_mean_token_accuracy),
+        valid_loss=_finite(report.valid_loss),
+        valid_mean_token_accuracy=_finite(report.valid_mean_token_accuracy),
+        learning_rate=report.learning_rate,
+        tokens=report.tokens,
+        seconds=report.seconds,
+        checkpoint=report.checkpoint is not None,
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def real_trainer(*arguments: Any) -> Trains:
+    from models.training import Trainer
+
+    return Trainer(*arguments)
+
+
+def main(make_trainer: MakeTrainer = real_trainer) -> None:
+    connected = socket.socket(fileno=int(sys.argv[1]))
+    arguments = msgspec.json.decode(sys.argv[2], type=Arguments)
+    die_with_parent(arguments.parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the API process drains, then tells us
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s trainer %(name)s: %(message)s"
+    )
+    link = TrainerLink(connected)
+    link.send(serve(arguments, link, make_trainer))
+    link.close()
+    logging.shutdown()
+    os._exit(0)  # a lost device may hang or crash in destructors, and there is nothing left to tidy
+
+
+if __name__ == "__main__":
+    main()

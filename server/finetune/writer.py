@@ -1,0 +1,83 @@
+"""The one thread that reads and writes the job store, and everybody's way to it. Knows no HTTP and no processes."""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from server.errors import InsufficientStorage
+from server.files.folder import make_private
+from server.finetune.database import DatabaseError
+from server.finetune.leases import Leases
+from server.finetune.store import JobStore
+
+logger = logging.getLogger("longwave")
+
+T = TypeVar("T")
+
+
+class Writer:
+    """Opens the store when it is first asked for something. Of whatever it is asked, one thing happens at a time."""
+
+    def __init__(self, folder: Path, holder: str, lease_seconds: float, clock: Callable[[], float] = time.time) -> None:
+        self.clock = clock
+        self._folder = folder
+        self._holder = holder
+        self._lease_seconds = lease_seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fine-tuning-store")
+        self._opened: tuple[JobStore, Leases] | None = None
+        self._listeners: set[asyncio.Event] = set()
+
+    async def store(self, work: Callable[[JobStore], T]) -> T:
+        """`work` on the thread. Raises what it raises, and InsufficientStorage when the database cannot be used."""
+        return await self._run(lambda store, _: work(store))
+
+    async def leases(self, work: Callable[[Leases], T]) -> T:
+        return await self._run(lambda _, leases: work(leases))
+
+    def listen(self) -> asyncio.Event:
+        """An event that is set whenever something may have changed. `forget` it afterwards."""
+        event = asyncio.Event()
+        self._listeners.add(event)
+        return event
+
+    def forget(self, event: asyncio.Event) -> None:
+        self._listeners.discard(event)
+
+    def announce(self) -> None:
+        for event in self._listeners:
+            event.set()
+
+    async def close(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[JobStore, Leases], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._attempt, work)
+
+    def _attempt(self, work: Callable[[JobStore, Leases], T]) -> T:
+        try:
+            return work(*self._open())
+        except (OSError, sqlite3.Error, DatabaseError) as error:
+            logger.error("fine-tuning jobs: %s", error)
+            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                self._close()  # damaged while it was open: the next call looks at it anew
+            raise InsufficientStorage(
+                "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
+            ) from error
+
+    def _open(self) -> tuple[JobStore, Leases]:
+        if self._opened is None:
+            make_private(self._folder)
+            store = JobStore(self._folder / "jobs.sqlite3")
+            self._opened = store, Leases(store, self._holder, self._lease_seconds)
+        return self._opened
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened[0].close()
+            self._opened = None

@@ -1,0 +1,139 @@
+"""What a caller may say of a fine-tuning job: OpenAI's request, with `learning_rate` and `lora` beside its
+hyperparameters."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from server.errors import UnsupportedParameter
+from server.finetune.records import Hyperparameters, JobRequest
+from server.schemas.wire import ModelName, RequestModel
+
+MAX_PAGE = 100
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+MAX_SEED = 2**31 - 1
+MAX_EPOCHS, MAX_BATCH = 50, 256
+MAX_RANK = 512
+
+Auto = Literal["auto"]
+FileId = Annotated[str, Field(min_length=1, max_length=64)]
+MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY, pattern=r"^[^\x00]+$")]
+MetadataValue = Annotated[str, Field(max_length=MAX_VALUE)]
+
+
+class LoraRequest(RequestModel):
+    """PEFT's names. The update of a weight is alpha / rank times a product of rank `rank`."""
+
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
+    alpha: Annotated[int, Field(ge=1, le=4096)] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class HyperparametersRequest(RequestModel):
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=MAX_EPOCHS)] = "auto"
+    batch_size: Auto | Annotated[int, Field(ge=1, le=MAX_BATCH)] = "auto"
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=100)] = "auto"
+    learning_rate: Annotated[float, Field(gt=0, le=0.1)] | None = None
+    lora: LoraRequest = LoraRequest()
+
+    @model_validator(mode="after")
+    def _one_learning_rate(self) -> "HyperparametersRequest":
+        if self.learning_rate is not None and self.learning_rate_multiplier != "auto":
+            raise ValueError("give learning_rate or learning_rate_multiplier, not both")
+        return self
+
+    def known(self) -> Hyperparameters:
+        return Hyperparameters(
+            n_epochs=None if self.n_epochs == "auto" else self.n_epochs,
+            batch_size=None if self.batch_size == "auto" else self.batch_size,
+            learning_rate_multiplier=(
+                None if self.learning_rate_multiplier == "auto" else self.learning_rate_multiplier
+            ),
+            learning_rate=self.learning_rate,
+            beta=self.known_beta,
+            rank=self.lora.rank,
+            alpha=self.lora.alpha,
+            dropout=self.lora.dropout,
+        )
+
+    @property
+    def known_beta(self) -> float | None:
+        return None
+
+
+class DpoHyperparametersRequest(HyperparametersRequest):
+    beta: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
+
+    @property
+    def known_beta(self) -> float | None:
+        return None if self.beta == "auto" else self.beta
+
+
+class SupervisedMethodRequest(RequestModel):
+    hyperparameters: HyperparametersRequest = HyperparametersRequest()
+
+
+class DpoMethodRequest(RequestModel):
+    hyperparameters: DpoHyperparametersRequest = DpoHyperparametersRequest()
+
+
+class MethodRequest(RequestModel):
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"reinforcement": ()}
+
+    type: Literal["supervised", "dpo"]
+    supervised: SupervisedMethodRequest | None = None
+    dpo: DpoMethodRequest | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _served(cls, method: Any) -> Any:
+        if isinstance(method, dict) and method.get("type") == "reinforcement":
+            raise UnsupportedParameter(
+                "The method 'reinforcement' is not served; methods are supervised and dpo.", param="method.type"
+            )
+        return method
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> "MethodRequest":
+        other = "dpo" if self.type == "supervised" else "supervised"
+        if getattr(self, other) is not None:
+            raise ValueError(f"the type is {self.type}, so '{other}' must not be there")
+        return self
+
+    @property
+    def hyperparameters(self) -> HyperparametersRequest:
+        if self.type == "dpo":
+            return (self.dpo or DpoMethodRequest()).hyperparameters
+        return (self.supervised or SupervisedMethodRequest()).hyperparameters
+
+
+class FineTuningJobRequest(RequestModel):
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"integrations": ([],)}
+
+    model: ModelName
+    training_file: FileId
+    validation_file: FileId | None = None
+    method: MethodRequest | None = None
+    hyperparameters: HyperparametersRequest | None = None  # of supervised jobs; `method` has taken its place
+    suffix: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
+
+    @model_validator(mode="after")
+    def _hyperparameters_once(self) -> "FineTuningJobRequest":
+        if self.method is not None and self.hyperparameters is not None:
+            raise ValueError("give hyperparameters inside `method`, or at the top level, not both")
+        return self
+
+    def job(self) -> JobRequest:
+        method = self.method or MethodRequest(type="supervised")
+        return JobRequest(
+            model=self.model,
+            method=method.type,
+            hyperparameters=(self.hyperparameters or method.hyperparameters).known(),
+            training_file=self.training_file,
+            validation_file=self.validation_file,
+            suffix=self.suffix,
+            seed=self.seed,
+            metadata=self.metadata or {},
+        )
