@@ -79,9 +79,10 @@ class FileContent(StreamingResponse):
     """The bytes as they came, from a file that is open already: deleting it does not cut the reply."""
 
     def __init__(self, stored: StoredFile, opened: BinaryIO) -> None:
+        ending = "jsonl" if stored.form is not None else "csv"
         headers = {
             "content-length": str(stored.bytes),
-            "content-disposition": f'attachment; filename="{stored.id}.jsonl"',
+            "content-disposition": f'attachment; filename="{stored.id}.{ending}"',
             "x-content-type-options": "nosniff",
         }
         super().__init__(_pieces(opened), headers=headers, media_type="application/octet-stream")
@@ -104,5 +105,5 @@ def _object(stored: StoredFile) -> FileObject:
         created_at=stored.created_at,
         expires_at=stored.expires_at,
         filename=stored.filename,
-        purpose="fine-tune",
+        purpose="fine-tune" if stored.form is not None else "fine-tune-results",
     )

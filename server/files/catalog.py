@@ -1,7 +1,7 @@
 """Which files there are: one SQLite table (WAL, synchronous=FULL). Not thread-safe; must not know the files' bytes."""
 
 import sqlite3
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ class StoredFile:
     bytes: int
     created_at: int  # seconds since 1970
     expires_at: int | None
-    form: Form
-    examples: int
+    form: Form | None  # None: it is no training file
+    examples: int  # or lines of data, of another file
 
 
 COLUMNS = ", ".join(field.name for field in fields(StoredFile))
@@ -81,7 +81,7 @@ class Catalog:
             count, total = self.usage()
             if count >= max_files or total + file.bytes > max_total_bytes:
                 return False
-            self._connection.execute(f"INSERT INTO files ({COLUMNS}) VALUES ({marks})", astuple(file))
+            self._connection.execute(f"INSERT INTO files ({COLUMNS}) VALUES ({marks})", _row(file))
         return True
 
     def find(self, file_id: str, owner: str, now: float) -> StoredFile | None:
@@ -124,4 +124,9 @@ class Catalog:
 
 def _file(row: tuple[Any, ...]) -> StoredFile:
     file = StoredFile(*row)
-    return replace(file, form=Form(file.form))
+    return replace(file, form=Form(file.form) if file.form else None)
+
+
+def _row(file: StoredFile) -> tuple[Any, ...]:
+    values = asdict(file)
+    return tuple({**values, "form": file.form or ""}.values())  # the column is not null

@@ -17,7 +17,10 @@ TOOL_KEYS = frozenset({"tools", "functions", "tool_calls", "function_call", "too
 PREFERENCE_KEYS = frozenset({"input", "preferred_output", "non_preferred_output"})
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-FORMS = 'a chat example, {"messages": [...]}, or a pair, {"prompt": "...", "completion": "..."}'
+FORMS = (
+    'a chat example, {"messages": [...]}, a pair, {"prompt": "...", "completion": "..."}, or a preference, '
+    '{"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}'
+)
 
 LONG_LINE = 64 * 2**10  # bytes; from here on a line is checked by its shape before Python's objects are made of it
 _one_at_a_time = threading.Lock()  # the objects of a long line take many times its size
@@ -26,6 +29,7 @@ _one_at_a_time = threading.Lock()  # the objects of a long line take many times 
 class Form(StrEnum):
     CHAT = "chat"
     COMPLETION = "completion"
+    PREFERENCE = "preference"
 
 
 class NotAnExample(Exception):  # noqa: N818 - a verdict
@@ -39,7 +43,16 @@ class MessageShape(msgspec.Struct, forbid_unknown_fields=True):
     weight: float | bool | None = None
 
 
+class InputShape(msgspec.Struct, forbid_unknown_fields=True):
+    messages: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
+    tools: list[None] | msgspec.UnsetType = msgspec.UNSET
+    parallel_tool_calls: bool | msgspec.UnsetType = msgspec.UNSET
+
+
 class ExampleShape(msgspec.Struct, forbid_unknown_fields=True):
+    input: InputShape | msgspec.UnsetType = msgspec.UNSET
+    preferred_output: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
+    non_preferred_output: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
     messages: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
     prompt: str | msgspec.UnsetType = msgspec.UNSET
     completion: str | msgspec.UnsetType = msgspec.UNSET
@@ -72,7 +85,8 @@ def read_example(line: bytes) -> Form:
         _check_completion(example)
         return Form.COMPLETION
     if example.keys() & PREFERENCE_KEYS:
-        raise NotAnExample(f"preference examples are not served; a line is {FORMS}")
+        _check_preference(example)
+        return Form.PREFERENCE
     raise NotAnExample(f"it is no example; a line is {FORMS}")
 
 
@@ -108,18 +122,48 @@ def _check_chat(example: dict[str, Any]) -> None:
     if example.keys() & TOOL_KEYS:
         raise NotAnExample(f"{_shown(min(example.keys() & TOOL_KEYS))}: tools are not served")
     _only_keys(example, frozenset({"messages"}), "a chat example")
-    messages = example["messages"]
-    if not isinstance(messages, list):
-        raise NotAnExample(f"'messages' is {_kind(messages)}, not an array")
-    if not messages:
-        raise NotAnExample("'messages' is empty")
-    if len(messages) > MAX_MESSAGES:
-        raise NotAnExample(f"it has {len(messages)} messages; at most {MAX_MESSAGES} are taken")
+    messages = _messages(example["messages"], "messages")
     weights = [_weight(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if messages[-1]["role"] != "assistant":
         raise NotAnExample(f"the last message is the {messages[-1]['role']}'s; an example ends with the assistant's")
     if not any(weights):
         raise NotAnExample("every assistant message has weight 0: there is nothing to learn")
+
+
+def _check_preference(example: dict[str, Any]) -> None:
+    """https://platform.openai.com/docs/guides/direct-preference-optimization: one message preferred to another."""
+    _only_keys(example, PREFERENCE_KEYS, "a preference example")
+    missing = PREFERENCE_KEYS - example.keys()
+    if missing:
+        raise NotAnExample(f"{min(missing)} is missing")
+    asked = example["input"]
+    if not isinstance(asked, dict):
+        raise NotAnExample(f"input is {_kind(asked)}, not an object")
+    if asked.get("tools", []) != []:
+        raise NotAnExample("input.tools: tools are not served")
+    _only_keys(asked, frozenset({"messages", "tools", "parallel_tool_calls"}), "input")
+    messages = _messages(asked.get("messages"), "input.messages")
+    for at, message in enumerate(messages):
+        _weight(message, f"input.messages[{at}]")
+    if messages[-1]["role"] == "assistant":
+        raise NotAnExample("the last message of the input is the assistant's; the outputs follow a user's")
+    for name in ("preferred_output", "non_preferred_output"):
+        output = _messages(example[name], name)
+        if len(output) != 1:
+            raise NotAnExample(f"{name} has {len(output)} messages; it has one, the assistant's")
+        if not _weight(output[0], f"{name}[0]"):
+            role = output[0]["role"]
+            raise NotAnExample(f"{name}[0] is the {role}'s or has weight 0; it is an assistant's, to be learnt from")
+
+
+def _messages(messages: Any, place: str) -> list[Any]:
+    if not isinstance(messages, list):
+        raise NotAnExample(f"'{place}' is {_kind(messages)}, not an array")
+    if not messages:
+        raise NotAnExample(f"'{place}' is empty")
+    if len(messages) > MAX_MESSAGES:
+        raise NotAnExample(f"it has {len(messages)} messages; at most {MAX_MESSAGES} are taken")
+    return messages
 
 
 def _weight(message: Any, place: str) -> int:

@@ -19,19 +19,24 @@ class FolderNotPrivateError(OSError):
     """The folder belongs to somebody else, or others may write to it."""
 
 
+def make_private(path: Path) -> None:
+    """Makes the folder, 0700, where there is none. Raises FolderNotPrivateError, OSError."""
+    path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise FolderNotPrivateError(f"{path} is not a folder of this user alone (mode 0700)")
+
+
 class FileFolder:
     def __init__(self, path: Path) -> None:
         """Makes the folder, 0700. Raises OSError."""
         self.path = path
-        path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        facts = path.lstat()
-        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise FolderNotPrivateError(f"{path} is not a folder of this user alone (mode 0700)")
+        make_private(path)
         (path / "content").mkdir(mode=0o700, exist_ok=True)
         self._content = path / "content"
         for directory in (path, path.parent):
-            _sync(directory)
+            sync_folder(directory)
 
     def content(self, file_id: str) -> Path:
         return self._content / file_id
@@ -48,7 +53,7 @@ class FileFolder:
         """Its bytes, then its final name, are on the disk when this returns."""
         os.fsync(descriptor)
         (self._content / f"{file_id}{UNFINISHED}").rename(self.content(file_id))
-        _sync(self._content)
+        sync_folder(self._content)
 
     def remove(self, file_id: str) -> None:
         """Under whichever name; nothing when it is gone already."""
@@ -77,7 +82,8 @@ class FileFolder:
             os.close(descriptor)
 
 
-def _sync(directory: Path) -> None:
+def sync_folder(directory: Path) -> None:
+    """The names in it are on the disk when this returns."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

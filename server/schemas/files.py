@@ -16,7 +16,7 @@ class FileObject(WireModel):
     created_at: int = Field(ge=0)
     expires_at: int | None = Field(None, ge=0)
     filename: str = Field(max_length=255)
-    purpose: Literal["fine-tune"]
+    purpose: Literal["fine-tune", "fine-tune-results"]
     status: Literal["processed"] = "processed"
     status_details: None = None
 

@@ -50,11 +50,13 @@ def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
     the word stands. Other messages stay in place: templates may look into them.
     """
     hidden: dict[str, str] = {}
-    shown = [
-        _hide(message, hidden) if tokenizer.spells_control_token(message.content) else message
-        for message in prompt.messages
-    ]
-    rendered = _render(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
+    shown = [hide_control_text(tokenizer, message, hidden) for message in prompt.messages]
+    rendered = render_chat(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
+    return encode_rendered(tokenizer, rendered, hidden)
+
+
+def encode_rendered(tokenizer: TextTokenizer, rendered: str, hidden: dict[str, str]) -> list[int]:
+    """A rendered conversation, or a piece of one, with the text that `hide_control_text` took out back in its place."""
     if not hidden:
         return tokenizer.encode(rendered)
     pieces = re.split(f"({'|'.join(hidden)})", rendered)  # templates may repeat, reorder or leave out messages
@@ -65,13 +67,17 @@ def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
     ]
 
 
-def _hide(message: Message, hidden: dict[str, str]) -> Message:
+def hide_control_text(tokenizer: TextTokenizer, message: Message, hidden: dict[str, str]) -> Message:
+    """The message with a random word for its content, which goes to `hidden`, when that spells a control token."""
+    if not tokenizer.spells_control_token(message.content):
+        return message
     word = f"text{secrets.token_hex(16)}text"
     hidden[word] = message.content
     return replace(message, content=word)
 
 
-def _render(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+def render_chat(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    """Raises InvalidRequest."""
     if not tokenizer.source.chat_template:
         raise InvalidRequest("This model has no chat template. Use /v1/completions.", code="no_chat_template")
     try:

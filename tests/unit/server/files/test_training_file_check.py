@@ -39,6 +39,11 @@ def messages(*given: Any) -> bytes:
 USER, ASSISTANT = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
 
 
+def preference(**changes: Any) -> bytes:
+    whole = {"input": {"messages": [USER]}, "preferred_output": [ASSISTANT], "non_preferred_output": [ASSISTANT]}
+    return json.dumps(whole | changes).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "form", "examples"),
     [
@@ -49,10 +54,12 @@ USER, ASSISTANT = {"role": "user", "content": "u"}, {"role": "assistant", "conte
         (chat("user", "assistant", "user", "assistant", weight=0), Form.CHAT, 1),
         (chat("user", "assistant", weight=1), Form.CHAT, 1),
         (messages(USER, {**ASSISTANT, "name": "Ada-1"}), Form.CHAT, 1),
+        (preference() + b"\n" + preference(input={"messages": [USER], "tools": []}), Form.PREFERENCE, 2),
+        (preference(input={"messages": [USER, ASSISTANT, USER], "parallel_tool_calls": True}), Form.PREFERENCE, 1),
         (b'{"prompt": "", "completion": "\\ud83d\\ude00 \xf0\x9f\x98\x80"}', Form.COMPLETION, 1),
     ],
 )
-def test_both_forms_are_accepted_and_counted(content: bytes, form: Form, examples: int) -> None:
+def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples: int) -> None:
     checked = check(content)
     assert (checked.form, checked.examples) == (form, examples)
 
@@ -76,7 +83,18 @@ def test_both_forms_are_accepted_and_counted(content: bytes, form: Form, example
         (b"null", "it is null"),
         (b"{}", "it is no example"),
         (b'{"text": "a"}', "it is no example"),
-        (b'{"input": {}, "preferred_output": []}', "preference examples are not served"),
+        (b'{"input": {}, "preferred_output": []}', "non_preferred_output is missing"),
+        (preference(input={}), "'input.messages' is null, not an array"),
+        (preference(input={"messages": []}), "'input.messages' is empty"),
+        (preference(input={"messages": [USER], "tools": [{}]}), "input.tools: tools are not served"),
+        (preference(input={"messages": [USER, ASSISTANT]}), "the last message of the input is the assistant's"),
+        (preference(input={"messages": [USER], "x": 1}), "input has no key 'x'"),
+        (preference(preferred_output=[USER]), "preferred_output[0] is the user's or has weight 0"),
+        (preference(non_preferred_output=[]), "'non_preferred_output' is empty"),
+        (preference(non_preferred_output=[ASSISTANT, ASSISTANT]), "non_preferred_output has 2 messages"),
+        (preference(preferred_output=[{**ASSISTANT, "weight": 0}]), "has weight 0"),
+        (preference(messages=[USER]), "a chat example has no key 'input'"),
+        (preference(preferred_output={}), "'preferred_output' is an object, not an array"),
         (b'{"messages": []}', "'messages' is empty"),
         (b'{"messages": {}}', "'messages' is an object, not an array"),
         (messages(*[USER] * 5000), "it has 5000 messages; at most 4096"),
@@ -107,7 +125,7 @@ def test_both_forms_are_accepted_and_counted(content: bytes, form: Form, example
         (b'{"prompt": "a", "completion": "b", "x": 1}', "a prompt/completion example has no key 'x'"),
         (b'{"messages": [], "prompt": "a"}', "a chat example has no key 'prompt'"),
     ],
-    ids=range(46),
+    ids=range(57),
 )  # fmt: skip
 def test_what_is_no_example_is_refused_with_its_line(line: bytes, verdict: str) -> None:
     for before in (0, 1, 12):
