@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from models.loader import LoadFormat, load_for_training
@@ -56,7 +58,7 @@ class TrainableModel:
         if plan.lora is not None:
             self.adapter = _with_lora(self.base, plan.lora, plan)
         if plan.gradient_checkpointing:
-            _enable_checkpointing(self.base)
+            _enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in self._whole.named_parameters() if parameter.requires_grad
         }
@@ -139,7 +141,6 @@ def _dtype(name: TrainingDType, device: torch.device) -> Any:
 def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) -> PeftModel:
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=plan.model,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -153,7 +154,7 @@ def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) ->
         # In the model's own type: the optimiser keeps float32 masters, and mixed types would be slow.
         adapter = get_peft_model(base, config, autocast_adapter_dtype=False)
     assert isinstance(adapter, PeftModel)
-    adapter.peft_config["default"].base_model_name_or_path = plan.model  # PEFT puts the local folder there
+    adapter.peft_config["default"].base_model_name_or_path = plan.model  # PEFT has put the local folder there
     return adapter
 
 
@@ -174,8 +175,12 @@ def _targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]
     return sorted(names if wanted is None else set(wanted))
 
 
-def _enable_checkpointing(model: PreTrainedModel) -> None:
-    arguments = {"use_reentrant": False}
+def _enable_checkpointing(model: PreTrainedModel, *, recompute_attention: bool) -> None:
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if not recompute_attention:
+        # Quadratic in the length, and its output is no larger than the layer's input that is kept anyway.
+        kept = [torch.ops.longwave.attention.default]
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:  # newer than transformers 5.17
         enable(activation_checkpointing_kwargs=arguments)

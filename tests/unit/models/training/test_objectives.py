@@ -9,6 +9,8 @@ from torch.nn import functional
 from training_runs import random_examples, random_preferences, tiny_plan
 from transformers import PreTrainedModel
 
+from attention_backend import dispatch
+from attention_backend.problem import AttentionArgs
 from models import registry
 from models.attention_sites import attention_implementation
 from models.training import Example, Preference
@@ -74,6 +76,34 @@ def test_packed_supervised_equals_one_by_one(tiny_folder: Path, lora: bool, chec
     assert 1 < len(batches) < 7
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
     assert_close(gradients(model), wanted)
+
+
+def test_checkpointing_computes_attention_once_unless_asked_and_the_gradients_are_the_same_bits(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards, run = [0], dispatch.run
+
+    def counted(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        forwards[0] += 1
+        return run(args)
+
+    monkeypatch.setattr(dispatch, "run", counted)
+    found, counts = [], []
+    for options in ({"gradient_checkpointing": False}, {}, {"recompute_attention": True}):
+        model = trainable(tiny_folder, **options)
+        for module in model.base.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.3  # type: ignore[assignment]
+        forwards[0] = 0
+        torch.manual_seed(7)
+        supervised(model, build(random_examples(3), (0, 1, 2), CPU)).loss.backward()
+        found.append(gradients(model))
+        counts.append(forwards[0])
+    layers = 2
+    assert counts == [layers, layers, 2 * layers]
+    for name, gradient in found[0].items():
+        assert torch.equal(found[1][name], gradient)
+        assert torch.equal(found[2][name], gradient)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
