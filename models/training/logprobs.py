@@ -70,4 +70,5 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _grad_correct: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_logprobs[:, None]).to(gradient.dtype), None, None, None
+        # In place: beside a very long sequence there is no room for another one. A second backward is refused by torch.
+        return gradient.mul_(grad_logprobs[:, None]), None, None, None

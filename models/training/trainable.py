@@ -58,7 +58,7 @@ class TrainableModel:
         if plan.lora is not None:
             self.adapter = _with_lora(self.base, plan.lora, plan)
         if plan.gradient_checkpointing:
-            _enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
+            enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in self._whole.named_parameters() if parameter.requires_grad
         }
@@ -175,7 +175,8 @@ def _targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]
     return sorted(names if wanted is None else set(wanted))
 
 
-def _enable_checkpointing(model: PreTrainedModel, *, recompute_attention: bool) -> None:
+def enable_checkpointing(model: PreTrainedModel, *, recompute_attention: bool) -> None:
+    """Every decoder layer keeps its input (and our attention's output) and is computed again in the backward pass."""
     arguments: dict[str, Any] = {"use_reentrant": False}
     if not recompute_attention:
         # Quadratic in the length, and its output is no larger than the layer's input that is kept anyway.

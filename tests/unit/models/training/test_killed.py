@@ -104,6 +104,7 @@ def test_killed_while_writing_a_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 56 processes
 @pytest.mark.parametrize("name", PLANS)
 def test_killed_before_and_after_every_sync(
     name: str, tiny_folder: Path, tmp_path: Path, uninterrupted: dict[str, bytes]
