@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 #: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
-HEAD_DIM_TILES = (64, 96, 128)
+HEAD_DIM_TILES = (64, 96, 128, 192, 256)
+#: Tiles whose keys are wider than their values (DeepSeek's).
+MIXED_TILES = ((192, 128),)
 
 _SHARED_MEMORY = 227 * 1024
 _L2_BYTES = 32 << 20  # of queries, output gradients and dQ that blocks side by side work on
@@ -15,8 +17,9 @@ _CONSUMERS = 2
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """Tile of flash_bwd_sm90: `block_n` keys, tiles of `block_m` query rows, rings of stages."""
+    """Tile of a kernel: `block_n` keys, tiles of `block_m` query rows, rings of stages."""
 
+    kernel: str
     head_dim: int
     head_dim_v: int
     block_m: int
@@ -55,11 +58,15 @@ class BackwardTile:
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """Both widths are padded to the larger one's tile."""
-    tile = next(t for t in HEAD_DIM_TILES if t >= max(head_dim, head_dim_v))
+    """Both widths are padded to the larger one's tile, but for MIXED_TILES."""
+    tile, tile_v = (next(t for t in HEAD_DIM_TILES if t >= d) for d in (head_dim, head_dim_v))
+    if (tile, tile_v) not in MIXED_TILES:
+        tile = tile_v = max(tile, tile_v)
     if tile == 64:
-        return BackwardTile(64, 64, 128, 128, 3, 2, 2, 2, ds_shared=False)
-    return BackwardTile(tile, tile, 64, 128, 3, 2, 2, 2, ds_shared=True)
+        return BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, ds_shared=False)
+    if tile <= 128:
+        return BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, ds_shared=True)
+    return BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1, ds_shared=False)
 
 
 def section_lines(tile: BackwardTile, *, seqlen_q: int, group: int, lines: int) -> int:

@@ -176,7 +176,7 @@ class Consumer {
     if (kEnds)
       named_sync(3, 128 * kConsumers);
     else if (DS_SHARED)
-      named_sync(1 + threadIdx.x / 128, 128);
+      named_sync(threadIdx.x / 128, 128);
     wgmma_wait<MORE ? 1 : 0>();  // dV
     if (kEnds && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_o + 8 * rings.o.at);
     float dq[32];
@@ -188,7 +188,7 @@ class Consumer {
       to_probabilities(s, shared, p, next_lse2, now, is_masked(now.m), lane);
     }
     if (kEnds) {
-      rings.dq.wait_empty(shared.free_dq + 8 * group);
+      rings.dq.wait_empty(shared.free_space + 8 * group);
       wgmma_wait<1>();  // dQ
 #pragma unroll
       for (int j = 0; j < 8; j++)
@@ -216,7 +216,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
     float* to = p.dq + rows * (kSlabsK * kChunk);
 #if DETERMINISTIC
-    if (threadIdx.x % 32 == 0) turn_wait(p.turns + rows, turn_of(tile, step.m));
+    if (threadIdx.x % 32 == 0) turn_wait(p.turns + rows * 2, turn_of(tile, step.m));
     __syncwarp();
 #endif
 #pragma unroll 1
@@ -225,14 +225,14 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
       if (threadIdx.x % 32 == 0) {
         bulk_add(to + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
         bulk_wait_read();
-        barrier_arrive(shared.free_dq + 8 * w);
+        barrier_arrive(shared.free_space + 8 * w);
       }
       __syncwarp();
     }
 #if DETERMINISTIC
     if (threadIdx.x % 32 == 0) {
       bulk_wait_done();
-      turn_pass(p.turns + rows);
+      turn_pass(p.turns + rows * 2);
     }
 #endif
     step.next(kTileSteps, m_begin, m_end);
@@ -246,18 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                    const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
-  if (threadIdx.x == 0) {
-    shared.init_barriers();
-    const Place place(p, blockIdx.x);
-    KeyTile tile(p, place.line / p.kv_heads);
-    describe(tile, p, place);
-    *shared.tile = tile;
-  }
-  __syncthreads();
-  const KeyTile& tile = *shared.tile;
-  if (tile.first_key >= tile.seqlen_k) return;
-  for (int r = threadIdx.x; r < BLOCK_N; r += kThreads) shared.rows[r] = rows_of(tile, p, r);
-  __syncthreads();
+  if (!start_tile(shared, p)) return;
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
     const int warp = uniform(threadIdx.x / 32);

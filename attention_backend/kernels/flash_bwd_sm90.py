@@ -1,4 +1,7 @@
-"""Launches flash_bwd_sm90, the Hopper backward, with what goes before and after it. Assumes a checked problem."""
+"""Launches the Hopper backward, flash_bwd_sm90 or flash_bwd_large_sm90, with what goes before and after it.
+
+Assumes a checked problem.
+"""
 
 from collections.abc import Iterator
 
@@ -18,6 +21,7 @@ from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
 _ROWS = 64  # of a chunk of dQ
+_TURNS = 2  # counters of a chunk's rows: the large kernel's warpgroups have one each
 _MAX_GRID = 65535  # blocks in y and z
 
 
@@ -72,7 +76,7 @@ def backward(
     rows = padded_rows(args)
     sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
     terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums)
-    turns = sums.new_zeros((args.num_heads, rows // _ROWS), dtype=torch.int32) if deterministic else None
+    turns = sums.new_zeros((args.num_heads, rows // _ROWS, _TURNS), dtype=torch.int32) if deterministic else None
     to_k, to_v = (_partial(x, parts) for x in (dk, dv)) if parts > 1 else (dk, dv)
 
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))

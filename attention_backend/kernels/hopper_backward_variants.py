@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, BackwardTile, backward_tile
+from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, MIXED_TILES, BackwardTile, backward_tile
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.problem import AttentionArgs
 
@@ -68,7 +68,7 @@ def backward_variant(options: BackwardOptions) -> tuple[KernelVariant, BackwardT
         ("ALIBI", int(options.alibi)),
         ("DROPOUT", int(options.dropout)),
     )
-    return KernelVariant("flash_bwd_sm90", "sm_90a", defines, hot=not options.extras), tile
+    return KernelVariant(tile.kernel, "sm_90a", defines, hot=not options.extras), tile
 
 
 @cache
@@ -94,3 +94,5 @@ def covering_set() -> Iterator[KernelVariant]:
             variant, tile = backward_variant(options)
             yield variant
             yield postprocess_variant(options.dtype, tile.slabs)
+    for width, width_v in MIXED_TILES:
+        yield backward_variant(BackwardOptions(torch.bfloat16, width, width_v))[0]

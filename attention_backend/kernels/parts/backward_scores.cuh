@@ -121,12 +121,12 @@ __device__ __forceinline__ void clear_row(uint32 tile, int slabs, int slab_bytes
 }
 
 // Zero times NaN is NaN: query rows that see nothing, and keys that nobody sees, become zeros where they are summed over.
-// Called by all threads of a warpgroup; where several do so, they write the same.
+// Called by all threads of a warpgroup, which has the barrier of its number; where several do so, they write the same.
 __device__ __forceinline__ void clear_dead_rows(uint32 tile, int slabs, uint32 lse2) {
   const int row = threadIdx.x % 128;
   if (row < kRows && load_shared(lse2 + row * 4) == kInfinity) clear_row(tile, slabs, kSlabQ, row);
   fence_async_proxy();
-  named_sync(1 + threadIdx.x / 128, 128);
+  named_sync(threadIdx.x / 128, 128);
 }
 __device__ __forceinline__ void clear_dead_keys(const Shared& shared) {
   const int row = threadIdx.x % 128;
@@ -135,5 +135,5 @@ __device__ __forceinline__ void clear_dead_keys(const Shared& shared) {
     clear_row(shared.v, kSlabsV, kSlabKv, row);
   }
   fence_async_proxy();
-  named_sync(1 + threadIdx.x / 128, 128);
+  named_sync(threadIdx.x / 128, 128);
 }

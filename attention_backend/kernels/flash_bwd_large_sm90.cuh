@@ -1,0 +1,283 @@
+// Attention backward for Hopper, head_dim above 128: dK and dV of 64 keys fill the registers of two warpgroups, so each has
+// one of them. The first computes S and P and sums dV, the second dP and dS and sums dK; P goes from the first to the second
+// and dS back, through shared memory, and each computes every other 64 columns of dQ, which it adds to global memory from
+// registers: their way through shared memory would be its largest load. While one warpgroup does arithmetic the other has
+// the tensor cores. Everything else is as in flash_bwd_sm90.cuh.
+//
+// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), Q_STAGES, O_STAGES, DS_STAGES (2),
+// HANDOVER (1: P), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
+#define BIAS 0
+#include "parts/backward_loads.cuh"
+#include "parts/backward_store.cuh"
+#include "parts/backward_wgmma.cuh"
+
+static_assert(BLOCK_M == kRows && BLOCK_N == 64 && HANDOVER == 1 && DS_STAGES == kSpaces, "one step a tile, 64 keys");
+
+// A value that all lanes hold, as the compiler knows then: descriptors live in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// Named barriers beside those of a warpgroup alone.
+enum Barrier { kProbsFull = 3, kProbsFree, kDsFull };
+
+// What both warpgroups do; GROUP 0 has S and dV, 1 has dP and dK.
+template <int GROUP>
+class Half {
+ public:
+  __device__ __forceinline__ Half(const Shared& shared, const BackwardParams& p)
+      : shared(shared), p(p), tile(*shared.tile), lane(0), now(tile) {}
+
+ protected:
+  const Shared& shared;
+  const BackwardParams& p;
+  const KeyTile& tile;
+  const Lane lane;
+  Step now;
+  RingPlace<Q_STAGES> q;
+  RingPlace<O_STAGES> o;
+  RingPlace<DS_STAGES> ds_place;
+
+  __device__ __forceinline__ bool first_thread() const { return threadIdx.x % 128 == 0; }
+  __device__ __forceinline__ bool is_masked() const {
+    return now.m < uniform(tile.whole_begin) || now.m >= uniform(tile.whole_end);
+  }
+  __device__ __forceinline__ void next_step() { now.next(1, uniform(tile.m_begin), uniform(tile.m_end)); }
+
+  __device__ __forceinline__ void wait_keys() const {
+    barrier_wait(shared.full_k, 0);
+    if (GROUP == 1) barrier_wait(shared.full_v, 0);
+    if (KEY_MASK || shared.rows[0].count == 0 || shared.rows[BLOCK_N - 1].count == 0) {
+      barrier_wait(shared.full_v, 0);
+      clear_dead_keys(shared);
+    }
+  }
+
+  // keys (K or V) times rows (Q or dO).
+  template <int WIDTH>
+  __device__ __forceinline__ void start_product(float (&s)[kRows / 2], uint32 keys, uint32 rows) const {
+    const uint64 a = wgmma_descriptor(uniform(keys), 16), b = wgmma_descriptor(uniform(rows), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < WIDTH / 16; i++)
+      Wgmma<kRows>::shared(s, a + i / 4 * (kSlabKv >> 4) + i % 4 * 2, b + i / 4 * (kSlabQ >> 4) + i % 4 * 2, i != 0);
+    wgmma_commit();
+  }
+
+  // acc += x * rows.
+  template <int WIDTH>
+  __device__ __forceinline__ void start_sum(float (&acc)[WIDTH / 2], const uint32 (&x)[kRows / 16][4], uint32 rows) const {
+    const uint64 b = wgmma_descriptor(uniform(rows), kSlabQ);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kRows / 16; i++) Wgmma<WIDTH>::registers(acc, x[i], b + i * 128);
+    wgmma_commit();
+  }
+
+  // The n-th slab of dQ that is this warpgroup's.
+  static constexpr int kChunks = (kSlabsK + 1 - GROUP) / 2;
+  __device__ __forceinline__ void start_dq(float (&dq)[32], int n) const {
+    const uint64 a = wgmma_descriptor(uniform(shared.ds + ds_place.at * kBytesDs), kSlabKv);
+    const uint64 b = wgmma_descriptor(uniform(shared.k + (2 * n + GROUP) * kSlabKv), kSlabKv);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; i++) wgmma_transposed(dq, a + i * 128, b + i * 128, i != 0);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void add_dq(const float (&dq)[32], const Step& step, int n) const {
+    const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
+#if DETERMINISTIC
+    if (n == 0) {
+      if (first_thread()) turn_wait(p.turns + rows * 2 + GROUP, turn_of(tile, step.m));
+      named_sync(1 + GROUP, 128);
+    }
+#endif
+    float* to = p.dq + (rows * kSlabsK + 2 * n + GROUP) * kChunk + threadIdx.x % 128 * 4;
+#pragma unroll
+    for (int j = 0; j < 8; j++) add4(to + j * 512, dq[j * 4], dq[j * 4 + 1], dq[j * 4 + 2], dq[j * 4 + 3]);
+#if DETERMINISTIC
+    if (n == kChunks - 1) {
+      named_sync(1 + GROUP, 128);
+      if (first_thread()) turn_pass(p.turns + rows * 2 + GROUP);
+    }
+#endif
+  }
+
+  __device__ __forceinline__ Kept kept_of(const Step& step) const {
+#if DROPOUT
+    const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + step.head);
+    return Kept(dropout, p.dropout.threshold, step.m * (kRows / 16), (tile.first_key + lane.key) / 16);
+#else
+    return Kept();
+#endif
+  }
+};
+
+class First : Half<0> {
+ public:
+  using Half::Half;
+
+  __device__ __forceinline__ void run() {
+    float dv[HEAD_DIM_V / 2];
+    zero(dv);
+    const int tiles = uniform(tile.tiles);
+    if (tiles > 0) {
+      wait_keys();
+      float s[kRows / 2];
+      q.wait_full(shared.full_q);
+      start_product<HEAD_DIM>(s, shared.k, shared.q);
+      wgmma_wait<0>();
+      to_probabilities(s, shared, p, shared.lse2, now, is_masked(), lane);
+      hand_over(s);
+#pragma unroll 1
+      for (int t = 1; t < tiles; t++) step<true>(dv, s);
+      step<false>(dv, s);
+    }
+    store_dv(dv, tile, p, lane);
+  }
+
+ private:
+  __device__ __forceinline__ void hand_over(const float (&s)[kRows / 2]) const {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      store_shared4(shared.handover + j * 2048 + threadIdx.x % 128 * 16, s[j * 4], s[j * 4 + 1], s[j * 4 + 2], s[j * 4 + 3]);
+    named_arrive(kProbsFull, 256);
+  }
+
+  // One step, whose probabilities are in s and handed over. With MORE those of the next are afterwards.
+  template <bool MORE>
+  __device__ __forceinline__ void step(float (&dv)[HEAD_DIM_V / 2], float (&s)[kRows / 2]) {
+    uint32 probs[kRows / 16][4];
+#if DROPOUT
+    pack_kept(probs, s, kept_of(now));
+#else
+    pack_tile(probs, s);
+#endif
+    const uint32 rows_o = shared.o + o.at * kBytesO;
+    o.wait_full(shared.full_o);
+    if (is_masked()) clear_dead_rows(rows_o, kSlabsV, shared.lse2 + q.at * kBytesTerms);
+    start_sum<HEAD_DIM_V>(dv, probs, rows_o);
+    RingPlace<Q_STAGES> next = q;
+    if (MORE) {
+      next.next();
+      next.wait_full(shared.full_q);
+      start_product<HEAD_DIM>(s, shared.k, shared.q + next.at * kBytesQ);
+    }
+    named_sync(kDsFull, 256);
+    if (first_thread()) barrier_arrive(shared.empty_q + 8 * q.at);
+    q = next;
+    float dq[32];
+    start_dq(dq, 0);
+    wgmma_wait<1>();  // the next scores, and before them dV
+    if (first_thread()) barrier_arrive(shared.empty_o + 8 * o.at);
+    o.next();
+    const Step step = now;
+    if (MORE) {
+      next_step();
+      to_probabilities(s, shared, p, shared.lse2 + q.at * kBytesTerms, now, is_masked(), lane);
+      named_sync(kProbsFree, 256);
+      hand_over(s);
+    }
+    wgmma_wait_between<0>(p.batch > 0);
+    add_dq(dq, step, 0);
+#pragma unroll
+    for (int n = 1; n < kChunks; n++) {
+      start_dq(dq, n);
+      wgmma_wait<0>();
+      add_dq(dq, step, n);
+    }
+    if (first_thread()) barrier_arrive(shared.free_space + 8 * ds_place.at);
+    ds_place.next();
+  }
+};
+
+class Second : Half<1> {
+ public:
+  using Half::Half;
+
+  __device__ __forceinline__ void run() {
+    float dk[HEAD_DIM / 2];
+    zero(dk);
+    const int tiles = uniform(tile.tiles);
+    if (tiles > 0) {
+      wait_keys();
+      float dp[kRows / 2];
+      o.wait_full(shared.full_o);
+      start_product<HEAD_DIM_V>(dp, shared.v, shared.o);
+#pragma unroll 1
+      for (int t = 1; t < tiles; t++) step<true>(dk, dp);
+      step<false>(dk, dp);
+    }
+    store_dk(dk, tile, p, lane);
+  }
+
+ private:
+  // One step, whose dP is under way in dp. With MORE that of the next is afterwards.
+  template <bool MORE>
+  __device__ __forceinline__ void step(float (&dk)[HEAD_DIM / 2], float (&dp)[kRows / 2]) {
+    const bool masked = is_masked();
+    const uint32 lse2 = shared.lse2 + q.at * kBytesTerms, delta = shared.delta + o.at * kBytesTerms;
+    const uint32 rows_q = shared.q + q.at * kBytesQ;
+    const Kept kept = kept_of(now);
+    float probs[kRows / 2];
+    named_sync(kProbsFull, 256);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float4 x = load_shared4(shared.handover + j * 2048 + threadIdx.x % 128 * 16);
+      probs[j * 4] = x.x, probs[j * 4 + 1] = x.y, probs[j * 4 + 2] = x.z, probs[j * 4 + 3] = x.w;
+    }
+    if (MORE) named_arrive(kProbsFree, 256);
+    wgmma_wait<0>();  // dP
+    to_score_gradients(dp, probs, shared, p, kept, lse2, delta, now, masked, lane);
+    uint32 ds[kRows / 16][4];
+    pack_tile(ds, dp);
+    ds_place.wait_empty(shared.free_space);
+    store_ds(shared.ds + ds_place.at * kBytesDs, ds, 0);
+    fence_async_proxy();
+    named_arrive(kDsFull, 256);
+    named_sync(1 + 1, 128);
+    if (first_thread()) barrier_arrive(shared.empty_o + 8 * o.at);
+    o.next();
+    if (masked) {
+      q.wait_full(shared.full_q);
+      clear_dead_rows(rows_q, kSlabsK, lse2);
+    }
+    float dq[32];
+    start_dq(dq, 0);
+    start_sum<HEAD_DIM>(dk, ds, rows_q);
+    wgmma_wait<1>();  // dQ
+    add_dq(dq, now, 0);
+#pragma unroll
+    for (int n = 1; n < kChunks; n++) start_dq(dq, n);
+    if (MORE) {
+      o.wait_full(shared.full_o);
+      start_product<HEAD_DIM_V>(dp, shared.v, shared.o + o.at * kBytesO);
+    }
+    wgmma_wait<MORE ? 1 : 0>();  // the rest of dQ, and before it dK
+    if (first_thread()) barrier_arrive(shared.empty_q + 8 * q.at);
+#pragma unroll
+    for (int n = 1; n < kChunks; n++) add_dq(dq, now, n);
+    q.next();
+    ds_place.next();
+    next_step();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    flash_bwd_large_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+                         const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
+                         const __grid_constant__ BackwardParams p) {
+  extern __shared__ __align__(1024) char memory[];
+  const Shared shared(memory);
+  if (!start_tile(shared, p)) return;
+  if (threadIdx.x < 128) {
+    registers_lower<PRODUCER_REGISTERS>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) load_tiles<true>(shared, &map_k, &map_q, p);
+    if (warp == 1) load_tiles<false>(shared, &map_v, &map_o, p);
+  } else {
+    registers_raise<CONSUMER_REGISTERS>();
+    if (uniform(threadIdx.x / 128) == 1)
+      First(shared, p).run();
+    else
+      Second(shared, p).run();
+  }
+}
