@@ -15,7 +15,6 @@ from benchmarks.attention_registry import (
     OURS_CONTIGUOUS,
     OURS_DENSE,
     OURS_GENERIC,
-    OURS_TMA,
     OURS_UNSHARED,
     Call,
     contender,
@@ -112,23 +111,14 @@ def _float8_args(cell: Cell, t: Tensors) -> AttentionArgs:
     )
 
 
-@contender(OURS_TMA, "decode", "latency", optional=True)
-def decode_tma(cell: Cell, t: Tensors) -> Call:
-    """The decode kernel of Hopper, also where heuristics prefer the one of all GPUs."""
-    return _decode(cell, t, tma=True)
-
-
 @contender(OURS_GENERIC, "decode", "latency", optional=True)
 @contender(OURS_GENERIC, "fp8_kv")
 def decode_generic(cell: Cell, t: Tensors) -> Call:
-    return _decode(cell, t, tma=False)
-
-
-def _decode(cell: Cell, t: Tensors, *, tma: bool) -> Call:
+    """The decode kernel of all GPUs."""
     from attention_backend.kernels import flash_decode
 
     args = _float8_args(cell, t) if cell.section == "fp8_kv" else _paged_args(cell, t)
-    return lambda: flash_decode.forward(args, tma=tma)[0]
+    return lambda: flash_decode.forward(args, tma=False)[0]
 
 
 @contender(OURS, "shared_prefix")

@@ -17,12 +17,11 @@ Call = Callable[[], Tensor]  # returns a tensor shaped like q
 Make = Callable[[Cell, Tensors], Call]
 
 OURS, OURS_GENERIC, OURS_CONTIGUOUS = "longwave", "longwave-generic", "longwave-contiguous"
-OURS_DENSE, OURS_KERNEL, OURS_BF16, OURS_UNSHARED, OURS_TMA = (
+OURS_DENSE, OURS_KERNEL, OURS_BF16, OURS_UNSHARED = (
     "longwave-dense",
     "longwave-kernel",
     "longwave-bf16",
     "longwave-unshared",
-    "longwave-tma",
 )
 CUDNN, FA2, MEM_EFF, FLEX, PER_TENSOR = "cudnn", "fa2", "mem-eff", "flex", "per-tensor"
 FA3, FA4, FLASHINFER = "fa3", "fa4", "flashinfer"

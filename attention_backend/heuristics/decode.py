@@ -102,18 +102,6 @@ _MOST_STAGES = 12
 _ENOUGH_STAGES = 4
 
 
-#: Bytes of 16-bit keys and values up to which flash_decode_sm90 serves. On an H200 (bf16, 32 heads over 8 of 128) it
-#: takes 16.4 us for 32 MiB where flash_decode takes 18.9, but 78.0 instead of 75.1 for 256 MiB, and reads 2 to 6 %
-#: slower beyond: benchmarks/attention.py decode latency --only longwave-tma,longwave-generic.
-HOPPER_DECODE_MOST_BYTES = 64 << 20
-
-
-def prefers_hopper_decode(keys: int, kv_heads: int, width: int, kv_bytes: int) -> bool:
-    """`keys`: of all sequences, at most; `width`: of a key and a value together. Which is faster over float8 keys and
-    values is not measured: theirs is the Hopper kernel at any size."""
-    return kv_bytes == 1 or keys * kv_heads * width * kv_bytes <= HOPPER_DECODE_MOST_BYTES
-
-
 def _padded_rows(rows: int, wide: int, *, turing: bool = False) -> int:
     """As many rows as registers allow; more are more blocks, which read the same keys again."""
     limits = ((64, 32), (128, 16), (256, 8)) if turing else ((128, 32), (256, 16))

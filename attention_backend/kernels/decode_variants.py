@@ -53,8 +53,15 @@ def hopper_decode_variant(
         ("STAGES", config.stages),
         ("MERGE_WIDTH", config.merge_width),
         ("PAGE_ROWS", key_rows),
+        ("WHOLE_ROWS", int(copies_whole_rows(options, fp8_kv))),
     )
     return KernelVariant("flash_decode_sm90", "sm_90a", defines, hot=not options.extras), config, key_rows
+
+
+def copies_whole_rows(options: Options, fp8_kv: bool) -> bool:
+    """Whether a copy takes whole rows, contiguous where the cache is: only widths that are whole slabs of 64 can be
+    given to the TMA as two dimensions."""
+    return not fp8_kv and options.even and all(tile % 64 == 0 for tile in options.tiles)
 
 
 @cache

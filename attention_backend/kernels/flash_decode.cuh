@@ -23,21 +23,29 @@ typedef SegmentEnd<NUM_WARPS, HEAD_DIM_V, BlockSync> End;
 constexpr int kRingBytes = NUM_WARPS * STAGES * kStageBytes;
 constexpr int kWorkBytes = kRingBytes > End::kMergeFloats * 4 ? kRingBytes : End::kMergeFloats * 4;
 
-// Copies 16 rows of CHUNKS times 16 bytes by one warp.
+// Copies 16 rows of CHUNKS times 16 bytes by one warp. `once`: nobody else will read them.
 template <int CHUNKS, int PITCH, class Source, class Ok>
-__device__ __forceinline__ void copy_slice(uint32 destination, int width, int lane, Source source, Ok ok) {
+__device__ __forceinline__ void copy_slice(uint32 destination, int width, int lane, bool once, Source source,
+                                           Ok ok) {
   constexpr int kLanes = CHUNKS % 16 == 0 ? 16 : CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
   constexpr int kRowsPerPass = 32 / kLanes;
   const int chunk = lane % kLanes, row = lane / kLanes;
+  const uint64 evict_first = evict_first_policy();
 #pragma unroll
   for (int i = 0; i < kSlice / kRowsPerPass; i++) {
     const int r = row + i * kRowsPerPass;
     const bool valid = ok(r);
     const cached* from = source(valid ? r : 0) + chunk * kChunk;
 #pragma unroll
-    for (int c = 0; c < CHUNKS / kLanes; c++)
-      copy16(destination + r * PITCH + (chunk + c * kLanes) * 16, from + c * kLanes * kChunk,
-             valid && (EVEN || (chunk + c * kLanes) * kChunk < width));
+    for (int c = 0; c < CHUNKS / kLanes; c++) {
+      const uint32 to = destination + r * PITCH + (chunk + c * kLanes) * 16;
+      const cached* const x = from + c * kLanes * kChunk;
+      const bool there = valid && (EVEN || (chunk + c * kLanes) * kChunk < width);
+      if (once)
+        copy16(to, x, there, evict_first);
+      else
+        copy16(to, x, there);
+    }
   }
 }
 
@@ -57,6 +65,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
   const int row_begin = blockIdx.y * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
   const int rows = min(ROWS, p.group_rows - row_begin);
 
+  // Otherwise other rows' blocks read the same keys. ROWS = 32 leaves no register for a policy.
+  const bool once = ROWS < 32 && gridDim.y == 1;
   Segment segment;
   while (plan.next(segment)) {
     const Sequence seq(p.sequence, segment.batch);
@@ -99,33 +109,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
 #endif
         return ok;
       };
+      auto copy_both = [&](auto row_k, auto row_v) {
+        copy_slice<kChunksK, kPitchK>(stage, p.head_dim, lane, once, row_k, visible);
+        copy_slice<kChunksV, kPitchV>(stage + kSlice * kPitchK, p.head_dim_v, lane, once, row_v, visible);
+      };
 #if PAGED
       if (uniform) {
         const int page = next_page, in_page = begin & (p.sequence.page_size - 1);
         next_page = page_of(begin + kTile);
         const cached* from_k = k + page * p.k_batch + in_page * p.k_row;
         const cached* from_v = v + page * p.v_batch + in_page * p.v_row;
-        copy_slice<kChunksK, kPitchK>(stage, p.head_dim, lane, [&](int r) { return from_k + r * p.k_row; }, visible);
-        copy_slice<kChunksV, kPitchV>(
-            stage + kSlice * kPitchK, p.head_dim_v, lane, [&](int r) { return from_v + r * p.v_row; }, visible);
+        copy_both([&](int r) { return from_k + r * p.k_row; }, [&](int r) { return from_v + r * p.v_row; });
       } else {
         auto row_of = [&](const cached* base, int64 page, int64 row) {
           return [=, &p](int r) {
             return base + key_offset(p.sequence, table, min(max(begin + r, 0), any_high - 1), page, row);
           };
         };
-        if (begin < any_high) {
-          copy_slice<kChunksK, kPitchK>(stage, p.head_dim, lane, row_of(k, p.k_batch, p.k_row), visible);
-          copy_slice<kChunksV, kPitchV>(
-              stage + kSlice * kPitchK, p.head_dim_v, lane, row_of(v, p.v_batch, p.v_row), visible);
-        }
+        if (begin < any_high) copy_both(row_of(k, p.k_batch, p.k_row), row_of(v, p.v_batch, p.v_row));
       }
 #else
       const cached* from_k = k + begin * p.k_row;
       const cached* from_v = v + begin * p.v_row;
-      copy_slice<kChunksK, kPitchK>(stage, p.head_dim, lane, [&](int r) { return from_k + r * p.k_row; }, visible);
-      copy_slice<kChunksV, kPitchV>(
-          stage + kSlice * kPitchK, p.head_dim_v, lane, [&](int r) { return from_v + r * p.v_row; }, visible);
+      copy_both([&](int r) { return from_k + r * p.k_row; }, [&](int r) { return from_v + r * p.v_row; });
 #endif
     };
 

@@ -12,25 +12,24 @@ from attention_backend.heuristics.decode import (
     DecodeConfig,
     HopperDecodeConfig,
     hopper_page_rows,
-    prefers_hopper_decode,
 )
 from attention_backend.jit import load
 from attention_backend.kernels import device, workspace
 from attention_backend.kernels.decode_params import DecodeParams
-from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
+from attention_backend.kernels.decode_variants import copies_whole_rows, decode_variant, hopper_decode_variant
 from attention_backend.kernels.params import fill_tensors, pointer, score_params, sequence_params
-from attention_backend.kernels.tensor_map import TensorMap, tensor_map
+from attention_backend.kernels.tensor_map import TensorMap, tensor_map, whole_row_tensor_map
 from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 
 FP8 = torch.float8_e4m3fn
 
 
-def forward(args: AttentionArgs, *, tma: bool | None = None) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArgs, *, tma: bool = True) -> tuple[Tensor, Tensor]:
     """Attention of few query rows on CUDA. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
-    `tma`: whether the Hopper kernel serves where it can; by default where it is the faster one. Raises UnsupportedError
-    for float8 keys and values on a GPU before sm_89.
+    `tma`: whether the Hopper kernel serves where it can. It is the faster one up to some 100 MB of keys and values, and
+    as fast beyond. Raises UnsupportedError for float8 keys and values on a GPU before sm_89.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -38,15 +37,7 @@ def forward(args: AttentionArgs, *, tma: bool | None = None) -> tuple[Tensor, Te
         return out, lse.fill_(-torch.inf)
     if args.k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    wanted = prefers_hopper(args) if tma is None else tma
-    return _launch(args, out, lse, hopper=wanted and serves_hopper(args))
-
-
-def prefers_hopper(args: AttentionArgs) -> bool:
-    """Whether the Hopper kernel is the faster one. Knows upper bounds only: lengths may change under a CUDA graph."""
-    seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
-    width = args.head_dim + args.head_dim_v
-    return prefers_hopper_decode(args.batch * seqlen_k, args.num_kv_heads, width, args.k.element_size())
+    return _launch(args, out, lse, hopper=tma and serves_hopper(args))
 
 
 def serves_hopper(args: AttentionArgs) -> bool:
@@ -74,18 +65,20 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
         variant, config, key_rows = hopper_decode_variant(options, group_rows, page_size, fp8_kv=fp8_kv)
         min_tiles = HOPPER_DECODE_MIN_TILES
         # Two bytes are one element of a map, whatever they mean.
-        maps = tuple(tensor_map(x.view(args.dtype) if fp8_kv else x, key_rows) for x in (args.k, args.v))
+        mapped = whole_row_tensor_map if copies_whole_rows(options, fp8_kv) else tensor_map
+        maps = tuple(mapped(x.view(args.dtype) if fp8_kv else x, key_rows) for x in (args.k, args.v))
     else:
         variant, config = decode_variant(options, device.arch(index), group_rows, fp8_kv=fp8_kv)
         min_tiles = DECODE_MIN_TILES
 
     sequence = sequence_params(args)
     pairs, row_blocks = args.batch * args.num_kv_heads, -(-group_rows // config.rows)
-    blocks = device.num_sms(index) * config.blocks_per_sm
+    parts = max(1, device.num_sms(index) * config.blocks_per_sm // args.num_kv_heads)  # of the keys of every head
     if args.num_splits > 0:
         tiles = max(1, -(-sequence.seqlen_k // config.keys))
         min_tiles = -(-tiles // args.num_splits)
-        blocks = -(-pairs * tiles // min_tiles)
+        parts = -(-args.batch * tiles // min_tiles)
+    blocks = parts * args.num_kv_heads
     slots = blocks + pairs
     partial_out = torch.empty(slots * group_rows * options.tiles[1], dtype=torch.float32, device=args.q.device)
     partial_lse = torch.empty(slots * group_rows, dtype=torch.float32, device=args.q.device)

@@ -34,6 +34,17 @@ def tensor_map(x: Tensor, rows: int) -> TensorMap:
     return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, rows, 1, 1))
 
 
+def whole_row_tensor_map(x: Tensor, rows: int) -> TensorMap:
+    """As `tensor_map`, for copies of `rows` whole rows; the width is a multiple of 64.
+
+    Coordinates are (column, slab of 64 columns, row, head, batch); in shared memory a row's slabs follow each other.
+    """
+    (batch, length, heads, width), (by_batch, by_row, by_head) = _layout(x)
+    slabs = width // _BOX_COLUMNS
+    sizes, steps = (_BOX_COLUMNS, slabs, length, heads, batch), (_BOX_COLUMNS, by_row, by_head, by_batch)
+    return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, slabs, rows, 1, 1))
+
+
 def packed_tensor_map(x: Tensor, group: int, rows: int) -> TensorMap:
     """As `tensor_map`, for copies of `rows` rows of `group` neighbouring heads: row by row, head by head.
 

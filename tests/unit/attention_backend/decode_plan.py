@@ -18,29 +18,28 @@ class Segment:
     slot: int
 
 
-def segments(tiles: Sequence[int], heads: int, blocks: int, min_tiles: int) -> Iterator[Segment]:
+def segments(tiles: Sequence[int], heads: int, parts: int, min_tiles: int) -> Iterator[Segment]:
     """`tiles` of each sequence, at least 1."""
     prefix = [0, *accumulate(tiles)]
-    work = prefix[-1] * heads
-    share = max(min_tiles, -(-work // blocks))
-    for block in range(blocks):
-        position = min(block * share, work)
+    work = prefix[-1]
+    share = max(min_tiles, -(-work // parts))
+    for block in range(parts * heads):
+        part, head = divmod(block, heads)
+        position = min(part * share, work)
         end = min(share, work - position) + position
         while position < end:
-            batch = bisect_right([start * heads for start in prefix[:-1]], position) - 1
-            length, start = prefix[batch + 1] - prefix[batch], prefix[batch] * heads
-            head = (position - start) // length
-            pair_start, pair = start + head * length, batch * heads + head
-            first_block = pair_start // share
-            stop = min(end - pair_start, length)
+            batch = bisect_right(prefix[:-1], position) - 1
+            start, length = prefix[batch], prefix[batch + 1] - prefix[batch]
+            first_part, first_slot = start // share, head * (parts + len(tiles)) + batch
+            stop = min(end - start, length)
             yield Segment(
                 block,
                 batch,
                 head,
-                position - pair_start,
+                position - start,
                 stop,
-                first_block + pair,
-                (pair_start + length - 1) // share - first_block + 1,
-                block + pair,
+                first_slot + first_part,
+                (start + length - 1) // share - first_part + 1,
+                first_slot + part,
             )
-            position = pair_start + stop
+            position = start + stop

@@ -19,33 +19,32 @@ from attention_backend.heuristics.sm80 import HEAD_DIM_TILES, SHARED_MEMORY
 @given(
     tiles=st.lists(st.integers(1, 400), min_size=1, max_size=40),
     heads=st.integers(1, 9),
-    blocks=st.integers(1, 300),
+    parts=st.integers(1, 100),
     min_tiles=st.integers(1, 70),
 )
 def test_every_tile_is_worked_on_once_and_every_segment_has_its_slot(
-    tiles: list[int], heads: int, blocks: int, min_tiles: int
+    tiles: list[int], heads: int, parts: int, min_tiles: int
 ) -> None:
-    # A launch gives enough blocks for shares of min_tiles, as the number of splits is an upper bound.
     pairs: dict[tuple[int, int], list[Segment]] = defaultdict(list)
-    all_segments = list(segments(tiles, heads, blocks, min_tiles))
+    all_segments = list(segments(tiles, heads, parts, min_tiles))
     for s in all_segments:
         pairs[s.batch, s.kv_head].append(s)
     slots = [s.slot for s in all_segments]
     assert len(set(slots)) == len(slots)
-    assert max(slots) < blocks + len(tiles) * heads
+    assert max(slots) < (parts + len(tiles)) * heads
     assert set(pairs) == {(b, h) for b in range(len(tiles)) for h in range(heads)}
-    for (batch, _), parts in pairs.items():
-        assert [s.slot for s in parts] == [parts[0].first_slot + i for i in range(len(parts))]
-        assert all(s.num_segments == len(parts) and s.first_slot == parts[0].slot for s in parts)
-        assert [0, *(s.end for s in parts)] == [*(s.begin for s in parts), tiles[batch]]
+    for (batch, _), own in pairs.items():
+        assert [s.slot for s in own] == [own[0].first_slot + i for i in range(len(own))]
+        assert all(s.num_segments == len(own) and s.first_slot == own[0].slot for s in own)
+        assert [0, *(s.end for s in own)] == [*(s.begin for s in own), tiles[batch]]
 
 
-@given(blocks=st.integers(1, 300), work=st.integers(1, 3000), min_tiles=st.integers(1, 9))
-def test_no_block_gets_more_than_its_share(blocks: int, work: int, min_tiles: int) -> None:
+@given(parts=st.integers(1, 100), work=st.integers(1, 3000), min_tiles=st.integers(1, 9))
+def test_no_block_gets_more_than_its_share(parts: int, work: int, min_tiles: int) -> None:
     done: dict[int, int] = defaultdict(int)
-    for s in segments([work], 3, blocks, min_tiles):
+    for s in segments([work], 3, parts, min_tiles):
         done[s.block] += s.end - s.begin
-    assert max(done.values()) <= max(min_tiles, -(-3 * work // blocks))
+    assert max(done.values()) <= max(min_tiles, -(-work // parts))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 64])

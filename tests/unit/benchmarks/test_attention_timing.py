@@ -50,7 +50,7 @@ CELLS = [
     FLOAT8_FORWARD,
     replace(FLOAT8_FORWARD, section="fp8_error", causal=False),
 ]
-CUDA_ONLY = ("longwave-generic", "longwave-kernel", "longwave-tma")
+CUDA_ONLY = ("longwave-generic", "longwave-kernel")
 
 
 def ours_of(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
