@@ -47,6 +47,8 @@ class Checkpoints:
     """`folder/step-00000012/`, for one process at a time."""
 
     def __init__(self, folder: Path, identity: Identity, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"at least one checkpoint must be kept, not {keep}")
         self.folder = folder
         self._identity = identity
         self._keep = keep

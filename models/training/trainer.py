@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from models import registry
-from models.loader import LoadFormat
 from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.checkpoint import Checkpoints, Identity, Progress
@@ -52,11 +51,8 @@ class Trainer:
         device: str | torch.device | None = None,
         *,
         keep_checkpoints: int = 3,
-        load_format: LoadFormat = "auto",
     ) -> None:
-        """device None: the GPU if there is one. load_format "dummy": random weights (benchmarks).
-
-        Raises ModelNotFoundError and ExampleError; loads nothing yet.
+        """device None: the GPU if there is one. Raises ModelNotFoundError and ExampleError; loads nothing yet.
         """
         self._source = registry.resolve(plan.model)
         data.check(examples, plan)
@@ -65,7 +61,6 @@ class Trainer:
         self._plan, self._examples, self._validation = plan, examples, validation or ()
         self._folder = folder
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._load_format: LoadFormat = load_format
         identity = Identity(plan, data.digest(examples), data.digest(self._validation))
         self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
 
@@ -117,7 +112,7 @@ class Trainer:
         return Outcome(True, progress.step, progress.trained_tokens, result)
 
     def _load(self) -> None:
-        self._model = TrainableModel(self._plan, self._source, self._device, self._load_format)
+        self._model = TrainableModel(self._plan, self._source, self._device)
         for examples in (self._examples, self._validation):
             data.check_vocabulary(examples, self._model.config.vocab_size)
         check_packed_path(self._model)

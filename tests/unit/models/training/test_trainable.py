@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from models import registry
+from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.patching import UnsupportedModelError
 from models.training import LoraSettings, PlanError
 from models.training.packing import build
@@ -173,3 +174,26 @@ def test_a_family_that_lora_does_not_know_is_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(PlanError, match="GPT2LMHeadModel has no linear layers that LoRA could adapt: tune it fully"):
         trainable(folder)
     check_packed_path(trainable(folder, lora=None))
+
+
+def test_the_engine_s_slots_give_the_trained_logits(tiny_folder: Path, tmp_path: Path) -> None:
+    model = trainable(tiny_folder)
+    stir(model)
+    model.save_adapter(tmp_path)
+    batch = build(random_examples(3), (0, 1, 2), CPU)
+    with model.evaluating():
+        expected = model.head(model.hidden(batch))
+
+    served = trainable(tiny_folder, lora=None)
+    slots = AdapterSlots(
+        find_linears(served.base),
+        LoraLimits(max_loras=2, max_lora_rank=8),
+        max_num_batched_tokens=256,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    slots.read(7, str(tmp_path))
+    slots.place(7, slot=1)
+    slots.select(torch.ones(batch.tokens, dtype=torch.int32), num_slots=2)
+    with served.evaluating():
+        torch.testing.assert_close(served.head(served.hidden(batch)), expected, atol=1e-4, rtol=1e-4)
