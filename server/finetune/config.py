@@ -19,4 +19,5 @@ class TrainerConfig:
     lease_seconds: float = 15.0
     beat_seconds: float = 3.0  # between two looks at the lease, and at what the owner wants
     silence_limit: float = 120.0  # seconds without a word from the trainer, then it counts as hung
+    back_off: float = 1.0  # seconds after a first crash, twice as long after each one more
     worker: str = "server.finetune.worker"  # the module of the trainer process

@@ -63,7 +63,7 @@ def make_plan(
         max_length=max(files.longest, 2),
         micro_batch_tokens=max(micro_batch_tokens, sequences * max(files.longest, 2)),
         seed=seed,
-        checkpoint_every=max(1, min(checkpoint_every, math.ceil(files.examples / batch_size))),
+        checkpoint_every=checkpoint_every,
         dpo_beta=asked.beta or DPO_BETA,
     )
 

@@ -54,7 +54,7 @@ class FineTuning:
         self._config = config
         self._max_live_jobs = max_live_jobs
         self._folders = Folders(root)
-        self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds)
+        self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds, config.back_off)
         self._finishing = Finishing(self._writer, self._folders, files, load_adapter)
         self.supervisor = Supervisor(config, self._writer, self._folders, self._finishing, self.stats)
 

@@ -13,7 +13,6 @@ from server.finetune.records import Failure, Job, Status, Step
 from server.finetune.store import JobStore
 
 MAX_CRASHES = 4  # in a row, without a new checkpoint between them
-BACK_OFF = 1.0  # seconds after the first crash, twice as long after each one more
 MAX_BACK_OFF = 60.0
 
 
@@ -34,9 +33,10 @@ TRAIN = Stage("train", (Status.QUEUED, Status.RUNNING))
 
 
 class Leases:
-    """`holder`: a name for this server; `seconds`: how long a lease lasts without a beat."""
+    """`holder`: a name for this server; `seconds`: how long a lease lasts without a beat; `back_off`: seconds after a
+    first crash, twice as long after each one more."""
 
-    def __init__(self, store: JobStore, holder: str, seconds: float, back_off: float = BACK_OFF) -> None:
+    def __init__(self, store: JobStore, holder: str, seconds: float, back_off: float) -> None:
         self._store = store
         self._connection = store.connection
         self._journal = store.journal

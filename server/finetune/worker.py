@@ -105,7 +105,7 @@ def _reason(error: Exception) -> str:
 
 
 def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
-    training, validation = _read(arguments, folder)
+    training, validation = read_datasets(arguments, folder)
     longest = max(training.longest, 0 if validation is None else validation.longest)
     checked = 0 if validation is None else len(validation.examples)
     return Validated(len(training.examples), checked, training.tokens, longest)
@@ -116,7 +116,7 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
     plan = TrainingPlan.from_json(arguments.plan)
     if arguments.cache_dir is not None or arguments.model_image_dir is not None:
         plan = replace(plan, model=str(_source(arguments).fetch()))
-    training, validation = _read(arguments, folder)
+    training, validation = read_datasets(arguments, folder)
     trainer = make_trainer(
         plan,
         training.examples,
@@ -139,7 +139,7 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def _read(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
+def read_datasets(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
     from transformers import AutoConfig
 
     from models import loader

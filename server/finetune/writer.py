@@ -23,8 +23,16 @@ T = TypeVar("T")
 class Writer:
     """Opens the store when it is first asked for something. Of whatever it is asked, one thing happens at a time."""
 
-    def __init__(self, folder: Path, holder: str, lease_seconds: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        holder: str,
+        lease_seconds: float,
+        back_off: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.clock = clock
+        self._back_off = back_off
         self._folder = folder
         self._holder = holder
         self._lease_seconds = lease_seconds
@@ -74,7 +82,7 @@ class Writer:
         if self._opened is None:
             make_private(self._folder)
             store = JobStore(self._folder / "jobs.sqlite3")
-            self._opened = store, Leases(store, self._holder, self._lease_seconds)
+            self._opened = store, Leases(store, self._holder, self._lease_seconds, self._back_off)
         return self._opened
 
     def _close(self) -> None:

@@ -33,7 +33,7 @@ def create(store: JobStore, name: str = "ftjob-1", owner: str = "me", now: float
 
 
 def leases(store: JobStore, holder: str = "server-a") -> Leases:
-    return Leases(store, holder, LEASE)
+    return Leases(store, holder, LEASE, back_off=1.0)
 
 
 def validated(store: JobStore, held: Leases, now: float = 101.0, steps: int = 4) -> None:

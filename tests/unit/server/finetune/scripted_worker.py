@@ -1,0 +1,98 @@
+"""A trainer process whose trainer does what a script says: small, deterministic, with checkpoints as the real one's. The
+process around it (link, lease, messages, ends) is the real one.
+
+The script is the JSON file that the variable FINE_TUNING_SCRIPT names; its folder gets a line for every step trained.
+"""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from models.training import DivergedError, Example, Outcome, StepReport, TrainingPlan, Verdict
+from server.finetune import worker
+from server.finetune.dataset import Dataset, DatasetError
+from server.finetune.folders import TRAINING, JobFolder
+from server.finetune.hyperparameters import total_steps
+from server.finetune.messages import Arguments
+
+ERRORS = {"diverged": DivergedError("the gradient was not finite"), "full": OSError(28, "No space left on device")}
+
+
+class ScriptedTrainer:
+    def __init__(self, plan: TrainingPlan, examples: Sequence[Example], *_: Any) -> None:
+        self.plan, self.examples, self.folder = plan, examples, _[1]
+        path = Path(os.environ["FINE_TUNING_SCRIPT"])
+        self.script: dict[str, Any] = json.loads(path.read_text())
+        self.script_folder = path.parent
+
+    def run(self, on_step: Callable[[StepReport], Verdict]) -> Outcome:
+        total = total_steps(len(self.examples), self.plan.n_epochs, self.plan.batch_size)
+        state = self._newest() or {"step": 0, "weights": str(self.plan.seed)}
+        if state["step"] and on_step(self._report(state, total, saved=True)) is Verdict.PAUSE:
+            return Outcome(False, state["step"], 0, None)
+        while state["step"] < total:
+            number = state["step"] + 1
+            self._act(number)
+            state = {"step": number, "weights": sha256(f"{state['weights']} {number}".encode()).hexdigest()}
+            with (self.script_folder / "trained").open("a") as log:
+                log.write(f"{self.folder.parent.name} {number}\n")
+            due = number % self.plan.checkpoint_every == 0 or number == total
+            if due:
+                self._save(state)
+            verdict = on_step(self._report(state, total, saved=due))
+            if verdict is Verdict.PAUSE:
+                self._save(state)
+                return Outcome(False, number, 0, None)
+        result = self.folder / "result"
+        result.mkdir(exist_ok=True)
+        (result / "weights").write_text(state["weights"])
+        return Outcome(True, total, total * 10, result)
+
+    def _act(self, step: int) -> None:
+        script = self.script
+        if step == script.get("hold_at"):
+            never = threading.Event()
+            while not (self.script_folder / "go").exists():
+                never.wait(0.01)
+        if step == script.get("raise_at"):
+            raise ERRORS[script["error"]]
+        if step == script.get("signal_at") and (script.get("always") or self._first_time()):
+            os.kill(os.getpid(), getattr(signal, script["signal"]))
+
+    def _first_time(self) -> bool:
+        mark = self.script_folder / "signalled"
+        first = not mark.exists()
+        mark.touch()
+        return first
+
+    def _report(self, state: dict[str, Any], total: int, *, saved: bool) -> StepReport:
+        number = state["step"]
+        place = self.folder / "checkpoint.json" if saved else None
+        return StepReport(number, total, 2.0 / number, 0.5, None, None, 1e-4, 10, 0.01, place)
+
+    def _newest(self) -> dict[str, Any] | None:
+        path = self.folder / "checkpoint.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def _save(self, state: dict[str, Any]) -> None:
+        unfinished = self.folder / "checkpoint.part"
+        unfinished.write_text(json.dumps(state))
+        unfinished.rename(self.folder / "checkpoint.json")
+
+
+def read(_: Arguments, folder: JobFolder) -> tuple[Dataset, None]:
+    """Every line an example of two tokens: no tokenizer, which takes seconds to import."""
+    lines = folder.dataset(TRAINING).read_bytes().splitlines()
+    if b"bad" in lines[-1]:
+        raise DatasetError(f"Line {len(lines)}: it is bad.", TRAINING)
+    return Dataset(tuple(Example((1, 2), (False, True)) for _ in lines), 2 * len(lines), 2), None
+
+
+if __name__ == "__main__":
+    worker.read_datasets = read
+    worker.main(ScriptedTrainer)

@@ -1,0 +1,66 @@
+"""What "auto" becomes, and what a plan says."""
+
+from dataclasses import replace
+
+import pytest
+from job_makers import REQUEST
+
+from models.training import TrainingPlan
+from server.finetune.hyperparameters import TooManyStepsError, auto_batch_size, auto_epochs, make_plan, total_steps
+from server.finetune.messages import Validated
+from server.finetune.records import Hyperparameters, JobRequest
+
+
+def plan(examples: int = 10, longest: int = 50, request: JobRequest = REQUEST, **asked: float | int) -> TrainingPlan:
+    files = Validated(examples, 0, examples * 10, longest)
+    asking = replace(request, hyperparameters=Hyperparameters(**asked))  # type: ignore[arg-type]
+    return make_plan(asking, "base", 3, files, checkpoint_every=10, micro_batch_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    ("examples", "epochs"), [(1, 25), (4, 25), (10, 10), (33, 4), (34, 3), (8333, 3), (8334, 2), (30_000, 1)]
+)
+def test_epochs_are_openais(examples: int, epochs: int) -> None:
+    assert auto_epochs(examples) == epochs
+
+
+@pytest.mark.parametrize(("examples", "size"), [(1, 1), (600, 1), (1000, 2), (128_000, 256), (1_000_000, 256)])
+def test_batches_are_openais(examples: int, size: int) -> None:
+    assert auto_batch_size(examples) == size
+
+
+def test_what_was_asked_for_is_not_changed() -> None:
+    made = plan(n_epochs=2, batch_size=3, learning_rate_multiplier=0.5, rank=4, alpha=6, dropout=0.1)
+    assert (made.n_epochs, made.batch_size, made.learning_rate, made.seed) == (2, 3, 1e-4, 3)
+    assert made.lora is not None
+    assert (made.lora.rank, made.lora.alpha, made.lora.dropout) == (4, 6, 0.1)
+    assert plan(learning_rate=0.003).learning_rate == 0.003
+
+
+def test_alpha_is_twice_the_rank_unless_said() -> None:
+    made = plan(rank=8)
+    assert made.lora is not None
+    assert made.lora.alpha == 16
+
+
+def test_a_batch_has_no_more_examples_than_there_are() -> None:
+    assert plan(examples=3, batch_size=64).batch_size == 3
+
+
+def test_the_longest_example_fits_a_forward() -> None:
+    assert plan(longest=10_000).micro_batch_tokens == 10_000
+    dpo = replace(REQUEST, method="dpo")
+    assert plan(longest=10_000, request=dpo).micro_batch_tokens == 20_000
+
+
+def test_dpo_learns_more_slowly_and_has_a_beta() -> None:
+    dpo = replace(REQUEST, method="dpo")
+    made = plan(request=dpo)
+    assert (made.method, made.learning_rate, made.dpo_beta) == ("dpo", 2e-5, 0.1)
+    assert plan(request=dpo, beta=0.3).dpo_beta == 0.3
+
+
+def test_steps_are_bounded() -> None:
+    assert total_steps(10, 3, 4) == 9
+    with pytest.raises(TooManyStepsError, match="10000000 steps; a job has at most 1000000"):
+        plan(examples=1_000_000, n_epochs=10, batch_size=1)

@@ -1,0 +1,443 @@
+"""Jobs from creation to their end, through real processes that are killed, stopped and drained."""
+
+import asyncio
+import os
+import signal
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from working import PAIR, at_work, script, trained
+
+from server.errors import InvalidAdapter
+from server.finetune import Status
+from server.finetune.database import connect
+from server.finetune.journal import Journal
+from server.finetune.leases import MAX_CRASHES, TRAIN, Leases
+from server.finetune.store import JobStore
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def uninterrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The weights of the same job when nothing happens to it."""
+    folder = tmp_path / "uninterrupted"
+    folder.mkdir()
+    script(folder, monkeypatch)
+
+    async def main() -> str:
+        async with at_work(folder) as work:
+            job = await work.until(await work.create(), Status.SUCCEEDED, Status.FAILED)
+            return work.weights(job)
+
+    return asyncio.run(main())
+
+
+def test_a_job_succeeds_and_leaves_a_model_metrics_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create(suffix="mine", metadata={"a": "b"})
+            assert job.status is Status.VALIDATING
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert (done.status, done.trained_tokens, done.total_steps) == (Status.SUCCEEDED, 60, 6)
+            assert done.fine_tuned_model == f"ft:base:mine:{job.id[6:18]}"
+            assert done.finished_at is not None
+            assert work.loaded == [(done.fine_tuned_model, tmp_path / "finetune" / "adapters" / job.id, "me")]
+            assert done.result_file is not None
+            stored, opened = work.files.read(done.result_file, "me")
+            with opened:
+                rows = opened.read().decode().splitlines()
+            assert (stored.purpose, stored.filename, stored.form) == ("fine-tune-results", f"{job.id}.csv", None)
+            assert rows[0].startswith("step,train_loss,train_accuracy,valid_loss")
+            assert rows[2] == "2,1,0.5,,,0.0001"
+            assert len(rows) == 7
+            said = await work.said(job)
+            assert [text.partition(":")[0] for text in said] == [
+                "Created fine-tuning job", "Validating training file", "4 training examples, 8 tokens, the longest 2",
+                "Files validated, moving job to queued state", "Fine-tuning job started on cpu", "Step 1/6", "Step 2/6",
+                "Checkpoint created at step 2", "Step 3/6", "Step 4/6", "Checkpoint created at step 4", "Step 5/6",
+                "Step 6/6", "Checkpoint created at step 6", "New fine-tuned model created",
+                "The job has successfully completed",
+            ]  # fmt: skip
+            await work.wait(job, lambda _: not work.job_folder(job).exists())
+            await work.wait(job, lambda _: work.jobs.stats.jobs["succeeded"] == 1)
+            assert (work.jobs.stats.steps, work.jobs.stats.tokens) == (6, 60)
+            assert work.jobs.stats.ended == Counter({"succeeded": 1})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_trainer_that_is_killed_is_followed_by_one_that_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    truth = uninterrupted(tmp_path, monkeypatch)
+    script(tmp_path, monkeypatch, signal_at=step, signal="SIGKILL")
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert done.status is Status.SUCCEEDED
+            assert work.weights(job) == truth
+            said = await work.said(job)
+            assert sum("The trainer was killed (SIGKILL" in text for text in said) == 1
+            assert sum(text.startswith("Step ") for text in said) == 6
+            assert work.jobs.stats.crashes == 1
+            counts = Counter(trained(tmp_path))
+            assert max(counts.values()) <= 2  # at most checkpoint_every steps are done again
+            assert sum(counts.values()) <= 6 + 2
+
+    asyncio.run(main())
+
+
+def test_a_job_that_kills_every_trainer_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, signal_at=3, signal="SIGKILL", always=True)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            failed = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert failed.failure is not None
+            assert failed.failure.code == "trainer_crashed"
+            assert f"crashed {MAX_CRASHES} times" in failed.failure.message
+            assert "SIGKILL" in failed.failure.message
+            other = await work.create(steps=2)  # the next job is none the worse
+            assert (await work.until(other, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
+            await work.wait(job, lambda _: not work.job_folder(job).exists())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        ("diverged", "training_diverged", "the gradient was not finite"),
+        ("full", "trainer_crashed", "The server's disk is full"),
+    ],
+)
+def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, code: str, told: str
+) -> None:
+    script(tmp_path, monkeypatch, raise_at=3, error=error)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            failed = await work.until(await work.create(), Status.SUCCEEDED, Status.FAILED)
+            assert failed.failure is not None
+            assert failed.failure.code == code
+            assert told in failed.failure.message
+
+    asyncio.run(main())
+
+
+def test_a_bad_file_fails_before_it_waits_for_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, hold_at=1)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            running = await work.create()
+            await work.until(running, Status.RUNNING)
+            bad = await work.create(PAIR + b'{"prompt": "a", "completion": "bad"}\n')
+            failed = await work.until(bad, Status.FAILED)
+            assert failed.failure is not None
+            assert (failed.failure.code, failed.failure.param) == ("invalid_training_file", "training_file")
+            assert failed.failure.message == "Line 2: it is bad."
+            assert (await work.jobs.get(running.id, "me")).status is Status.RUNNING
+
+    asyncio.run(main())
+
+
+def test_a_paused_job_keeps_a_checkpoint_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = uninterrupted(tmp_path, monkeypatch)
+    go = script(tmp_path, monkeypatch, hold_at=3)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.told(job, "Step 2/6")
+            pid = work.trainer_pid
+            assert pid is not None
+            assert (await work.jobs.pause(job.id, "me")).status is Status.PAUSED
+            go.touch()
+            await work.wait(job, lambda _: not is_running(pid))
+            steps = len(trained(tmp_path))
+            assert steps < 6
+            assert (await work.jobs.get(job.id, "me")).status is Status.PAUSED
+            await work.jobs.resume(job.id, "me")
+            await work.until(job, Status.SUCCEEDED)
+            assert work.weights(job) == truth
+            assert len(trained(tmp_path)) == 6  # nothing was done twice
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_job_ends_at_once_and_says_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, hold_at=3)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.told(job, "Step 2/6")
+            pid = work.trainer_pid
+            assert pid is not None
+            assert (await work.jobs.cancel(job.id, "me")).status is Status.CANCELLED
+            await work.wait(job, lambda _: not is_running(pid) and not work.job_folder(job).exists())
+            assert (await work.said(job))[-1] == "The job was cancelled"
+            assert work.loaded == []
+
+    asyncio.run(main())
+
+
+def test_a_drain_stops_at_a_checkpoint_and_the_next_server_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = uninterrupted(tmp_path, monkeypatch)
+    go = script(tmp_path, monkeypatch, hold_at=4)
+
+    async def first() -> str:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.told(job, "Step 3/6")
+            draining = asyncio.create_task(work.jobs.drain())
+            await asyncio.sleep(0)
+            go.touch()
+            await draining
+            assert work.trainer_pid is None
+            left = await work.jobs.get(job.id, "me")
+            assert (left.status, left.crashes) == (Status.QUEUED, 0)
+            return job.id
+
+    async def second(job_id: str) -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.jobs.get(job_id, "me")
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert work.weights(done) == truth
+            assert len(trained(tmp_path)) == 6
+            assert "crash" not in " ".join(await work.said(job))
+
+    asyncio.run(second(asyncio.run(first())))
+
+
+def test_a_server_that_closes_without_a_drain_leaves_no_process_and_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch, hold_at=3)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.told(job, "Step 2/6")
+            pid = work.trainer_pid
+        assert pid is not None
+        assert not is_running(pid)
+        async with at_work(tmp_path, start=False) as work:
+            assert (await work.jobs.get(job.id, "me")).status is Status.QUEUED
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_stands_still_is_killed_and_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch, signal_at=3, signal="SIGSTOP")
+
+    async def main() -> None:
+        async with at_work(tmp_path, silence_limit=4.0) as work:
+            job = await work.create()
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert done.status is Status.SUCCEEDED
+            assert any("The trainer did not answer any more" in text for text in await work.said(job))
+
+    asyncio.run(main())
+
+
+def test_two_servers_share_the_jobs_and_train_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as one, at_work(tmp_path) as other:
+            jobs = [await (one if number % 2 else other).create(steps=3) for number in range(6)]
+            for job in jobs:
+                assert (await one.until(job, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
+            assert Counter(trained(tmp_path)) == Counter(f"{job.id} {step}" for job in jobs for step in (1, 2, 3))
+            assert len(one.loaded) + len(other.loaded) == 6
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_lease_was_taken_ends_its_trainer_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch, hold_at=3)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.told(job, "Step 2/6")
+            pid = work.trainer_pid
+            assert pid is not None
+            store = JobStore(tmp_path / "finetune" / "jobs.sqlite3")  # as another server that finds the lease lapsed
+            later = time.time() + 1000
+            thief = Leases(store, "thief", 10_000.0, back_off=0.0)
+            assert thief.claim(TRAIN, "base", later) is None
+            taken = thief.claim(TRAIN, "base", later)
+            assert taken is not None
+            before = len(store.journal.events(job.id, after=0, before=None, limit=1000))
+            await work.wait(job, lambda _: not is_running(pid))
+            assert len(store.journal.events(job.id, after=0, before=None, limit=1000)) == before
+            assert store.get(job.id).attempt == taken.attempt
+            store.close()
+
+    asyncio.run(main())
+
+
+def test_deleting_a_file_takes_nothing_from_the_job_that_learns_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path, start=False) as work:
+            job = await work.create()
+            work.files.delete(job.request.training_file, "me")
+            await work.jobs.start()
+            assert (await work.until(job, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = uninterrupted(tmp_path, monkeypatch)
+    script(tmp_path, monkeypatch)
+    record, refusals = Journal.record, []
+
+    def full(journal: Journal, job_id: str, now: float, step: object, total: int) -> bool:
+        if getattr(step, "step", 0) == 4 and len(refusals) < 2:
+            refusals.append(step)
+            raise sqlite3.OperationalError("database or disk is full")
+        return record(journal, job_id, now, step, total)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Journal, "record", full)
+    monkeypatch.setattr("server.finetune.attempt.STORAGE_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert (done.status, len(refusals)) == (Status.SUCCEEDED, 2)
+            assert work.weights(job) == truth
+            assert work.jobs.stats.crashes == 0
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_be_served_is_kept_and_its_owner_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            work.refusal = InvalidAdapter("no room for it")
+            job = await work.create()
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert done.status is Status.SUCCEEDED
+            assert "The model is finished and kept, but not served now: no room for it" in await work.said(job)
+        async with at_work(tmp_path) as work:  # the next start tries again
+            assert [(name, owner) for name, _, owner in work.loaded] == [(done.fine_tuned_model, "me")]
+            adapter = await work.jobs.adapter(str(done.fine_tuned_model))
+            assert adapter is not None
+            await work.jobs.remove_adapter(adapter)
+            assert await work.jobs.adapter(adapter.name) is None
+            assert not (tmp_path / "finetune" / "adapters" / job.id).exists()
+        async with at_work(tmp_path) as work:
+            assert work.loaded == []
+
+    asyncio.run(main())
+
+
+def test_nothing_is_written_to_the_disk_before_somebody_asks(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with at_work(tmp_path):
+            await asyncio.sleep(0)
+        assert not (tmp_path / "finetune").exists()
+
+    asyncio.run(main())
+
+
+def test_orphans_of_crashes_are_swept_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch)
+    old, young = (tmp_path / "finetune" / "jobs" / name for name in ("ftjob-old", "ftjob-young"))
+    for path in (old, young):
+        path.mkdir(parents=True, mode=0o700)
+    (tmp_path / "finetune").chmod(0o700)
+    os.utime(old, (1.0, 1.0))
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create(steps=1)
+            await work.until(job, Status.SUCCEEDED)
+        assert not old.exists()
+        assert young.exists()
+
+    asyncio.run(main())
+
+
+def test_the_trainer_dies_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 of the whole server: its trainer goes too, and the next server takes the job up when the lease lapses."""
+    truth = uninterrupted(tmp_path, monkeypatch)
+    script(tmp_path, monkeypatch, hold_at=3)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+
+        async def serve() -> None:
+            async with at_work(tmp_path) as work:
+                job = await work.create()
+                await work.told(job, "Step 2/6")
+                os.write(writer, f"{job.id} {work.trainer_pid}".encode())
+                await asyncio.Event().wait()
+
+        try:
+            asyncio.run(serve())
+        finally:
+            os._exit(1)
+    os.close(writer)
+    job_id, trainer = os.read(reader, 200).decode().split()
+    os.close(reader)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 20
+    while is_running(int(trainer)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # between two looks
+    assert not is_running(int(trainer))
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.jobs.get(job_id, "me")
+            assert job.status is Status.RUNNING
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert done.status is Status.SUCCEEDED
+            assert work.weights(job) == truth
+
+    asyncio.run(main())
+    connect(tmp_path / "finetune" / "jobs.sqlite3").close()  # whole

@@ -1,0 +1,108 @@
+"""Fine-tuning at work: the real store, leases, processes and files; the trainer inside the process follows a script."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.errors import LongwaveError
+from server.files.store import FileLimits, FileStore
+from server.finetune import FineTuning, Hyperparameters, Job, JobRequest, Status, TrainerConfig
+
+MODEL = "base"
+LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
+PAIR = b'{"prompt": "a", "completion": "b"}\n'
+CONFIG: dict[str, Any] = {
+    "worker": "scripted_worker", "lease_seconds": 5.0, "beat_seconds": 0.2, "back_off": 0.05, "checkpoint_every": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Work:
+    jobs: FineTuning
+    files: FileStore
+    folder: Path
+    loaded: list[tuple[str, Path, str]] = field(default_factory=list)
+    refusal: LongwaveError | None = None
+
+    async def load(self, name: str, folder: Path, owner: str) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        assert folder.is_dir()
+        self.loaded.append((name, folder, owner))
+
+    async def create(self, content: bytes = PAIR * 4, owner: str = "me", steps: int = 6, **changes: Any) -> Job:
+        file_id = put(self.files, content, owner)
+        asked = Hyperparameters(n_epochs=steps, batch_size=len(content.splitlines()))
+        request = JobRequest(MODEL, "supervised", asked, file_id, **{"seed": 1, **changes})
+        return await self.jobs.create(owner, request)
+
+    async def until(self, job: Job, *statuses: Status) -> Job:
+        return await self.wait(job, lambda now: now.status in statuses)
+
+    async def wait(self, job: Job, condition: Callable[[Job], Any]) -> Job:
+        deadline = time.monotonic() + LIMIT
+        while not condition(now := await self.jobs.get(job.id, job.owner)):
+            assert time.monotonic() < deadline, (now.status, now.failure, await self.said(job))
+            await asyncio.sleep(0.02)
+        return now
+
+    async def said(self, job: Job) -> list[str]:
+        return [event.message for event in (await self.jobs.events(job.id, job.owner, None, 1000))[::-1]]
+
+    async def told(self, job: Job, text: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not any(text in said for said in await self.said(job)):
+            assert time.monotonic() < deadline, await self.said(job)
+            await asyncio.sleep(0.02)
+
+    @property
+    def trainer_pid(self) -> int | None:
+        attempt = self.jobs.supervisor.attempts.get("train")
+        return None if attempt is None or attempt.process is None else attempt.process.pid
+
+    def job_folder(self, job: Job) -> Path:
+        return self.folder / "finetune" / "jobs" / job.id
+
+    def weights(self, job: Job) -> str:
+        return (self.folder / "finetune" / "adapters" / job.id / "weights").read_text()
+
+
+def put(files: FileStore, content: bytes, owner: str) -> str:
+    from training_files import upload
+
+    return upload(files, content, owner).id
+
+
+def script(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: Any) -> Path:
+    """What trainers of this test do from now on; the returned file lets those that hold go on."""
+    path = folder / "script.json"
+    path.write_text(json.dumps(what))
+    monkeypatch.setenv("FINE_TUNING_SCRIPT", str(path))
+    return folder / "go"
+
+
+def trained(folder: Path) -> list[str]:
+    """Every step that any trainer of this test has computed."""
+    return (folder / "trained").read_text().splitlines()
+
+
+@asynccontextmanager
+async def at_work(folder: Path, *, max_live_jobs: int = 100, start: bool = True, **changes: Any) -> AsyncIterator[Work]:
+    files = FileStore(folder / "files", FileLimits(2**20, 2**22, 100))
+    config = TrainerConfig(MODEL, **{**CONFIG, **changes})
+    work = Work(None, files, folder)  # type: ignore[arg-type] - it needs the work itself
+    work.jobs = FineTuning(folder / "finetune", files, config, work.load, max_live_jobs=max_live_jobs)
+    if start:
+        await work.jobs.start()
+    try:
+        yield work
+    finally:
+        await work.jobs.close()
+        files.close()
