@@ -52,8 +52,7 @@ class Trainer:
         *,
         keep_checkpoints: int = 3,
     ) -> None:
-        """device None: the GPU if there is one. Raises ModelNotFoundError and ExampleError; loads nothing yet.
-        """
+        """device None: the GPU if there is one. Raises ModelNotFoundError and ExampleError; loads nothing yet."""
         self._source = registry.resolve(plan.model)
         data.check(examples, plan)
         if validation:

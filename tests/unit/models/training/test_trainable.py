@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from training_runs import random_examples, tiny_plan, write_model
+from training_runs import SIZES, random_examples, tiny_plan, write_model
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -28,22 +28,13 @@ from models.training.self_check import check_packed_path
 from models.training.trainable import TrainableModel
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+DECODER = {name: size for name, size in SIZES.items() if name not in ("bos_token_id", "eos_token_id")}
 FAMILIES = {
-    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
-    "granite": GraniteConfig(**SIZES, logits_scaling=4.0, residual_multiplier=0.5),
-    "cohere2": Cohere2Config(**SIZES, logit_scale=0.25, sliding_window=8),
-    "mistral": MistralConfig(**SIZES, sliding_window=8),
-    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "gemma2": Gemma2Config(**DECODER, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    "granite": GraniteConfig(**DECODER, logits_scaling=4.0, residual_multiplier=0.5),
+    "cohere2": Cohere2Config(**DECODER, logit_scale=0.25, sliding_window=8),
+    "mistral": MistralConfig(**DECODER, sliding_window=8),
+    "qwen3": Qwen3Config(**DECODER, head_dim=16),
 }
 
 

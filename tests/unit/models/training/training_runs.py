@@ -11,23 +11,23 @@ from models.progress_bars import without_progress_bars
 from models.training import Example, LoraSettings, Preference, StepReport, TrainingPlan, Verdict
 
 VOCABULARY = 120
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def write_model(folder: Path, config: PretrainedConfig | None = None, **changes: Any) -> Path:
     """A folder of random weights, large enough that positions and neighbours matter."""
-    config = config or LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **changes,
-    )
+    config = config or LlamaConfig(**{**SIZES, **changes})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
