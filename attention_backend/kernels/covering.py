@@ -11,6 +11,7 @@ from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import flash_fwd_fp8_sm90, linear_variants
+from attention_backend.kernels.backward_covering import backward_covering_set
 from attention_backend.kernels.decode_covering import decode_covering_set
 from attention_backend.kernels.flash_merge import merge_variant
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
@@ -37,6 +38,7 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
     yield merge_variant(other, 128, arch)
     yield merge_variant(torch.float32, 128, arch)
     yield from decode_covering_set(arch)
+    yield from backward_covering_set(arch)
     yield f32_variant(Options(torch.float32, 64, 64), arch)
     yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)
     yield f32_variant(Options(torch.float32, 256, 256, key_mask=True, softcap=True, alibi=True, bias=1), arch)

@@ -1,11 +1,11 @@
 """Launches flash_bwd_preprocess: what a backward kernel knows of every query row before it starts.
 
-The rows lie padded: `[num_heads, padded_rows]`, where sequence b begins at row `(cu_seqlens_q[b] + b * 128) // 128 * 128`
+The rows lie padded: `[num_heads, padded_rows]`, where sequence b begins at `(cu_seqlens_q[b] + b * 128) // 128 * 128`
 (dense: `b * roundup(seqlen_q, 128)`), so that any tile of up to 128 rows may be read whole. Knows no main kernel.
 """
 
 from dataclasses import dataclass
-from math import log2, e
+from math import e, log2
 
 import torch
 from torch import Tensor

@@ -16,42 +16,11 @@
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
 #include "parts/softmax.cuh"
+#include "parts/tile_copy_sm80.cuh"
 
 constexpr int kThreads = NUM_WARPS * 32;
 constexpr int kRowsPerWarp = 16 * ROW_TILES;
 constexpr int kBlockM = NUM_WARPS * kRowsPerWarp;
-
-// Moves a tile of rows of WIDTH elements from global memory into padded shared memory rows.
-template <int WIDTH>
-struct TileCopy {
-  static constexpr int kChunks = WIDTH / 8;  // 16-byte chunks of a row
-  static constexpr int kLanes = kChunks % 16 == 0 ? 16 : kChunks % 8 == 0 ? 8 : 4;  // threads that share a row
-  static constexpr int kChunksPerThread = kChunks / kLanes;
-  static constexpr int kRowsPerPass = kThreads / kLanes;
-  static constexpr int kPitch = WIDTH * 2 + 16;  // bytes
-
-  int lane, row;
-  __device__ __forceinline__ TileCopy() : lane(threadIdx.x % kLanes), row(threadIdx.x / kLanes) {}
-
-  // Row r of the tile is read at offset(r) when ok(r), and is zero otherwise.
-  template <int ROWS, class Offset, class Ok>
-  __device__ __forceinline__ void operator()(uint32 tile, const element* base, int width, Offset offset, Ok ok) const {
-    uint32 destination = tile + row * kPitch + lane * 16;
-#pragma unroll
-    for (int i = 0; i < (ROWS + kRowsPerPass - 1) / kRowsPerPass; i++) {
-      int r = row + i * kRowsPerPass;
-      if (ROWS % kRowsPerPass == 0 || r < ROWS) {
-        bool valid = ok(r);
-        const element* source = base + (valid ? offset(r) : 0) + lane * 8;
-#pragma unroll
-        for (int c = 0; c < kChunksPerThread; c++) {
-          bool inside = EVEN || (lane + c * kLanes) * 8 < width;
-          copy16(destination + i * kRowsPerPass * kPitch + c * kLanes * 16, source + c * kLanes * 8, valid && inside);
-        }
-      }
-    }
-  }
-};
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm80(const ForwardParams p
 #if DROPOUT
@@ -60,8 +29,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
 #endif
 ) {
   extern __shared__ __align__(128) char shared[];
-  using KeyCopy = TileCopy<HEAD_DIM>;
-  using ValueCopy = TileCopy<HEAD_DIM_V>;
+  using KeyCopy = TileCopy<HEAD_DIM, kThreads>;
+  using ValueCopy = TileCopy<HEAD_DIM_V, kThreads>;
   const uint32 tile_q = shared_address(shared);
   const uint32 tile_k = tile_q + kBlockM * (HEAD_DIM > HEAD_DIM_V ? KeyCopy::kPitch : ValueCopy::kPitch);
   const uint32 tile_v = tile_k + BLOCK_N * KeyCopy::kPitch;

@@ -64,12 +64,21 @@ struct Score {
   __device__ __forceinline__ float shift(float m) const { return m == -kInfinity ? 0.f : level(m); }
 
 #if SCORE_CHANGES
+  // From a product of q and k to a score, in two steps: the scale and the cap; then what is added.
   __device__ __forceinline__ float operator()(float s, int row, int key, const Sequence& seq) const {
+    return biased(capped(s), row, key, seq);
+  }
+
+  __device__ __forceinline__ float capped(float s) const {
     s *= softmax_scale;
 #if SOFTCAP
     // tanh by exp2: the hardware's tanh.approx is off by 2^-11, which softcap multiplies.
     s = softcap * (1.f - 2.f / (1.f + exp2_approx(s / softcap * (2.f * kLog2e))));
 #endif
+    return s;
+  }
+
+  __device__ __forceinline__ float biased(float s, int row, int key, const Sequence& seq) const {
 #if ALIBI
     s -= slope * fabsf(static_cast<float>(row + seq.q_offset - key));
 #endif

@@ -77,6 +77,23 @@ struct Sequence {
     return high;
   }
 
+  // First row whose keys reach up to `key` (its high is above), and one past the last whose keys begin before `key`
+  // (its low is below). Rows between them may still see nothing, where both lie in a gap of the mask.
+  __device__ __forceinline__ int first_row_reaching(int key) const {
+    if (key >= stop) return seqlen_q;
+    int64 row = 0;
+    if (right >= 0) row = max(row, static_cast<int64>(key) - right - q_offset);
+    if (chunk > 0) row = max(row, static_cast<int64>(start) + chunk_floor(key - start) - q_offset);
+    return min(row, static_cast<int64>(seqlen_q));
+  }
+  __device__ __forceinline__ int end_row_beginning(int key) const {
+    if (key <= start) return 0;
+    int64 row = seqlen_q;
+    if (left >= 0) row = min(row, static_cast<int64>(key) + left - q_offset);
+    if (chunk > 0) row = min(row, static_cast<int64>(start) + chunk_floor(key - 1 - start) + chunk - q_offset);
+    return max(row, static_cast<int64>(0));
+  }
+
  private:
   // The largest multiple of `chunk` that is not above x, for x of either sign.
   __device__ __forceinline__ int chunk_floor(int x) const {

@@ -1,0 +1,84 @@
+"""Problem -> tile configuration of the generic backward (mma.sync, sm_75 and up).
+
+Pure arithmetic: no torch, no device.
+"""
+
+from dataclasses import dataclass
+
+from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
+
+_WALK = 32  # bytes of what a block keeps besides its tiles
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Tile of flash_bwd_sm80: block_n keys, walked by block_m query rows, and how its warps share each product.
+
+    A tile of scores is shared by score_warps_m x score_warps_n warps, dK and dV by key_warps along the keys, dQ by
+    row_warps along the rows; the rest of num_warps lies along the width.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    score_warps_m: int
+    score_warps_n: int
+    key_warps: int
+    row_warps: int
+    stages: int = 1  # of the query tiles
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    def smem_bytes(self, tile: int, tile_v: int) -> int:
+        pitches = 2 * tile + 2 * tile_v + 2 * ROW_PAD
+        scores = 2 * self.block_m * (2 * self.block_n + ROW_PAD)
+        return self.block_n * pitches + scores + self.stages * self.block_m * (pitches + 8) + _WALK
+
+    def fits(self, tile: int, tile_v: int) -> bool:
+        """Whether every warp's part of the products is whole tiles of 16."""
+        key_width, row_width = self.num_warps // self.key_warps, self.num_warps // self.row_warps
+        return tile % (16 * key_width) == 0 and tile_v % (16 * key_width) == 0 and tile % (16 * row_width) == 0
+
+
+# FlashAttention-2's tiles where they fit; then ever smaller ones. Best first, the first that fits is taken.
+_WIDE_64 = (BackwardConfig(128, 128, 8, 4, 2, 4, 4, 2), BackwardConfig(128, 128, 8, 4, 2, 4, 4))
+_WIDE_128 = (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2), BackwardConfig(64, 128, 8, 2, 4, 4, 2))
+_WIDE_96 = (BackwardConfig(64, 128, 8, 2, 4, 4, 4, 2), BackwardConfig(64, 128, 8, 2, 4, 4, 4))
+_SQUARE = (BackwardConfig(64, 64, 8, 4, 2, 2, 2, 2), BackwardConfig(64, 64, 8, 4, 2, 2, 2))
+_SMALL = (
+    BackwardConfig(64, 64, 4, 2, 2, 2, 2),
+    BackwardConfig(32, 64, 4, 2, 2, 2, 2),
+    BackwardConfig(32, 32, 4, 2, 2, 1, 2),
+    BackwardConfig(32, 32, 4, 2, 2, 2, 2),
+    BackwardConfig(16, 32, 4, 1, 2, 1, 1),
+)
+_BACKWARD = {
+    32: (*_WIDE_64, *_SMALL),
+    64: (*_WIDE_64, *_SMALL),
+    96: (*_WIDE_96, *_SMALL),
+    128: (*_WIDE_128, *_SQUARE, *_SMALL),
+    192: (*_SQUARE, BackwardConfig(32, 64, 8, 2, 4, 2, 2), *_SMALL),
+    256: (*_SQUARE, *_SMALL[2:]),
+}
+
+# Where the first of a width spills.
+_NARROWER = {("sm_100", 64): (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2),)}
+
+
+def backward_config(arch: str, tile: int, tile_v: int) -> BackwardConfig:
+    wide = max(tile, tile_v)
+    for config in (*_NARROWER.get((arch, wide), ()), *_BACKWARD[wide]):
+        if config.fits(tile, tile_v) and config.smem_bytes(tile, tile_v) <= SHARED_MEMORY[arch]:
+            return config
+    raise AssertionError(f"no backward tile fits {arch} at head_dim {tile}/{tile_v}")  # the covering set proves it
+
+
+def group_parts(blocks: int, group: int, num_sms: int) -> int:
+    """Blocks that share a key head's `group` query heads: a divisor of it, as few as fill the device.
+
+    `blocks` is how many there are with one each. Several write float32 parts of dK and dV, which are added afterwards.
+    """
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    return next((parts for parts in divisors if parts * blocks >= num_sms), group)
