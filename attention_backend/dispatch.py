@@ -22,10 +22,13 @@ __all__ = [
     "KernelSpec",
     "UnsupportedError",
     "calls",
+    "count",
     "covering_set",
     "describe",
+    "first_that_serves",
     "run",
     "select",
+    "tensor_cores",
 ]
 
 Result = tuple[Tensor, Tensor]
@@ -81,7 +84,8 @@ def _cuda(args: AttentionArgs) -> Iterator[str]:
         yield f"the bias is {args.bias.dtype}, neither float32 nor {args.dtype}"
 
 
-def _tensor_cores(args: AttentionArgs) -> Iterator[str]:
+def tensor_cores(args: AttentionArgs) -> Iterator[str]:
+    """Why kernels on tensor cores refuse a problem, whatever they do."""
     if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
         yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
     if args.dtype == torch.bfloat16 and torch.cuda.get_device_capability(args.q.device) < (8, 0):
@@ -104,7 +108,7 @@ def _no_dropout(args: AttentionArgs) -> Iterator[str]:
 
 def _generic(args: AttentionArgs) -> Iterator[str]:
     yield from _same_dtype(args)
-    yield from _tensor_cores(args)
+    yield from tensor_cores(args)
 
 
 def _float32(args: AttentionArgs) -> Iterator[str]:
@@ -132,7 +136,7 @@ def _few_rows(args: AttentionArgs) -> Iterator[str]:
     if args.k.dtype != args.dtype:
         yield from _float8_keys(args)
     yield from _no_dropout(args)
-    yield from _tensor_cores(args)
+    yield from tensor_cores(args)
 
 
 def _hopper(args: AttentionArgs) -> Iterator[str]:
@@ -197,25 +201,35 @@ _calls: Counter[str] = Counter()
 
 def select(args: AttentionArgs) -> KernelSpec:
     """The kernel that serves `args`. Raises UnsupportedError, which says what each kernel serves and refused."""
+    return first_that_serves(TABLE, args, "attention kernel")
+
+
+def first_that_serves(table: tuple[Capability, ...], args: AttentionArgs, what: str) -> KernelSpec:
+    """The first line of a table that does not refuse. `what` names them in the error of all refusals."""
     reasons = []
-    for line in TABLE:
+    for line in table:
         reason = line.refuses(args)
         if reason is None:
             return KernelSpec(line.kernel, _arch(args))
         reasons.append(reason)
     refusals = (
         f"  {line.kernel} ({line.device}) serves {line.serves}\n    but {reason}"
-        for line, reason in zip(TABLE, reasons, strict=True)
+        for line, reason in zip(table, reasons, strict=True)
     )
-    raise UnsupportedError("no attention kernel serves this call:\n" + "\n".join(refusals))
+    raise UnsupportedError(f"no {what} serves this call:\n" + "\n".join(refusals))
 
 
 def run(args: AttentionArgs) -> Result:
     """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32
     (float64 for float64 inputs)."""
     spec = select(args)
-    _calls[spec.kernel] += 1
+    count(spec.kernel)
     return _implementation(spec.kernel)(args)
+
+
+def count(kernel: str) -> None:
+    """A kernel is about to serve a call."""
+    _calls[kernel] += 1
 
 
 def calls() -> dict[str, int]:
@@ -249,8 +263,8 @@ def _implementation(kernel: str) -> Callable[[AttentionArgs], Result]:
     return flash_fwd.forward
 
 
-def describe() -> Iterator[str]:
-    """The table in words, a line a kernel."""
-    for line in TABLE:
+def describe(table: tuple[Capability, ...] = TABLE) -> Iterator[str]:
+    """A table in words, a line a kernel."""
+    for line in table:
         dtypes = ", ".join(str(d).removeprefix("torch.") for d in line.dtypes)
         yield f"{line.kernel} ({line.device}; {dtypes}): {line.serves}"

@@ -35,7 +35,7 @@ def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         args.q, args.k, args.v, args.softmax_scale, args.cu_seqlens_q, args.cu_seqlens_k, args.max_seqlen_q,
         args.max_seqlen_k, args.seqused_k, args.leftpad_k, args.block_table, args.mask_desc, args.key_mask, args.bias,
         args.alibi_slopes, args.sinks, args.window_left, args.window_right, args.chunk_size, args.softcap,
-        args.num_splits, args.dropout_p, args.dropout_seed, args.k_scale, args.v_scale,
+        args.num_splits, args.dropout_p, args.dropout_seed, args.k_scale, args.v_scale, args.deterministic,
     )  # fmt: skip
     return out, lse
 
@@ -58,10 +58,9 @@ def flash_attn_func(
 ) -> FlashResult:
     """q `[batch, seqlen_q, num_heads, head_dim]`, k, v `[batch, seqlen_k, num_kv_heads, *]` -> out shaped like q.
 
-    Every path of ours gives the same bits each time, so `deterministic` changes nothing. With `dropout_p` that holds
-    after the same torch.manual_seed: see `dropout_seed`.
+    The forward gives the same bits each time; with `deterministic` (or torch.use_deterministic_algorithms) gradients do
+    too. With `dropout_p` that holds after the same torch.manual_seed: see `dropout_seed`.
     """
-    del deterministic
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -76,6 +75,7 @@ def flash_attn_func(
             softcap=softcap,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed(dropout_p, q),
+            deterministic=deterministic,
         )
     )
     return (out, lse, None) if return_attn_probs else out
@@ -107,7 +107,6 @@ def flash_attn_varlen_func(
     With `block_table` k and v are pages `[num_blocks, page_size, num_kv_heads, *]` and cu_seqlens_k tells lengths only.
     lse is `[num_heads, total_q]`.
     """
-    del deterministic
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -128,6 +127,7 @@ def flash_attn_varlen_func(
             softcap=softcap,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed(dropout_p, q),
+            deterministic=deterministic,
         )
     )
     return (out, lse, None) if return_attn_probs else out

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_backend import dispatch
+from attention_backend import backward, dispatch
 from attention_backend.errors import UnsupportedError
 from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
-from attention_backend.reference import cpu, kv_cache, rotary
+from attention_backend.reference import kv_cache, rotary
 
 _CACHES = ("k_cache", "v_cache")
 _FIELDS = AttentionArgs.__slots__  # the order of the operator's arguments
@@ -45,13 +45,14 @@ def attention_op(
     dropout_seed: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """`AttentionArgs`, field by field -> (out, lse)."""
     return dispatch.run(
         AttentionArgs(
             q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k,
             block_table, mask_desc, key_mask, bias, alibi_slopes, sinks, window_left, window_right, chunk_size,
-            softcap, num_splits, dropout_p, dropout_seed, k_scale, v_scale,
+            softcap, num_splits, dropout_p, dropout_seed, k_scale, v_scale, deterministic,
         )
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 @operator("attention_backward")
 def attention_backward_op(
     grad_out: Tensor,
-    grad_lse: Tensor,
+    grad_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     q: Tensor,
@@ -94,14 +95,15 @@ def attention_backward_op(
     dropout_seed: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsinks), the last two empty where the problem has none."""
     args = AttentionArgs(
         q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k,
         block_table, mask_desc, key_mask, bias, alibi_slopes, sinks, window_left, window_right, chunk_size,
-        softcap, num_splits, dropout_p, dropout_seed, k_scale, v_scale,
+        softcap, num_splits, dropout_p, dropout_seed, k_scale, v_scale, deterministic,
     )  # fmt: skip
-    gradients = cpu.backward(args, out, lse, grad_out, grad_lse)
+    gradients = backward.run(args, out, lse, grad_out, grad_lse)
     dbias = q.new_empty(0) if gradients.dbias is None else gradients.dbias
     dsinks = q.new_empty(0) if gradients.dsinks is None else gradients.dsinks
     return gradients.dq, gradients.dk, gradients.dv, dbias, dsinks
@@ -110,7 +112,7 @@ def attention_backward_op(
 @attention_backward_op.register_fake
 def _attention_backward_fake(
     grad_out: Tensor,  # noqa: ARG001
-    grad_lse: Tensor,  # noqa: ARG001
+    grad_lse: Tensor | None,  # noqa: ARG001
     out: Tensor,  # noqa: ARG001
     lse: Tensor,  # noqa: ARG001
     q: Tensor,
@@ -127,10 +129,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     tensors = [x if isinstance(x, Tensor) else None for x in inputs]
     ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]
     ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)  # mostly nothing depends on lse
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, *tensors = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
     if tensors[_FIELDS.index("k_scale")] is not None:
         raise UnsupportedError("float8 keys and values are for inference: attention over them has no gradient")
     inputs = [option if x is None else x for x, option in zip(tensors, ctx.options, strict=True)]

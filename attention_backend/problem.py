@@ -79,6 +79,7 @@ class AttentionArgs:
     dropout_seed: Tensor | None = None  # int64 [2]: Philox seed and offset, on the tensors' device
     k_scale: Tensor | None = None  # float32 [num_kv_heads], given exactly when k and v are float8_e4m3fn
     v_scale: Tensor | None = None
+    deterministic: bool = False  # the gradients' sums in one order, so that repeated calls give the same bits
 
     @property
     def paged(self) -> bool:
