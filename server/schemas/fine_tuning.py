@@ -30,9 +30,9 @@ class LoraRequest(RequestModel):
 
 
 class HyperparametersRequest(RequestModel):
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=MAX_EPOCHS)] = "auto"
-    batch_size: Auto | Annotated[int, Field(ge=1, le=MAX_BATCH)] = "auto"
-    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0, le=100)] = "auto"
+    n_epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)] | Auto = "auto"
+    batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH)] | Auto = "auto"
+    learning_rate_multiplier: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
     learning_rate: Annotated[float, Field(gt=0, le=0.1)] | None = None
     lora: LoraRequest = LoraRequest()
 
@@ -62,7 +62,7 @@ class HyperparametersRequest(RequestModel):
 
 
 class DpoHyperparametersRequest(HyperparametersRequest):
-    beta: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
+    beta: Annotated[float, Field(gt=0, le=10)] | Auto = "auto"
 
     @property
     def known_beta(self) -> float | None:
