@@ -8,9 +8,23 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from server.api import chat, completions, failures, files, health, metrics, models, playground, tokenization
+from server.api import (
+    chat,
+    completions,
+    failures,
+    files,
+    fine_tuning,
+    health,
+    lora,
+    metrics,
+    models,
+    playground,
+    tokenization,
+)
+from server.api.job_events import EventFeeds
 from server.files.body import StreamedBody
 from server.files.store import FileLimits, FileStore
+from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
 from server.middleware import Authentication, BodyLimit, RequestContext
 
@@ -32,6 +46,17 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     settings = lifecycle.settings
     limits = FileLimits(settings.max_file_bytes, settings.max_total_file_bytes, settings.max_files)
     store = FileStore(settings.data_folder / "files", limits)
+    jobs = FineTuning(
+        settings.data_folder / "finetune",
+        store,
+        settings.trainer_config(),
+        lifecycle.load_adapter,
+        max_live_jobs=settings.max_fine_tuning_jobs,
+    )
+    if settings.enable_fine_tuning:
+        lifecycle.preparations.append(jobs.start)
+        lifecycle.drains.append(jobs.drain)
+        lifecycle.metrics.watch_fine_tuning(jobs.stats)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -40,6 +65,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
             async with lifecycle.lifespan(app):
                 yield
         finally:
+            await jobs.close()
             store.close()
 
     app = Application(
@@ -53,9 +79,13 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     )
     app.state.lifecycle = lifecycle
     app.state.files = store
+    app.state.fine_tuning = jobs
+    app.state.feeds = EventFeeds()
     failures.install(app)
-    for resource in (chat, completions, models, files, tokenization, health, metrics, playground):
+    for resource in (chat, completions, models, lora, files, tokenization, health, metrics, playground):
         app.include_router(resource.router)
+    if settings.enable_fine_tuning:
+        app.include_router(fine_tuning.router)
     # The last added is the outermost.
     streamed = frozenset({files.PATH})
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, streamed=streamed)

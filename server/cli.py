@@ -60,7 +60,7 @@ def serve(
     positional_model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"Default: {BUNDLED_MODEL}.")] = None,
     model: Annotated[str | None, Flag(help="Bundled name, folder or hub id.")] = None,
     cache_dir: Annotated[Path | None, Flag(help="For compiled kernels and the converted bundled model.")] = None,
-    data_dir: Annotated[Path | None, Flag(help="For uploaded files.")] = None,
+    data_dir: Annotated[Path | None, Flag(help="For uploaded files and fine-tuning.")] = None,
     served_model_name: Annotated[list[str] | None, Flag(help="Name(s) clients ask for.")] = None,
     host: Annotated[str | None, Flag(help="Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, Flag(help="Default: 8000.")] = None,
@@ -79,11 +79,23 @@ def serve(
     enable_prefix_caching: Annotated[bool | None, Flag(help="Keep and share the KV of common beginnings.")] = None,
     max_queued_requests: Annotated[int | None, Flag(help="Requests that may wait; more get 503.")] = None,
     queue_timeout: Annotated[float | None, Flag(help="Seconds a request may wait.")] = None,
+    enable_lora: Annotated[bool | None, Flag(help="Serve LoRA adapters beside the model.")] = None,
+    max_loras: Annotated[int | None, Flag(help="Most adapters of one step.")] = None,
+    max_lora_rank: Annotated[int | None, Flag(help="Largest rank of an adapter.")] = None,
+    max_cpu_loras: Annotated[int | None, Flag(help="Most adapters loaded, in host memory.")] = None,
+    lora_modules: Annotated[list[str] | None, Flag(help="Adapter(s) to begin with: name=folder.")] = None,
+    allow_runtime_lora_updating: Annotated[bool | None, Flag(help="Serve /v1/load_lora_adapter.")] = None,
+    lora_dir: Annotated[Path | None, Flag(help="Where /v1/load_lora_adapter may load from.")] = None,
     max_n: Annotated[int | None, Flag(help="Most choices of one request.")] = None,
     max_body_bytes: Annotated[int | None, Flag(help="Largest request body.")] = None,
     max_file_bytes: Annotated[int | None, Flag(help="Largest uploaded file.")] = None,
     max_total_file_bytes: Annotated[int | None, Flag(help="All uploaded files together.")] = None,
     max_files: Annotated[int | None, Flag(help="Most uploaded files.")] = None,
+    enable_fine_tuning: Annotated[bool | None, Flag(help="Serve /v1/fine_tuning/jobs.")] = None,
+    max_fine_tuning_jobs: Annotated[int | None, Flag(help="Most fine-tuning jobs that have not ended.")] = None,
+    fine_tuning_max_length: Annotated[int | None, Flag(help="Most tokens of a training example.")] = None,
+    fine_tuning_batch_tokens: Annotated[int | None, Flag(help="Tokens of one forward in training.")] = None,
+    fine_tuning_checkpoint_every: Annotated[int | None, Flag(help="Steps between a job's checkpoints.")] = None,
     ping_interval: Annotated[float | None, Flag(help="Seconds of silence before a stream's `:` line.")] = None,
     shutdown_timeout: Annotated[float | None, Flag(help="Seconds running answers get after SIGTERM.")] = None,
     log_level: Annotated[str | None, Flag(help="critical, error, warning, info or debug.")] = None,
@@ -94,7 +106,7 @@ def serve(
         if model not in (None, positional_model):
             _refuse([f"the model is named twice: {positional_model} and {model}"], ConfigurationError.exit_code)
         flags["model"] = positional_model
-    for name in ("api_key", "served_model_name"):
+    for name in ("api_key", "served_model_name", "lora_modules"):
         if name in flags:
             flags[name] = ",".join(flags[name])
     try:

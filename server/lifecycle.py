@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 from models.errors import ModelLoadError
+from server.engine.adapter_registry import AdapterInfo
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
 from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, ServerDraining
@@ -39,6 +41,11 @@ class Engine(Protocol):
     async def start(self) -> None: ...
     async def ready(self) -> EngineReady: ...
     def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]: ...
+    async def load_adapter(
+        self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
+    ) -> AdapterInfo: ...
+    async def unload_adapter(self, name: str) -> None: ...
+    def adapters(self) -> tuple[AdapterInfo, ...]: ...
     async def shutdown(self, timeout: float = 0.0) -> None: ...
 
 
@@ -60,6 +67,8 @@ class Lifecycle:
         self.phase = Phase.STARTING
         self.changed = asyncio.Condition()
         self.generator: Generator | None = None
+        self.preparations: list[Callable[[], Awaitable[None]]] = []  # between the engine's readiness and the server's
+        self.drains: list[Callable[[], Awaitable[None]]] = []  # what else has to stop in time
         self._load_tokenizer = load_tokenizer
         engine.times = self.metrics.observe_times
 
@@ -95,13 +104,26 @@ class Lifecycle:
         """None while the model loads."""
         return None if self.generator is None else self.generator.ready.max_model_len
 
-    def check_model(self, model: str | None) -> None:
-        if model is not None and model not in self.settings.model_names:
-            raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.", param="model")
+    def adapters(self, owner: str) -> list[AdapterInfo]:
+        """Those that this owner may name."""
+        return [info for info in self.engine.adapters() if info.owner in ("", owner)]
 
-    def accepting(self, model: str | None) -> Generator:
+    def check_model(self, model: str | None, owner: str = "") -> AdapterInfo | None:
+        """The adapter that `model` names; None for the base model. Raises ModelNotFound."""
+        if model is None or model in self.settings.model_names:
+            return None
+        for info in self.adapters(owner):
+            if info.name == model:
+                return info
+        raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.", param="model")
+
+    def adapter_name(self, model: str | None) -> str | None:
+        """Of a model that was checked: what the engine knows it by; None for the base model."""
+        return None if model in self.settings.model_names else model
+
+    def accepting(self, model: str | None, owner: str = "") -> Generator:
         """The generator, for new work of `model`. Raises ModelNotFound, ServerDraining, EngineUnavailable."""
-        self.check_model(model)
+        self.check_model(model, owner)
         if self.phase is Phase.DRAINING:
             raise ServerDraining("The server is shutting down. Try again later.")
         if self.generator is None:
@@ -109,6 +131,10 @@ class Lifecycle:
         if not self.engine.alive:
             raise EngineUnavailable("The engine failed too often and stays down: the server needs a restart.")
         return self.generator
+
+    async def load_adapter(self, name: str, folder: Path, owner: str = "") -> None:
+        """For that owner, or for everybody. Raises LongwaveError when the engine cannot serve it."""
+        await self.engine.load_adapter(name, str(folder), owner=owner)
 
     async def wait_until(self, *phases: Phase) -> Phase:
         async with self.changed:
@@ -123,11 +149,15 @@ class Lifecycle:
         logger.info(
             "shutting down: running answers get %.0f s, a second signal ends them now", self.settings.shutdown_timeout
         )
+        work = [asyncio.ensure_future(drain()) for drain in (self.generator.idle, *self.drains)]
         try:
-            await asyncio.wait_for(self.generator.idle(), self.settings.shutdown_timeout)
-        except TimeoutError:
-            logger.warning("shutdown timeout: cutting the answers that still run")
-            await self.cut()
+            _, late = await asyncio.wait(work, timeout=self.settings.shutdown_timeout)
+            if late:
+                logger.warning("shutdown timeout: cutting what still runs")
+                await self.cut()
+        finally:
+            for task in work:
+                task.cancel()
 
     async def cut(self) -> None:
         """Ends every running answer with an error event, now."""
@@ -140,6 +170,8 @@ class Lifecycle:
         try:
             ready, source = await asyncio.gather(self.engine.ready(), asyncio.to_thread(self._load_tokenizer))
             tokenizer = TextTokenizer(source)
+            for name, folder in self.settings.lora_folders.items():
+                await self.engine.load_adapter(name, str(folder))
         except asyncio.CancelledError:
             raise
         except LongwaveError as error:
@@ -155,6 +187,8 @@ class Lifecycle:
             self.generator = Generator(
                 self.engine, tokenizer, admission, self.metrics, ready, max_n=self.settings.max_n
             )
+            for prepare in self.preparations:
+                await prepare()
             if self.phase is Phase.STARTING:
                 await self._enter(Phase.SERVING)
 

@@ -4,6 +4,7 @@ Times are seconds. TTFT counts from the request's arrival, before tokenisation; 
 engine's intervals.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -12,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.engine.messages import EngineReady, EngineStats, RequestTimes
+from server.finetune.stats import FineTuningStats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = "0"
@@ -61,6 +63,9 @@ class Metrics:
 
     def learn(self, ready: EngineReady) -> None:
         self._engine.ready = ready
+
+    def watch_fine_tuning(self, stats: FineTuningStats) -> None:
+        self.registry.register(_FineTuningCollector(self._model_name, stats))
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model_name, ENGINE, reason).inc()
@@ -133,6 +138,8 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        if stats.max_loras:
+            yield from self._adapters(stats)
         calls = CounterMetricFamily(
             "longwave:attention_kernel_calls", "Attention calls by the kernel that served.", labels=(*LABELS, "kernel")
         )
@@ -140,8 +147,47 @@ class _EngineCollector(Collector):
             calls.add_metric([*self._labels, kernel], count)
         yield calls
 
+    def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily(
+            "longwave:lora_requests_info", "Adapters of running and waiting requests.", labels=(*LABELS, *labels)
+        )
+        names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+        info.add_metric([*self._labels, str(stats.max_loras), *names], time.time())
+        yield info
+        placements = CounterMetricFamily("longwave:lora_placements", "Adapters copied into a slot.", labels=LABELS)
+        placements.add_metric(self._labels, stats.adapter_placements)
+        yield placements
+
     def _cache_config(self, ready: EngineReady) -> Metric:
         labels = ("block_size", "num_gpu_blocks", "dtype", "device")
         info = GaugeMetricFamily("longwave:cache_config_info", "The KV cache.", labels=(*LABELS, *labels))
         info.add_metric([*self._labels, str(ready.block_size), str(ready.num_blocks), ready.dtype, ready.device], 1)
         return info
+
+
+class _FineTuningCollector(Collector):
+    """Jobs as the store last counted them, and what this server's trainers did."""
+
+    def __init__(self, model_name: str, stats: FineTuningStats) -> None:
+        self._stats = stats
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        jobs = GaugeMetricFamily("longwave:finetune_jobs", "Fine-tuning jobs.", labels=(*LABELS, "status"))
+        ended = CounterMetricFamily(
+            "longwave:finetune_jobs_ended", "Fine-tuning jobs that ended here.", labels=(*LABELS, "status")
+        )
+        for family, counts in ((jobs, stats.jobs), (ended, stats.ended)):
+            for status, count in sorted(counts.items()):
+                family.add_metric([*self._labels, status], count)
+            yield family
+        for name, text, value in (
+            ("finetune_steps", "Optimiser steps of fine-tuning jobs.", stats.steps),
+            ("finetune_tokens", "Tokens trained on.", stats.tokens),
+            ("finetune_trainer_crashes", "Trainer processes that ended without a word.", stats.crashes),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter

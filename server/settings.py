@@ -9,11 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from server.engine.adapter_registry import NAME
 from server.engine.config import BLOCK_SIZES, EngineConfig
+from server.finetune.config import TrainerConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an operator may name
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
+FINE_TUNED = "ft:"  # how the names of fine-tuned models begin
 SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -66,6 +69,16 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(512, ge=0, le=1_000_000)
     queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
 
+    enable_lora: bool = Field(False, description="Serve LoRA adapters; fine-tuning does so in any case.")
+    max_loras: int = Field(4, ge=1, le=256, description="Adapters of one step.")
+    max_lora_rank: int = Field(16, ge=1, le=512, description="Largest rank of an adapter.")
+    max_cpu_loras: int = Field(64, ge=1, le=100_000, description="Adapters loaded, in host memory.")
+    lora_modules: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), max_length=1024, description="Adapters to begin with: name=folder."
+    )
+    allow_runtime_lora_updating: bool = Field(False, description="Serve /v1/load_lora_adapter and its opposite.")
+    lora_dir: Path | None = Field(None, description="Where /v1/load_lora_adapter may load from.")
+
     max_n: int = Field(8, ge=1, le=128, description="Most choices of one request.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
     body_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a whole request body may take.")
@@ -73,12 +86,23 @@ class Settings(BaseSettings):
     max_total_file_bytes: int = Field(10 * 2**30, ge=1, le=2**50, description="All uploaded files together.")
     max_files: int = Field(10_000, ge=1, le=1_000_000, description="Most uploaded files.")
     upload_timeout: float = Field(3600.0, gt=0, le=86_400, description="Seconds a whole upload may take.")
+    enable_fine_tuning: bool = Field(True, description="Serve /v1/fine_tuning/jobs.")
+    max_fine_tuning_jobs: int = Field(64, ge=1, le=100_000, description="Most fine-tuning jobs that have not ended.")
+    fine_tuning_max_length: int | None = Field(
+        None, ge=2, le=MAX_MODEL_LEN, description="Most tokens of a training example; default: the model's positions."
+    )
+    fine_tuning_batch_tokens: int = Field(
+        4096, ge=2, le=MAX_MODEL_LEN, description="Tokens of one forward in training: examples are packed up to it."
+    )
+    fine_tuning_checkpoint_every: int = Field(
+        10, ge=1, le=1_000_000, description="Steps between checkpoints; a crash loses no more."
+    )
     header_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a connection may take to ask something.")
     ping_interval: float = Field(10.0, gt=0, le=3600, description="Seconds of silence before a stream's `:` line.")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds running answers get after SIGTERM.")
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
 
-    @field_validator("api_key", "served_model_name", mode="before")
+    @field_validator("api_key", "served_model_name", "lora_modules", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return _comma_separated(value)
@@ -89,6 +113,17 @@ class Settings(BaseSettings):
         if any(not name or len(name) > 256 for name in names):
             raise ValueError("a served model name has 1 to 256 characters")
         return names
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _modules_have_names_and_folders(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
+        names = [module.partition("=")[0] for module in modules]
+        for module, name in zip(modules, names, strict=True):
+            if not NAME.fullmatch(name) or not module.removeprefix(name)[1:]:
+                raise ValueError(f"{module!r:.300} is not name=folder (a name has letters, digits and . : @ / + - _)")
+        if len(set(names)) != len(names):
+            raise ValueError("a name is given twice")
+        return modules
 
     @field_validator("api_key")
     @classmethod
@@ -103,12 +138,12 @@ class Settings(BaseSettings):
                 raise ValueError("an API key must not be a placeholder such as 'changeme'")
         return keys
 
-    @field_validator("cache_dir", "model_image_dir", "data_dir", mode="before")
+    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir", mode="before")
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
 
-    @field_validator("cache_dir", "model_image_dir", "data_dir")
+    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir")
     @classmethod
     def _is_absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
@@ -130,7 +165,23 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> "Settings":
         self.engine_config()  # the engine's own rules are checked here too, before anything starts
+        if (self.lora_modules or self.allow_runtime_lora_updating) and not self.enable_lora:
+            raise ValueError("lora-modules and allow-runtime-lora-updating need enable-lora")
+        if self.allow_runtime_lora_updating and self.lora_dir is None:
+            raise ValueError("allow-runtime-lora-updating needs lora-dir, the folder that adapters may be loaded from")
+        for name in self.lora_folders:
+            if name in self.model_names or name.startswith(FINE_TUNED):
+                raise ValueError(f"lora-modules: {name} is a name of the base model, or begins with {FINE_TUNED}")
         return self
+
+    @property
+    def serves_adapters(self) -> bool:
+        return self.enable_lora or self.enable_fine_tuning
+
+    @property
+    def lora_folders(self) -> dict[str, Path]:
+        """By the adapter's name."""
+        return {name: Path(folder).absolute() for name, _, folder in (m.partition("=") for m in self.lora_modules)}
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -162,6 +213,22 @@ class Settings(BaseSettings):
             enable_prefix_caching=self.enable_prefix_caching,
             max_queued_requests=self.max_queued_requests,
             queue_timeout=self.queue_timeout,
+            enable_lora=self.serves_adapters,
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+        )
+
+    def trainer_config(self) -> TrainerConfig:
+        return TrainerConfig(
+            source=self.model,
+            device=self.device,
+            cache_dir=self.cache_dir,
+            model_image_dir=self.model_image_dir,
+            max_length=self.fine_tuning_max_length,
+            micro_batch_tokens=self.fine_tuning_batch_tokens,
+            checkpoint_every=self.fine_tuning_checkpoint_every,
+            max_rank=self.max_lora_rank,
         )
 
 

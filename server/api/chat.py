@@ -20,7 +20,7 @@ async def create_chat_completion(
     body: ChatCompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
 ) -> Response:
     """Answers a conversation; with `stream`, as server-sent events of chat.completion.chunk objects."""
-    generator = lifecycle.accepting(body.model)
+    generator = lifecycle.accepting(body.model, origin.owner)
     job = Job(
         request_id=origin.new_id("chatcmpl"),
         prompts=(body.prompt(),),
@@ -30,6 +30,7 @@ async def create_chat_completion(
         n=body.choices,
         stop=body.stops,
         cache_salt=origin.cache_salt,
+        adapter=lifecycle.adapter_name(body.model),
         prompt_field="messages",
     )
     reply = ChatReply(

@@ -20,7 +20,7 @@ async def create_completion(
     body: CompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
 ) -> Response:
     """Continues one or several prompts, texts or token ids; with `stream`, as server-sent events."""
-    generator = lifecycle.accepting(body.model)
+    generator = lifecycle.accepting(body.model, origin.owner)
     job = Job(
         request_id=origin.new_id("cmpl"),
         prompts=body.prompts(),
@@ -30,6 +30,7 @@ async def create_completion(
         n=body.choices,
         stop=body.stops,
         cache_salt=origin.cache_salt,
+        adapter=lifecycle.adapter_name(body.model),
     )
     reply = CompletionReply(
         id=job.request_id,

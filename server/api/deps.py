@@ -7,7 +7,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from server.api.job_events import EventFeeds
 from server.files.store import FileStore
+from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
 
 
@@ -41,6 +43,18 @@ def _files(request: Request) -> FileStore:
     return files
 
 
+def _fine_tuning(request: Request) -> FineTuning:
+    jobs: FineTuning = request.app.state.fine_tuning
+    return jobs
+
+
+def _feeds(request: Request) -> EventFeeds:
+    feeds: EventFeeds = request.app.state.feeds
+    return feeds
+
+
 LifecycleDep = Annotated[Lifecycle, Depends(_lifecycle)]
 OriginDep = Annotated[Origin, Depends(_origin)]
 FilesDep = Annotated[FileStore, Depends(_files)]
+FineTuningDep = Annotated[FineTuning, Depends(_fine_tuning)]
+FeedsDep = Annotated[EventFeeds, Depends(_feeds)]

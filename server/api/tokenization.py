@@ -5,7 +5,7 @@ from functools import partial
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.api.deps import LifecycleDep
+from server.api.deps import LifecycleDep, OriginDep
 from server.api.json_route import StrictJSONRoute
 from server.schemas.failure import BODY_FAILURES
 from server.schemas.tokenization import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
@@ -14,9 +14,9 @@ router = APIRouter(route_class=StrictJSONRoute, tags=["tokenization"])
 
 
 @router.post("/tokenize", response_model=TokenizeReply, responses=BODY_FAILURES)
-async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep) -> Response:
+async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: OriginDep) -> Response:
     """The tokens of a text, or of a conversation in the model's chat template."""
-    generator = lifecycle.accepting(body.model)
+    generator = lifecycle.accepting(body.model, origin.owner)
     tokens = await generator.encode(body.text(), add_special_tokens=body.add_special_tokens is not False)
 
     def reply() -> str:
@@ -30,8 +30,8 @@ async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep) -> Response:
 
 
 @router.post("/detokenize", responses=BODY_FAILURES)
-async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep) -> DetokenizeReply:
+async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: OriginDep) -> DetokenizeReply:
     """The text of some tokens, special ones included."""
-    tokenizer = lifecycle.accepting(body.model).tokenizer
+    tokenizer = lifecycle.accepting(body.model, origin.owner).tokenizer
     decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeReply(prompt=await tokenizer.in_thread(decode, len(body.tokens)))

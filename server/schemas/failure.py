@@ -21,15 +21,16 @@ class ErrorReply(WireModel):
 MEANINGS = {
     400: "The request is wrong, too long, or asks for what is not served.",
     401: "No API key, or a wrong one.",
-    404: "No such model, file or route.",
+    404: "No such model, file, job or route.",
     405: "The route exists, the method does not.",
     408: "The body came too slowly.",
+    409: "The name of an adapter is taken.",
     413: "The body is too large.",
     415: "The body has the wrong media type, or is encoded.",
-    429: "The files' quota is used up; deleting helps, waiting does not.",
+    429: "The quota of files or jobs is used up; deleting or cancelling helps, waiting does not.",
     500: "Our fault; the reply names the request id and nothing else.",
     503: "Full, starting or stopping; Retry-After says when to come back.",
-    507: "The server cannot keep files: its disk is full, or its data directory cannot be used.",
+    507: "The server cannot keep files or jobs: its disk is full, or its data directory cannot be used.",
 }
 
 
@@ -39,4 +40,4 @@ def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 READ_FAILURES = failures(401, 500)
-BODY_FAILURES = failures(*(MEANINGS.keys() - {429, 507}))
+BODY_FAILURES = failures(*(MEANINGS.keys() - {409, 429, 507}))

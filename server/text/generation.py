@@ -47,6 +47,7 @@ class Job:
     n: int = 1
     stop: tuple[str, ...] = ()
     cache_salt: bytes = b""
+    adapter: str | None = None  # None: the base model
     prompt_field: str = "prompt"  # named in errors
 
     @property

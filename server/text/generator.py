@@ -101,6 +101,7 @@ class Generator:
                 sampling=replace(job.sampling, max_tokens=limit, seed=_choice_seed(job.sampling.seed, choice)),
                 cache_salt=job.cache_salt,
                 arrival_time=job.arrival_time,
+                adapter=job.adapter,
             )
             for at, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
             for choice in range(job.n)

@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 
 from server.app import create_app
+from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, EngineStats, TokenDelta
 from server.lifecycle import Lifecycle
 from server.settings import Settings
 
-REQUESTS = ("ChatCompletionRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
+REQUESTS = (
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "TokenizeRequest",
+    "DetokenizeRequest",
+    "FineTuningJobRequest",
+    "LoadLoraAdapterRequest",
+    "UnloadLoraAdapterRequest",
+)
 
 
 @dataclasses.dataclass
@@ -29,6 +38,16 @@ class AbsentEngine:
 
     async def ready(self) -> EngineReady:
         raise NotImplementedError
+
+    async def load_adapter(
+        self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
+    ) -> AdapterInfo:
+        raise NotImplementedError
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return ()
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
         raise NotImplementedError

@@ -21,10 +21,10 @@ LONG_QUESTION = "Summarise in one sentence. " + " ".join(
 )
 
 
-def greedy(server: ServerProcess, question: str, max_tokens: int) -> ChatCompletion:
+def greedy(server: ServerProcess, question: str, max_tokens: int, model: str = MODEL) -> ChatCompletion:
     with server.client() as client:
         return client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": question}], max_tokens=max_tokens, temperature=0
+            model=model, messages=[{"role": "user", "content": question}], max_tokens=max_tokens, temperature=0
         )
 
 

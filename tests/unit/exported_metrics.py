@@ -1,8 +1,11 @@
 """The names of everything a server exports, told by a registry that has seen one of each observation."""
 
+from collections import Counter
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.messages import EngineReady, EngineStats
+from server.finetune import FineTuningStats
 from server.metrics import Metrics
 
 
@@ -11,6 +14,7 @@ def exported_families() -> dict[str, set[str]]:
     stats = EngineStats(
         num_running=0, num_waiting=0, num_blocks=2, num_free_blocks=2, prompt_tokens=0, generation_tokens=0,
         num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, kernel_calls={"cpu_reference": 1},
+        max_loras=1,
     )  # fmt: skip
     metrics = Metrics("model", lambda: stats)
     metrics.learn(
@@ -19,6 +23,7 @@ def exported_families() -> dict[str, set[str]]:
             block_size=16, num_blocks=2, kernels={},
         )
     )  # fmt: skip
+    metrics.watch_fine_tuning(FineTuningStats(jobs={"running": 1}, ended=Counter({"succeeded": 1})))
     metrics.finished("stop")
     metrics.observe_http("/v1/models", "GET", 200, 0.1)
     families = text_string_to_metric_families(metrics.render().decode())

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from models.batch import TokenLogprobs
 from server.app import create_app
+from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
-from server.errors import EngineUnavailable, LongwaveError
+from server.errors import AdapterExists, EngineUnavailable, LongwaveError, ModelNotFound
 from server.lifecycle import Lifecycle
 from server.process import Server, uvicorn_config
 from server.settings import Settings
@@ -79,6 +80,8 @@ class ScriptedEngine:
         self.alive = True
         self.heartbeat_age = 0.0
         self.was_shut_down = False
+        self.infos: dict[str, AdapterInfo] = {}
+        self.refusal: LongwaveError | None = None  # of the next adapter
 
     async def start(self) -> None:
         return None
@@ -91,6 +94,23 @@ class ScriptedEngine:
         return EngineReady(
             MODEL, "cpu", "float32", MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 64, 100, {"full": "cpu_reference"}
         )
+
+    async def load_adapter(
+        self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
+    ) -> AdapterInfo:
+        if self.refusal is not None:
+            raise self.refusal
+        if name in self.infos and not replace:
+            raise AdapterExists(f"The adapter `{name}` has already been loaded.")
+        self.infos[name] = AdapterInfo(name, folder, owner, within, "digest", 8, 1, None, 1_700_000_000)
+        return self.infos[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.infos.pop(name, None) is None:
+            raise ModelNotFound(f"The adapter `{name}` does not exist.")
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        return tuple(self.infos.values())
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.was_shut_down = True

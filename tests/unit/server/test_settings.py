@@ -79,8 +79,40 @@ def test_the_engine_gets_every_field_it_shares_with_settings() -> None:
     settings = load_settings({"max_model_len": 100, "num_gpu_blocks_override": 7, "kv_cache_memory_bytes": 2**30})
     config = settings.engine_config()
     for field in dataclasses.fields(EngineConfig):
-        if field.name in Settings.model_fields:
+        if field.name == "enable_lora":
+            assert config.enable_lora is settings.serves_adapters is True, "fine-tuned models are adapters"
+        elif field.name in Settings.model_fields:
             assert getattr(config, field.name) == getattr(settings, field.name), field.name
+
+
+def test_adapters_are_served_where_somebody_asked_for_them(tmp_path: Path) -> None:
+    assert not load_settings({"enable_fine_tuning": False}).engine_config().enable_lora
+    settings = load_settings(
+        {"enable_lora": True, "enable_fine_tuning": False, "lora_modules": f"a={tmp_path},b/c=x=y"}
+    )
+    assert settings.engine_config().enable_lora
+    assert settings.lora_folders == {"a": tmp_path, "b/c": Path("x=y").absolute()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"lora_modules": "a=b"}, "need enable-lora"),
+        ({"allow_runtime_lora_updating": True, "lora_dir": "/a"}, "need enable-lora"),
+        ({"enable_lora": True, "allow_runtime_lora_updating": True}, "needs lora-dir"),
+        ({"enable_lora": True, "lora_modules": "a"}, "is not name=folder"),
+        ({"enable_lora": True, "lora_modules": "a="}, "is not name=folder"),
+        ({"enable_lora": True, "lora_modules": "=b"}, "is not name=folder"),
+        ({"enable_lora": True, "lora_modules": "a b=c"}, "is not name=folder"),
+        ({"enable_lora": True, "lora_modules": "a=b,a=c"}, "a name is given twice"),
+        ({"enable_lora": True, "lora_modules": "ft:x=b"}, "begins with ft:"),
+        ({"enable_lora": True, "lora_modules": "SmolLM2-135M-Instruct=b"}, "a name of the base model"),
+        ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras must be at least max_loras"),
+    ],
+)
+def test_settings_of_adapters_that_contradict_each_other_are_refused(flags: dict[str, Any], reason: str) -> None:
+    (line,) = problems(**flags)
+    assert reason in line
 
 
 def test_folders_reach_the_engine_as_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

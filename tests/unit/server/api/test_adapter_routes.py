@@ -1,0 +1,199 @@
+"""Adapters as models: listed, named in requests, loaded and unloaded by vLLM's routes, seen by their owner only."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+from scripted_engine import MAX_MODEL_LEN, MODEL, LiveServer, ScriptedEngine, live_server, wait_until
+
+from server.errors import EngineUnavailable, InvalidAdapter, QuotaExceeded
+from server.lifecycle import Phase
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def lora_server(tmp_path: Path) -> Iterator[LiveServer]:
+    with live_server(
+        enable_lora=True, allow_runtime_lora_updating=True, lora_dir=tmp_path, data_dir=tmp_path / "data"
+    ) as server:
+        yield server
+
+
+def load(client: httpx.Client, **body: Any) -> httpx.Response:
+    return client.post("/v1/load_lora_adapter", json={"lora_name": "fr", "lora_path": "french", **body})
+
+
+def error(reply: httpx.Response) -> tuple[int, str | None, str | None]:
+    return reply.status_code, reply.json()["error"]["code"], reply.json()["error"]["param"]
+
+
+def test_an_adapter_is_a_model_from_loading_to_unloading(lora_server: LiveServer, tmp_path: Path) -> None:
+    with lora_server.client() as client, openai.OpenAI(base_url=f"{lora_server.url}/v1", api_key="x") as official:
+        reply = load(client)
+        assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'fr' added successfully.")
+        assert lora_server.engine.infos["fr"].within == str(tmp_path)
+        base, adapter = official.models.list().data
+        assert (base.id, base.to_dict()["parent"]) == (MODEL, None)
+        card = adapter.to_dict()
+        assert (card["id"], card["parent"], card["root"]) == ("fr", MODEL, "french")
+        assert card["max_model_len"] == MAX_MODEL_LEN
+        assert official.models.retrieve("fr") == adapter
+        answer = official.chat.completions.create(model="fr", messages=MESSAGES)  # type: ignore[arg-type]
+        assert answer.model == "fr"
+        official.completions.create(model="fr", prompt="a", n=2)
+        official.completions.create(model=MODEL, prompt="a")
+        assert [request.adapter for request in lora_server.engine.requests] == ["fr", "fr", "fr", None]
+        assert client.post("/tokenize", json={"model": "fr", "prompt": "a"}).status_code == 200
+        reply = client.post("/v1/unload_lora_adapter", json={"lora_name": "fr"})
+        assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'fr' removed successfully.")
+        assert [model.id for model in official.models.list().data] == [MODEL]
+        with pytest.raises(openai.NotFoundError, match="`fr` does not exist"):
+            official.chat.completions.create(model="fr", messages=MESSAGES)  # type: ignore[arg-type]
+
+
+def test_a_name_is_loaded_over_only_when_asked_for(lora_server: LiveServer) -> None:
+    with lora_server.client() as client:
+        load(client)
+        assert error(load(client)) == (409, "adapter_exists", None)
+        assert load(client, load_inplace=True, lora_path="other").status_code == 200
+        assert lora_server.engine.infos["fr"].folder == "other"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"lora_name": MODEL}, (409, "adapter_exists", "lora_name")),
+        ({"lora_name": "ft:tiny:x:1"}, (400, "invalid_adapter", "lora_name")),
+        ({"lora_name": ""}, (400, None, "lora_name")),
+        ({"lora_name": None}, (400, None, "lora_name")),
+        ({"lora_path": ""}, (400, None, "lora_path")),
+        ({"lora_path": "x" * 5000}, (400, None, "lora_path")),
+        ({"load_inplace": "yes"}, (400, None, "load_inplace")),
+        ({"is_3d_lora_weight": True}, (400, "unsupported_parameter", "is_3d_lora_weight")),
+        ({"unknown": 1}, (400, None, "unknown")),
+    ],
+)
+def test_wrong_commands_are_refused(lora_server: LiveServer, body: dict[str, Any], expected: Any) -> None:
+    with lora_server.client() as client:
+        assert error(load(client, **body)) == expected
+    assert not lora_server.engine.infos
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        (InvalidAdapter("wrong"), (400, "invalid_adapter", "lora_path")),
+        (QuotaExceeded("full"), (429, "insufficient_quota", None)),
+        (EngineUnavailable("away"), (503, "engine_unavailable", None)),
+    ],
+)
+def test_the_engines_refusals_reach_the_caller(lora_server: LiveServer, refusal: Any, expected: Any) -> None:
+    lora_server.engine.refusal = refusal
+    with lora_server.client() as client:
+        assert error(load(client)) == expected
+
+
+def test_unloading_what_is_not_there_is_404(lora_server: LiveServer) -> None:
+    with lora_server.client() as client:
+        for name, expected in (
+            ("fr", (404, "model_not_found", "lora_name")),
+            ("ft:tiny:x:1", (400, "invalid_adapter", "lora_name")),
+        ):
+            assert error(client.post("/v1/unload_lora_adapter", json={"lora_name": name})) == expected
+
+
+def test_the_routes_are_not_there_without_the_setting(server: LiveServer) -> None:
+    with server.client() as client:
+        assert error(load(client)) == (404, "unknown_url", None)
+        assert "--allow-runtime-lora-updating" in load(client).json()["error"]["message"]
+        unload = client.post("/v1/unload_lora_adapter", json={"lora_name": "fr"})
+        assert error(unload) == (404, "unknown_url", None)
+
+
+def test_a_server_that_stops_or_starts_loads_nothing(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    engine.load.clear()
+    flags: dict[str, Any] = {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_dir": tmp_path}
+    with (
+        live_server(wait=False, engine=engine, data_dir=tmp_path / "data", **flags) as server,
+        server.client() as client,
+    ):
+        assert error(load(client)) == (503, "engine_unavailable", None)
+        engine.load.set()
+        wait_until(lambda: server.lifecycle.is_ready)
+        server.run(server.lifecycle.drain())
+        assert error(load(client)) == (503, "server_is_draining", None)
+    assert not engine.infos
+
+
+def test_an_adapter_of_one_key_does_not_exist_for_another() -> None:
+    with live_server(api_key="one,two") as server:
+        owners = {}
+        for key in ("one", "two"):
+            with server.client(headers={"authorization": f"Bearer {key}"}) as client:
+                reply = client.post("/v1/completions", json={"model": "mine", "prompt": "x"})
+                assert reply.status_code == 404
+                owners[key] = hashlib.sha256(f"owner:{key}".encode()).hexdigest()
+        for key in ("one", "two"):
+            server.run(server.lifecycle.load_adapter(f"ft:tiny:{key}:1", Path("/data"), owners[key]))
+        server.run(server.lifecycle.load_adapter("everybodys", Path("/folder")))
+        with server.client(headers={"authorization": "Bearer one"}) as client:
+            listed = client.get("/v1/models").json()["data"]
+            assert [card["id"] for card in listed] == [MODEL, "ft:tiny:one:1", "everybodys"]
+            assert [card["root"] for card in listed] == [MODEL, MODEL, "/folder"]
+            for path, status in (("ft:tiny:one:1", 200), ("ft:tiny:two:1", 404), ("everybodys", 200)):
+                assert client.get(f"/v1/models/{path}").status_code == status
+                reply = client.post("/v1/completions", json={"model": path, "prompt": "x"})
+                assert reply.status_code == status
+                assert client.post("/tokenize", json={"model": path, "prompt": "x"}).status_code == status
+            assert client.delete("/v1/models/ft:tiny:two:1").status_code == 404
+
+
+def test_only_models_that_were_fine_tuned_here_are_deleted(lora_server: LiveServer) -> None:
+    with lora_server.client() as client:
+        load(client)
+        for name in (MODEL, "fr"):
+            assert error(client.delete(f"/v1/models/{name}")) == (400, None, "model")
+        assert error(client.delete("/v1/models/nothing")) == (404, "model_not_found", "model")
+        assert error(client.delete("/v1/models/ft:tiny:x:1")) == (404, "model_not_found", "model")
+    assert "fr" in lora_server.engine.infos
+
+
+def test_adapters_of_the_settings_are_loaded_before_the_server_is_ready(tmp_path: Path) -> None:
+    modules = f"a={tmp_path / 'a'},b={tmp_path / 'b=c'}"
+    with live_server(enable_lora=True, lora_modules=modules) as server, server.client() as client:
+        assert [(info.name, info.folder) for info in server.engine.adapters()] == [
+            ("a", str(tmp_path / "a")),
+            ("b", str(tmp_path / "b=c")),
+        ]
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == [MODEL, "a", "b"]
+
+
+def test_an_adapter_of_the_settings_that_cannot_be_served_stops_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    engine = ScriptedEngine()
+    engine.refusal = InvalidAdapter("The adapter `a` cannot be loaded: there is no folder /a.")
+    with live_server(wait=False, engine=engine, enable_lora=True, lora_modules="a=/a") as server:
+        wait_until(lambda: server.lifecycle.phase is Phase.FAILED)
+    assert "there is no folder /a" in caplog.text
+
+
+def test_what_adapters_do_is_in_the_metrics(server: LiveServer) -> None:
+    stats = server.engine.stats
+    assert stats is not None
+    server.engine.stats = msgspec.structs.replace(
+        stats, max_loras=4, running_adapters=("a", "b"), waiting_adapters=("c",), adapter_placements=7
+    )
+    try:
+        with server.client() as client:
+            text = client.get("/metrics").text
+    finally:
+        server.engine.stats = stats
+    labels = 'engine="0",max_lora="4",model_name="tiny",running_lora_adapters="a,b",waiting_lora_adapters="c"'
+    assert f"longwave:lora_requests_info{{{labels}}}" in text
+    assert 'longwave:lora_placements_total{engine="0",model_name="tiny"} 7.0' in text
