@@ -23,15 +23,17 @@ _HALVES = (torch.bfloat16, torch.float16)
 _ALL = (torch.float64, torch.float32, *_HALVES)
 
 
-def _no_pages_no_bias(args: AttentionArgs) -> Iterator[str]:
+def _hopper(args: AttentionArgs) -> Iterator[str]:
+    from attention_backend.kernels import flash_bwd_sm90
+
+    yield from flash_bwd_sm90.refusals(args)
+
+
+def _generic(args: AttentionArgs) -> Iterator[str]:
     if args.paged:
         yield "keys lie in pages"
     if args.bias is not None:
         yield "it has no gradient of a bias"
-
-
-def _generic(args: AttentionArgs) -> Iterator[str]:
-    yield from _no_pages_no_bias(args)
     yield from dispatch.tensor_cores(args)
 
 
@@ -46,6 +48,13 @@ _OPTIONS = (
 
 #: In order of preference.
 TABLE = (
+    Capability(
+        "flash_bwd_sm90",
+        "cuda",
+        _HALVES,
+        f"Hopper; head_dim 16 to {HEAD_DIM_TILES[-1]} by 8; {_OPTIONS}",
+        _hopper,
+    ),
     Capability("flash_bwd_sm80", "cuda", _HALVES, f"head_dim 16 to {HEAD_DIM_TILES[-1]} by 8; {_OPTIONS}", _generic),
     Capability(
         "tiled_torch",
@@ -89,6 +98,10 @@ def run(
 
 def implementation(kernel: str) -> Implementation:
     """The launcher of a line of the table. It assumes a problem that the line serves, and a grad_out in whole rows."""
+    if kernel == "flash_bwd_sm90":
+        from attention_backend.kernels import flash_bwd_sm90
+
+        return flash_bwd_sm90.backward
     if kernel == "flash_bwd_sm80":
         from attention_backend.kernels import flash_bwd
 

@@ -122,7 +122,7 @@ def _attention_backward_fake(
 ) -> tuple[Tensor, ...]:
     args = AttentionArgs(q, k, v, *options)
     dbias, dsinks = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (args.bias, args.sinks))
-    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsinks
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -76,9 +76,9 @@ def backward_config(arch: str, tile: int, tile_v: int) -> BackwardConfig:
 
 
 def group_parts(blocks: int, group: int, num_sms: int) -> int:
-    """Blocks that share a key head's `group` query heads: a divisor of it, as few as fill the device.
+    """Blocks that share a key head's `group` query heads: a divisor of it, as few as fill three quarters of the device.
 
     `blocks` is how many there are with one each. Several write float32 parts of dK and dV, which are added afterwards.
     """
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    return next((parts for parts in divisors if parts * blocks >= num_sms), group)
+    return next((parts for parts in divisors if parts * blocks * 4 >= num_sms * 3), group)

@@ -30,10 +30,8 @@ def backward(
 
     With `args.deterministic` the sums are taken in one order, so that repeated calls give the same bits.
     """
-    varlen_q, varlen_k = args.cu_seqlens_q is not None, args.cu_seqlens_k is not None
-    # Rows past the last sequence belong to nobody and are not visited.
-    dq = torch.zeros_like(args.q) if varlen_q else torch.empty_like(args.q)
-    dk, dv = (x.new_zeros(x.shape) if varlen_k else x.new_empty(x.shape) for x in (args.k, args.v))
+    dq = _gradient_of(args.q, args.cu_seqlens_q)
+    dk, dv = (_gradient_of(x, args.cu_seqlens_k) for x in (args.k, args.v))
     if args.q.numel() == 0 or args.k.numel() == 0:
         dsinks = None if args.sinks is None else torch.zeros_like(args.sinks)
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
@@ -44,6 +42,11 @@ def backward(
     _main(args, options, grad_out, terms, dq_sums, dk, dv)
     _query_gradient(args, dq_sums, dq)
     return Gradients(dq, dk, dv, None, None if args.sinks is None else sinks_gradient(args.sinks, terms))
+
+
+def _gradient_of(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Contiguous. Rows past the last sequence belong to nobody and are not visited: they are zero."""
+    return x.new_empty(x.shape) if cu_seqlens is None else x.new_zeros(x.shape)
 
 
 def _main(

@@ -39,7 +39,7 @@ def backward(
 ) -> Gradients:
     """`out` and `lse` are forward's; `grad_out` is shaped like out, `grad_lse` like lse."""
     dtype = tiles.compute_dtype(args.dtype)
-    dq = torch.zeros_like(args.q)
+    dq = args.q.new_zeros(args.q.shape)
     sums = _Accumulators(
         torch.zeros(args.k.shape, dtype=dtype, device=args.k.device),
         torch.zeros(args.v.shape, dtype=dtype, device=args.v.device),

@@ -1,0 +1,136 @@
+"""Gradients of attention as plain as possible, one sequence at a time, in any dtype: the truth of the backward.
+
+Written out rather than by autograd, which makes NaN of rows that see nothing. `error_rule` holds kernels to it.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from attention_backend import backward
+from attention_backend.problem import AttentionArgs
+from attention_backend.reference import dropout
+
+from . import oracle
+from .error_rule import assert_out_close, poisoned_memory
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """In the compute dtype, shaped like the tensors they belong to."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+
+
+def gradients(
+    args: AttentionArgs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    reorder: bool = False,
+) -> Gradients:
+    """Every product, probability and score gradient is rounded to `dtype`. `reorder` scales k instead of q."""
+    device, group = args.q.device, args.num_heads // args.num_kv_heads
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=device) for x in (args.q, args.k, args.v))
+    dsinks = None if args.sinks is None else torch.zeros(args.num_heads, dtype=torch.float64, device=device)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    for seq in oracle.sequences(args):
+        if seq.q.shape[0] == 0:
+            continue
+        dense = args.cu_seqlens_q is None
+        empty = ~seq.visible.any(1)
+        rows = (grad_out[seq.index] if dense else grad_out[seq.rows]).masked_fill(empty[:, None, None], 0.0)
+        q, do = (x.to(dtype).transpose(0, 1) for x in (seq.q.masked_fill(empty[:, None, None], 0.0), rows))
+        k, v = (x.to(dtype).repeat_interleave(group, dim=1).transpose(0, 1) for x in (seq.k, seq.v))
+        scale = args.softmax_scale
+        products = q @ (k * scale).mT if reorder else (q * scale) @ k.mT  # [heads, n_q, n_k]
+        capped = torch.tanh(products / args.softcap) * args.softcap if args.softcap else products
+        scores = capped
+        if args.alibi_slopes is not None:
+            slopes = args.alibi_slopes if args.alibi_slopes.ndim == 1 else args.alibi_slopes[seq.index]
+            scores = scores - (slopes.to(scores.dtype)[:, None, None] * seq.distance).to(dtype)
+        logits = scores.to(exact).masked_fill(~seq.visible, -torch.inf)
+        if args.sinks is not None:
+            sinks = args.sinks.to(exact).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+            logits = torch.cat([logits, sinks], dim=2)
+        p = logits.softmax(2).masked_fill(empty[:, None], 0.0)
+        p, p_sink = p[:, :, : seq.k.shape[0]].to(dtype), p[:, :, seq.k.shape[0] :]
+        kept = _kept(args, seq.index, p)
+        dp = (do @ v.mT) * kept
+        delta = (p.to(exact) * dp.to(exact)).sum(2, keepdim=True)
+        if grad_lse is not None:
+            row_grads = grad_lse[seq.index] if dense else grad_lse[:, seq.rows]
+            delta = delta - row_grads.to(exact).masked_fill(empty, 0.0).unsqueeze(2)
+        if dsinks is not None:
+            dsinks -= (p_sink * delta).sum((1, 2))
+        ds = (p.to(exact) * (dp.to(exact) - delta)).to(dtype)
+        if args.softcap:
+            ds = ds * (1 - (capped / args.softcap) ** 2)
+        slots = oracle.key_slots(args, seq.index)
+        seq_dq = ((ds @ k) * scale).transpose(0, 1)
+        if dense:
+            dq[seq.index] = seq_dq
+        else:
+            dq[seq.rows] = seq_dq
+        dk[slots] = _of_key_heads(ds.mT @ q, group).to(dtype) * scale
+        dv[slots] = _of_key_heads((p * kept).mT @ do, group).to(dtype)
+    return Gradients(dq, dk, dv, dsinks)
+
+
+def check(args: AttentionArgs, kernel: str, *, with_lse: bool = False) -> None:
+    """The gradients of `args` by a kernel of `backward.TABLE`, held to FlashAttention's rule.
+
+    What the kernel does not write comes back as NaN; so do rows of q and dO that see nothing.
+    """
+    from attention_backend import dispatch
+
+    g = torch.Generator(args.q.device).manual_seed(17)
+    out, lse = dispatch.run(args)
+    grad_out = torch.randn(args.out_shape, device=out.device, generator=g).to(out.dtype)
+    grad_lse = torch.randn(args.lse_shape, device=out.device, generator=g) if with_lse else None
+    dead = lse == -torch.inf
+    grad_out[dead.transpose(-1, -2)] = torch.nan
+    truth = gradients(args, grad_out, grad_lse)
+    same_dtype = gradients(args, grad_out, grad_lse, args.dtype, reorder=True)
+    with poisoned_memory():  # not by backward.run, to which it would be a wish for deterministic sums
+        result = backward.implementation(kernel)(args, out, lse, grad_out, grad_lse)
+    for name in (field.name for field in fields(Gradients)):
+        got, exact, plain = (getattr(x, name) for x in (result, truth, same_dtype))
+        if exact is None:
+            assert got is None
+            continue
+        assert got.shape == exact.shape
+        try:
+            if name == "dsinks":
+                torch.testing.assert_close(got.double(), exact, rtol=2e-2, atol=2e-2)
+            else:
+                assert_out_close(got, exact, plain, rtol=3.0 if args.softcap else 2.0)
+        except AssertionError as error:
+            error.add_note(f"{name} by {kernel}")
+            raise
+
+
+def kernels_for(args: AttentionArgs) -> list[str]:
+    """The kernels of the table that serve the problem, plain torch only where there is no other."""
+    serving = [line.kernel for line in backward.TABLE if line.refuses(args) is None]
+    return [name for name in serving if name != "tiled_torch"] or serving
+
+
+def _kept(args: AttentionArgs, sequence: int, p: Tensor) -> Tensor:
+    """0 where dropout drops, dropout_scale elsewhere; `[heads, n_q, n_k]` in p's dtype."""
+    if not args.dropout_threshold or args.dropout_seed is None:
+        return torch.ones_like(p)
+    which = torch.tensor([sequence], device=p.device)
+    rows, keys = slice(0, p.shape[1]), slice(0, p.shape[2])
+    kept = dropout.kept(args.dropout_seed, which, args.num_heads, rows, keys, args.dropout_threshold)[0]
+    return kept.to(p.dtype) * args.dropout_scale
+
+
+def _of_key_heads(x: Tensor, group: int) -> Tensor:
+    """`[heads, n_k, d]` -> `[n_k, kv_heads, d]`, the sum over every group of query heads."""
+    return x.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
