@@ -1,10 +1,12 @@
 """Fine-tuning: LoRA and full, supervised and DPO, resumed bit for bit. Knows no HTTP, no SQL, no tenants.
 
-Importing this room is light: torch comes in with `Trainer`.
+Importing this room is light: torch comes in with `Trainer` and `TrainingSession`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from models.training.calls import AdamParams, ClipRange, LossName, SessionSettings
 from models.training.errors import (
     CheckpointError,
     DivergedError,
@@ -18,30 +20,39 @@ from models.training.plan import LoraSettings, TrainingPlan
 from models.training.report import Outcome, StepReport, Verdict
 
 if TYPE_CHECKING:
+    from models.training.datum import Datum
+    from models.training.session import LossReport, TrainingSession
     from models.training.trainer import Trainer
+
+_WITH_TORCH = {"Datum": "datum", "LossReport": "session", "Trainer": "trainer", "TrainingSession": "session"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from models.training.trainer import Trainer
-
-        return Trainer
+    if name in _WITH_TORCH:
+        return getattr(import_module(f"models.training.{_WITH_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
+    "AdamParams",
     "CheckpointError",
+    "ClipRange",
+    "Datum",
     "DivergedError",
     "Example",
     "ExampleError",
     "LoraSettings",
+    "LossName",
+    "LossReport",
     "OutOfMemoryError",
     "Outcome",
     "PlanError",
     "Preference",
+    "SessionSettings",
     "StepReport",
     "Trainer",
     "TrainingError",
     "TrainingPlan",
+    "TrainingSession",
     "Verdict",
 ]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from models.loader import LoadFormat, load_for_training
-from models.patching import check_supported_for_serving, fix_longrope
+from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
 from models.progress_bars import without_progress_bars
 from models.registry import ModelSource
 from models.training.errors import PlanError
@@ -52,11 +52,12 @@ class TrainableModel:
         # What packing asks of a family is what the engine's flat rows ask: no state but keys, positions that are told.
         check_supported_for_serving(self.base, plan.max_length)
         fix_longrope(self.base, plan.max_length)
+        self.decoder = _decoder(self.base)
         self.head = ModelHead(self.base)
         self.adapter: PeftModel | None = None
         self.base.requires_grad_(plan.lora is None)
         if plan.lora is not None:
-            self.adapter = _with_lora(self.base, plan.lora, plan)
+            self.adapter = _with_lora(self.base, self.decoder, plan.lora, plan)
         if plan.gradient_checkpointing:
             enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
         self.parameters: dict[str, Parameter] = {
@@ -70,8 +71,7 @@ class TrainableModel:
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """`[tokens, hidden_size]` after the last norm: what the head reads."""
-        decoder: Any = self.base.base_model
-        output = decoder(
+        output = self.decoder(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             use_cache=False,
@@ -105,16 +105,16 @@ class TrainableModel:
         finally:
             self._whole.train(was_training)
 
-    def save_adapter(self, folder: Path) -> None:
+    def save_adapter(self, folder: Path, name: str = "default") -> None:
         """PEFT's format: adapter_config.json and adapter_model.safetensors."""
         assert self.adapter is not None
-        tensors = get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(self.adapter, adapter_name=name, save_embedding_layers=False)
         save_file(
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
             folder / "adapter_model.safetensors",
             metadata={"format": "pt"},
         )
-        config: dict[str, Any] = {**self.adapter.peft_config["default"].to_dict(), "inference_mode": True}
+        config: dict[str, Any] = {**self.adapter.peft_config[name].to_dict(), "inference_mode": True}
         # PEFT writes sets in the order of their hashes, which change with every process.
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True))
@@ -138,13 +138,21 @@ def _dtype(name: TrainingDType, device: torch.device) -> Any:
     return "float32" if device.type == "cpu" else "bfloat16"
 
 
-def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) -> PeftModel:
+def _decoder(model: PreTrainedModel) -> Any:
+    """The model below the head."""
+    for decoder in (model.base_model, getattr(model, "model", None)):  # the first is Llama 4 itself
+        if isinstance(decoder, PreTrainedModel) and decoder is not model:
+            return decoder
+    raise UnsupportedModelError(f"{type(model).__name__} keeps its decoder in a place not known here")
+
+
+def _with_lora(base: PreTrainedModel, decoder: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) -> PeftModel:
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_targets(base, lora.target_modules),
+        target_modules=_targets(decoder, lora.target_modules),
     )
     devices = [base.device] if base.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
@@ -158,14 +166,14 @@ def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) ->
     return adapter
 
 
-def _targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]:
+def _targets(decoder: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]:
     """The last parts of the names of linears, sorted. Raises PlanError for a name that no decoder layer has."""
-    layers = getattr(base.base_model, "layers", None) or getattr(base.base_model, "h", None)
+    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
     if layers is None:
-        raise PlanError(f"{type(base).__name__} keeps its decoder layers in a place not known here: tune it fully")
+        raise PlanError(f"{type(decoder).__name__} keeps its layers in a place not known here: tune it fully")
     names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
     if not names:
-        raise PlanError(f"{type(base).__name__} has no linear layers that LoRA could adapt: tune it fully")
+        raise PlanError(f"{type(decoder).__name__} has no linear layers that LoRA could adapt: tune it fully")
     unknown = sorted(set(wanted or ()) - names)
     if unknown:
         raise PlanError(

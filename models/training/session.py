@@ -1,0 +1,237 @@
+"""LoRA models that learn call by call on one base model: Tinker's forward_backward and optim_step. One thread.
+
+All models of a session share the base's weights; each has an adapter, gradients and an optimiser of its own. Knows no
+HTTP, no owners and no order of calls.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from models.loader import LoadFormat
+from models.registry import ModelSource
+from models.training import datum as data_
+from models.training import order
+from models.training.adam import StepwiseAdam
+from models.training.calls import PPO_CLIP, AdamParams, ClipRange, LossName, SessionSettings
+from models.training.datum import Datum
+from models.training.errors import DivergedError, OutOfMemoryError, PlanError
+from models.training.losses import loss_sum
+from models.training.plan import LoraSettings, TrainingPlan
+from models.training.self_check import check_packed_path
+from models.training.session_weights import WeightsFolder
+from models.training.trainable import TrainableModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """`logprobs`: float32 `[n]` on the host for each datum, of its targets."""
+
+    loss: float  # the sum
+    tokens: int
+    clipped: int | None  # PPO: tokens
+    logprobs: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Model:
+    """One adapter and what learns it."""
+
+    lora: LoraSettings
+    seed: int
+    optimizer: StepwiseAdam
+    steps: int = 0
+    calls: int = 0  # of forward_backward, since the model was made: where its dropout begins
+    accumulated: int = 0  # of forward_backward, since the last step
+    broken: str | None = None  # why the gradient is not what was asked for
+
+
+class TrainingSession:
+    """Loads the base model once. Raises what loading a model raises, UnsupportedModelError, PlanError."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        settings: SessionSettings,
+        device: str | torch.device | None = None,
+        *,
+        load_format: LoadFormat = "auto",
+    ) -> None:
+        self.settings = settings
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        plan = TrainingPlan(
+            model=settings.model,
+            dtype=settings.dtype,
+            lora=LoraSettings(rank=1, alpha=1),  # PEFT wants an adapter from the start: this one is never used
+            max_length=settings.max_length,
+            micro_batch_tokens=max(settings.micro_batch_tokens, settings.max_length),
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
+        self._base = TrainableModel(plan, source, self.device, load_format)
+        check_packed_path(self._base)
+        assert self._base.adapter is not None
+        self._peft = self._base.adapter
+        unused: Any = self._peft.peft_config["default"]
+        self._linears = frozenset(unused.target_modules)
+        self._models: dict[str, _Model] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._base.config.vocab_size)
+
+    def create(self, name: str, lora: LoraSettings, seed: int) -> int:
+        """A new model that gives the base's answers. How many parameters learn. Raises PlanError.
+
+        Its first weights are a function of `lora` and `seed`.
+        """
+        targets = self._linears if lora.target_modules is None else frozenset(lora.target_modules)
+        if unknown := sorted(targets - self._linears):
+            raise PlanError(
+                f"target_modules: the decoder layers have no linear {', '.join(unknown)}; "
+                f"they have {', '.join(sorted(self._linears))}"
+            )
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=sorted(targets),
+        )
+        with _seeded(seed, self.device):
+            self._peft.add_adapter(name, config, autocast_adapter_dtype=False)
+        self._peft.peft_config[name].base_model_name_or_path = self.settings.model
+        self._peft.set_adapter(name)
+        parameters = {
+            key.replace(f".{name}.", "."): parameter
+            for key, parameter in self._peft.named_parameters()
+            if f".{name}." in key
+        }
+        optimizer = StepwiseAdam(parameters, weight_decay=0.0, max_grad_norm=0.0)
+        self._models[name] = _Model(lora, seed, optimizer)
+        return sum(parameter.numel() for parameter in parameters.values())
+
+    def remove(self, name: str) -> None:
+        """Frees what only this model has. Raises KeyError."""
+        del self._models[name]
+        self._peft.set_adapter("default")
+        self._peft.delete_adapter(name)
+
+    def forward(self, name: str, data: Sequence[Datum], loss: LossName, clip: ClipRange = PPO_CLIP) -> LossReport:
+        """Without gradient and dropout. Raises KeyError, ExampleError, OutOfMemoryError, DivergedError."""
+        self._prepare(name, data, loss)
+        with self._base.evaluating(), self._enough_memory():
+            return self._losses(data, loss, clip, backward=False)
+
+    def forward_backward(
+        self, name: str, data: Sequence[Datum], loss: LossName, clip: ClipRange = PPO_CLIP
+    ) -> LossReport:
+        """Adds to the model's gradient. When it fails, what was added since the last step is void: no step is taken on
+        a part of it. Raises as `forward` does."""
+        model = self._models[name]
+        try:
+            self._prepare(name, data, loss)
+            with _seeded(order.step_seed(model.calls, model.seed), self.device), self._enough_memory():
+                report = self._losses(data, loss, clip, backward=True)
+        except Exception as error:
+            model.optimizer.discard_gradients()
+            model.broken = str(error)
+            raise
+        model.calls += 1
+        model.accumulated += 1
+        return report
+
+    def optim_step(self, name: str, params: AdamParams) -> float:
+        """The gradient's norm, before clipping. The gradient is used up, whatever happens. Raises KeyError, PlanError
+        when there is none, DivergedError when it is not finite; nothing is changed then."""
+        model = self._models[name]
+        broken, accumulated = model.broken, model.accumulated
+        model.broken, model.accumulated = None, 0
+        if broken is not None:
+            raise PlanError(f"no step was taken: a forward_backward since the last one has failed ({broken})")
+        if not accumulated:
+            raise PlanError("no step was taken: there was no forward_backward since the last one")
+        norm = model.optimizer.step_with(params)
+        if not math.isfinite(norm):
+            raise DivergedError(f"no step was taken: the gradient's norm is {norm}")
+        model.steps += 1
+        return norm
+
+    def steps(self, name: str) -> int:
+        """Optimiser steps behind the model's weights, as far as it knows."""
+        return self._models[name].steps
+
+    def save(self, name: str, folder: Path, *, optimizer: bool, files: dict[str, str]) -> None:
+        """PEFT's format, and with `optimizer` everything that the next step depends on; `files`: texts beside it.
+
+        Gradients are not saved. The folder appears whole, and replaces one that was there. Raises CheckpointError.
+        """
+        model = self._models[name]
+        weights = WeightsFolder(folder)
+        state = model.optimizer.state_tensors() if optimizer else None
+        weights.write(lambda place: self._base.save_adapter(place, name), state, model.steps, files)
+
+    def load(self, name: str, folder: Path, *, optimizer: bool) -> int:
+        """Weights, and with `optimizer` what the next step depends on; else Adam begins anew. The gradient is
+        discarded. How many steps are behind them (0 without `optimizer`). Raises CheckpointError, and nothing has
+        changed then."""
+        model = self._models[name]
+        now = model.optimizer.state_tensors()
+        tensors, steps = WeightsFolder(folder).read(now, optimizer=optimizer, settings=self._settings_of(name))
+        model.optimizer.load_state_tensors(tensors)
+        model.optimizer.discard_gradients()
+        model.steps, model.accumulated, model.broken = steps, 0, None
+        return steps
+
+    def _settings_of(self, name: str) -> dict[str, object]:
+        """What has to be equal in an adapter whose weights are loaded: shapes are compared besides."""
+        return {"lora_alpha": self._models[name].lora.alpha, "r": self._models[name].lora.rank}
+
+    def _prepare(self, name: str, data: Sequence[Datum], loss: LossName) -> None:
+        data_.check(data, loss, vocab_size=self.vocab_size, max_length=self.settings.max_length)
+        if self._peft.active_adapter != name:
+            self._peft.set_adapter(name)
+
+    def _losses(self, data: Sequence[Datum], loss: LossName, clip: ClipRange, *, backward: bool) -> LossReport:
+        outputs: dict[int, Tensor] = {}
+        total, clipped = 0.0, 0
+        for batch in data_.batches(data, self.settings.micro_batch_tokens, self.device):
+            logprobs, _ = self._base.logprobs(batch.packed)
+            sums = loss_sum(loss, logprobs, batch.weights, batch.logprobs, batch.advantages, clip)
+            value = float(sums.loss.detach())
+            if not math.isfinite(value):
+                raise DivergedError(f"the {loss} loss is {value}: look at logprobs, advantages and weights")
+            if backward:
+                sums.loss.backward()
+            total += value
+            clipped += 0 if sums.clipped is None else int(sums.clipped)
+            outputs.update(zip(batch.packed.indices, logprobs.detach().cpu().split(batch.packed.learnt), strict=True))
+        tokens = sum(len(datum) for datum in data)
+        ordered = tuple(outputs[index] for index in range(len(data)))
+        return LossReport(total, tokens, clipped if loss == "ppo" else None, ordered)
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{self.device} has too little memory for this call: send shorter sequences (they are packed into "
+                f"forwards of {self.settings.micro_batch_tokens} tokens)"
+            ) from error
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
