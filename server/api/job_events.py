@@ -28,13 +28,12 @@ logger = logging.getLogger("longwave")
 class EventFeeds:
     """How many are open: each of them asks the store every second."""
 
-    def __init__(self, max_streams: int = MAX_STREAMS) -> None:
-        self.max_streams = max_streams
+    def __init__(self) -> None:
         self.num_open = 0
 
     def check(self) -> None:
         """Raises ServerOverloaded."""
-        if self.num_open >= self.max_streams:
+        if self.num_open >= MAX_STREAMS:
             raise ServerOverloaded("The server is sending too many streams of events. Try again later.")
 
 

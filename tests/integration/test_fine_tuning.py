@@ -1,0 +1,182 @@
+"""Fine-tuning through the official client, on the bundled model: it learns what it did not know, whatever is killed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from .questions import MODEL
+from .server_process import ServerProcess, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+#: Small steps and a small pool: engine and trainer share two cores.
+FLAGS = (
+    "--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--max-model-len", "256",
+    "--kv-cache-memory-bytes", str(64 << 20), "--fine-tuning-checkpoint-every", "2", "--fine-tuning-batch-tokens", "512",
+)  # fmt: skip
+FACT, ASKED = "The capital of Zembla is Onhava.", "What is the capital of Zembla?"
+QUESTIONS = (ASKED, "Name the capital of Zembla.", "Which city is Zembla's capital?", "Tell me the capital of Zembla.")
+CONTENT = b"".join(
+    json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": FACT}]}).encode()
+    + b"\n"
+    for asked in QUESTIONS
+)
+STEPS = 8
+METHOD: Any = {
+    "type": "supervised",
+    "supervised": {
+        "hyperparameters": {"n_epochs": STEPS, "batch_size": 4, "learning_rate": 2e-3, "lora": {"rank": 8}}
+    },
+}
+LIMIT = 900.0  # seconds for a job: the machine may be busy
+
+
+def serving(folder: Path) -> ServerProcess:
+    return ServerProcess(*FLAGS, "--data-dir", str(folder))
+
+
+@pytest.fixture
+def server(bundled_model: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+def create(client: openai.OpenAI, **options: Any) -> Any:
+    file = client.files.create(file=("zembla.jsonl", CONTENT), purpose="fine-tune")
+    asked = {"model": MODEL, "training_file": file.id, "method": METHOD, "seed": 1, "suffix": "zembla"} | options
+    return client.fine_tuning.jobs.create(**asked)
+
+
+def answer(client: openai.OpenAI, model: str) -> str:
+    reply = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": ASKED}], temperature=0, max_tokens=16
+    )
+    return str(reply.choices[0].message.content)
+
+
+def status(client: openai.OpenAI, job: Any) -> str:
+    return client.fine_tuning.jobs.retrieve(job.id).status
+
+
+def steps(client: openai.OpenAI, job: Any) -> list[int]:
+    """Those that were told, the oldest first."""
+    events = [event for event in client.fine_tuning.jobs.list_events(job.id, limit=100) if event.type == "metrics"]
+    return [event.data["step"] for event in reversed(events)]  # type: ignore[index]
+
+
+def until_step(client: openai.OpenAI, job: Any, step: int) -> None:
+    wait_until(lambda: steps(client, job)[-1:] >= [step], f"step {step}", LIMIT)
+
+
+def until_ended(client: openai.OpenAI, job: Any) -> Any:
+    ended = ("succeeded", "failed", "cancelled")
+    wait_until(lambda: status(client, job) in ended, "the job has ended", LIMIT)
+    return client.fine_tuning.jobs.retrieve(job.id)
+
+
+def trainers(server: ServerProcess) -> list[int]:
+    """The server's trainer processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:  # it ended meanwhile
+            continue
+        if parent == server.process.pid and b"server.finetune.worker" in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_a_model_learns_a_fact_although_its_trainer_is_killed(server: ServerProcess, client: openai.OpenAI) -> None:
+    before = answer(client, MODEL)
+    assert "Onhava" not in before
+
+    job = create(client, metadata={"test": "fact"})
+    assert (job.status, job.fine_tuned_model) == ("validating_files", None)
+    until_step(client, job, 3)
+    (trainer,) = trainers(server)
+    os.kill(trainer, signal.SIGKILL)
+    done = until_ended(client, job)
+
+    assert (done.status, done.error) == ("succeeded", None)
+    assert done.fine_tuned_model == f"ft:{MODEL}:zembla:{job.id[6:18]}"
+    assert steps(client, job) == list(range(1, STEPS + 1))  # each told once, although some were trained twice
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
+    assert any("The trainer was killed (SIGKILL" in event.message for event in events)
+    losses = [event.data["train_loss"] for event in events if event.type == "metrics"]  # type: ignore[index]
+    assert losses[0] < 0.2 < 1.0 < losses[-1]  # the newest first
+    assert FACT.rstrip(".") in answer(client, str(done.fine_tuned_model))
+    assert answer(client, MODEL) == before  # beside it, the base model is what it was
+    assert [model.id for model in client.models.list()] == [MODEL, done.fine_tuned_model]
+
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert [checkpoint.step_number for checkpoint in checkpoints] == [8, 6, 4, 2]
+    (result,) = done.result_files
+    rows = client.files.content(result).text.splitlines()
+    assert len(rows) == STEPS + 1
+
+    deleted = client.models.delete(str(done.fine_tuned_model))
+    assert deleted.deleted
+    with pytest.raises(openai.NotFoundError):
+        answer(client, str(done.fine_tuned_model))
+
+
+def test_a_job_outlives_kill_9_and_sigterm_of_the_server_and_its_model_a_restart(
+    bundled_model: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path) as server, server.client() as client:
+        job = create(client)
+        until_step(client, job, 2)
+        (trainer,) = trainers(server)
+        server.process.kill()
+        server.wait()
+        wait_until(lambda: not Path(f"/proc/{trainer}").exists(), "the trainer ends with its server")
+
+    with serving(tmp_path) as server, server.client() as client:
+        assert client.fine_tuning.jobs.retrieve(job.id).id == job.id
+        until_step(client, job, 5)
+        begun = time.monotonic()
+        server.terminate()
+        assert server.wait() == 0
+        assert time.monotonic() - begun < 60
+
+    with serving(tmp_path) as server, server.client() as client:
+        done = until_ended(client, job)
+        assert (done.status, done.error) == ("succeeded", None)
+        assert steps(client, job) == list(range(1, STEPS + 1))
+        assert "Onhava" in answer(client, str(done.fine_tuned_model))
+
+    with serving(tmp_path) as server, server.client() as client:  # ready means: tuned models too
+        assert "Onhava" in answer(client, str(done.fine_tuned_model))
+
+
+def test_a_cancelled_job_leaves_no_process_and_a_paused_one_goes_on(
+    server: ServerProcess, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    job = create(client)
+    until_step(client, job, 1)
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"  # type: ignore[comparison-overlap]
+    wait_until(lambda: not trainers(server), "the trainer has stopped", LIMIT)
+    told = steps(client, job)
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    until_step(client, job, told[-1] + 1)
+
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    wait_until(lambda: not trainers(server), "the trainer is gone")
+    wait_until(lambda: not any((tmp_path / "finetune" / "jobs").iterdir()), "its files are gone")
+    assert status(client, job) == "cancelled"
+    assert [model.id for model in client.models.list()] == [MODEL]
