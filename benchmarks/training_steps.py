@@ -64,8 +64,7 @@ def model_s_loss(model: TrainableModel, example: Example) -> Tensor:
 def chunked_loss(model: TrainableModel, example: Example) -> Tensor:
     """Our loss on transformers' attention."""
     ids = torch.tensor([example.tokens]).to(model.device)
-    decoder: Any = model.base.base_model
-    hidden: Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+    hidden: Tensor = model.decoder(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
     rows = chunk_rows(model.config.vocab_size)
     logprobs, _ = token_logprobs(model.head, hidden, ids[0, 1:], rows, head_learns=False)
     return -logprobs.mean()

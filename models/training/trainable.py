@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from models.adapters import find_linears
 from models.loader import LoadFormat, load_for_training
 from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
 from models.progress_bars import without_progress_bars
@@ -57,7 +59,7 @@ class TrainableModel:
         self.adapter: PeftModel | None = None
         self.base.requires_grad_(plan.lora is None)
         if plan.lora is not None:
-            self.adapter = _with_lora(self.base, self.decoder, plan.lora, plan)
+            self.adapter = _with_lora(self.base, plan.lora, plan)
         if plan.gradient_checkpointing:
             enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
         self.parameters: dict[str, Parameter] = {
@@ -146,13 +148,13 @@ def _decoder(model: PreTrainedModel) -> Any:
     raise UnsupportedModelError(f"{type(model).__name__} keeps its decoder in a place not known here")
 
 
-def _with_lora(base: PreTrainedModel, decoder: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) -> PeftModel:
+def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) -> PeftModel:
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_targets(decoder, lora.target_modules),
+        **_targets(base, lora.target_modules),
     )
     devices = [base.device] if base.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
@@ -166,21 +168,29 @@ def _with_lora(base: PreTrainedModel, decoder: PreTrainedModel, lora: LoraSettin
     return adapter
 
 
-def _targets(decoder: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]:
-    """The last parts of the names of linears, sorted. Raises PlanError for a name that no decoder layer has."""
-    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None)
-    if layers is None:
-        raise PlanError(f"{type(decoder).__name__} keeps its layers in a place not known here: tune it fully")
-    names = {name.rpartition(".")[2] for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+def _targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> dict[str, Any]:
+    """Which linears learn, in PEFT's terms: of those that the server can adapt, the ones of these (last) names.
+
+    Raises PlanError for a name that none of them has.
+    """
+    linears = find_linears(base)
+    names = {name.rpartition(".")[2] for name in linears}
     if not names:
-        raise PlanError(f"{type(decoder).__name__} has no linear layers that LoRA could adapt: tune it fully")
+        raise PlanError(f"{type(base).__name__} has no linear layers that LoRA could adapt: tune it fully")
     unknown = sorted(set(wanted or ()) - names)
     if unknown:
         raise PlanError(
             f"lora.target_modules: the decoder layers have no linear {', '.join(unknown)}; "
             f"they have {', '.join(sorted(names))}"
         )
-    return sorted(names if wanted is None else set(wanted))
+    chosen = names if wanted is None else set(wanted)
+    # PEFT goes by the ends of names, which experts and towers may share with the layers.
+    others = [name for name, _ in base.named_modules() if name.rpartition(".")[2] in chosen and name not in linears]
+    return {
+        "target_modules": sorted(chosen),
+        "exclude_modules": others or None,
+        "fan_in_fan_out": any(isinstance(layer.module, Conv1D) for layer in linears.values()),  # GPT-2
+    }
 
 
 def enable_checkpointing(model: PreTrainedModel, *, recompute_attention: bool) -> None:

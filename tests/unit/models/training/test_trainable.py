@@ -14,8 +14,8 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
+    Llama4TextConfig,
     MistralConfig,
-    PretrainedConfig,
     Qwen3Config,
 )
 
@@ -35,6 +35,7 @@ FAMILIES = {
     "cohere2": Cohere2Config(**DECODER, logit_scale=0.25, sliding_window=8),
     "mistral": MistralConfig(**DECODER, sliding_window=8),
     "qwen3": Qwen3Config(**DECODER, head_dim=16),
+    "gpt2": GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=256),  # Conv1D for linears
 }
 
 
@@ -159,12 +160,20 @@ def test_a_head_that_computes_something_else_is_found_out(field: str, tmp_path: 
         check_packed_path(model)
 
 
-def test_a_family_that_lora_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
-    config: PretrainedConfig = GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=256)
-    folder = write_model(tmp_path, config)
-    with pytest.raises(PlanError, match="GPT2LMHeadModel has no linear layers that LoRA could adapt: tune it fully"):
-        trainable(folder)
-    check_packed_path(trainable(folder, lora=None))
+def test_routers_and_experts_keep_their_weights(tmp_path: Path) -> None:
+    config = Llama4TextConfig(
+        **DECODER,
+        head_dim=16,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        attention_chunk_size=16,
+    )
+    model = trainable(write_model(tmp_path, config))
+    assert model.parameters
+    assert not [name for name in model.parameters if ".experts." in name or "router" in name]
+    assert [name for name in model.parameters if ".shared_expert." in name]
+    check_packed_path(model)
 
 
 def test_the_engine_s_slots_give_the_trained_logits(tiny_folder: Path, tmp_path: Path) -> None:
