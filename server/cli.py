@@ -249,7 +249,7 @@ def doctor(
         settings = load_settings({} if model is None else {"model": model})
     except ConfigurationError as error:
         _refuse(error.problems, error.exit_code)
-    diagnosis = diagnose(settings.model, settings.model_image_dir)
+    diagnosis = diagnose(settings.engine_config(), settings.lora_folders)
     if as_json:
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
@@ -276,6 +276,10 @@ def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
         layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)
     if diagnosis.layers:
         console.print(layers)
+    adapters = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in diagnosis.adapters.items():
+        adapters.add_row(name, text)
+    console.print(adapters)
     console.print("Kernels, in order of preference:")
     for line in diagnosis.kernels:
         console.print(f"  {line}", markup=False)

@@ -4,11 +4,14 @@ loads no weights; must not know the server."""
 import importlib
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
+
+from server import adapter_report
+from server.engine.config import EngineConfig
 
 PACKAGES = ("torch", "transformers", "cupy-cuda13x", "nvidia-cuda-nvrtc", "fastapi", "uvicorn", "tokenizers")
 BLOCK_SIZE = 64
@@ -49,13 +52,14 @@ class Diagnosis:
     kernels: list[str]  # the capability table in words
     model: str
     layers: list[Layers]
+    adapters: dict[str, str]  # LoRA
     problems: list[str] = field(default_factory=list)  # what will not work, in sentences
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def diagnose(model: str, model_image_dir: Path | None = None) -> Diagnosis:
+def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosis:
     from attention_backend import dispatch
 
     problems: list[str] = []
@@ -70,8 +74,9 @@ def diagnose(model: str, model_image_dir: Path | None = None) -> Diagnosis:
         gpus=gpus,
         cache=_cache(),
         kernels=list(dispatch.describe()),
-        model=model,
-        layers=_reported(lambda: _layers(model, model_image_dir), [], problems),
+        model=config.model,
+        layers=_reported(lambda: _layers(config), [], problems),
+        adapters=_reported(lambda: adapter_report.report(config, lora_folders, problems), {}, problems),
         problems=problems,
     )
 
@@ -158,7 +163,7 @@ def _cache() -> dict[str, str]:
     return state | {"state": f"{found} of {len(wanted)} kernels for this GPU are compiled" if archs else "present"}
 
 
-def _layers(model: str, image_dir: Path | None) -> list[Layers]:
+def _layers(config: EngineConfig) -> list[Layers]:
     """Builds the model without weights, finds its attention layers, and asks dispatch about each kind.
 
     Raises what loading would raise: models.errors, UnsupportedModelError.
@@ -170,7 +175,8 @@ def _layers(model: str, image_dir: Path | None) -> list[Layers]:
     from models.patching import check_supported_for_serving
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    loaded = loader.load(registry.resolve(model, image_dir=image_dir), device="meta", load_format="dummy")
+    image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
+    loaded = loader.load(registry.resolve(config.model, image_dir=image_dir), device="meta", load_format="dummy")
     check_supported_for_serving(loaded.model)
     dtype = torch.float32 if device.type == "cpu" else _half_of(loaded.dtype)
     sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]

@@ -134,6 +134,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: LiveServer, monkeyp
 def test_doctor_works_without_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("server.doctor._layers", lambda *_model: [])  # the bundled model: tests/integration
+    monkeypatch.setattr("server.adapter_report.report", lambda *_: {"LoRA": "4 slots"})
     result = runner.invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
     said: dict[str, Any] = json.loads(result.stdout)
