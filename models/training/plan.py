@@ -22,7 +22,7 @@ class LoraSettings:
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.0
-    target_modules: tuple[str, ...] | None = None  # names of linears; None: every linear of the decoder layers
+    target_modules: tuple[str, ...] | None = None  # names of linears; None: all of the decoder layers
 
 
 @dataclass(frozen=True, slots=True)
