@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 #: Small steps and a small pool: engine and trainer share two cores.
 FLAGS = (
     "--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--max-model-len", "256",
-    "--kv-cache-memory-bytes", str(64 << 20), "--fine-tuning-checkpoint-every", "2", "--fine-tuning-batch-tokens", "512",
+    "--kv-cache-memory-bytes", str(64 << 20), "--fine-tuning-checkpoint-every", "2",
+    "--fine-tuning-batch-tokens", "512",
 )  # fmt: skip
 FACT, ASKED = "The capital of Zembla is Onhava.", "What is the capital of Zembla?"
 QUESTIONS = (ASKED, "Name the capital of Zembla.", "Which city is Zembla's capital?", "Tell me the capital of Zembla.")
@@ -31,9 +32,7 @@ CONTENT = b"".join(
 STEPS = 8
 METHOD: Any = {
     "type": "supervised",
-    "supervised": {
-        "hyperparameters": {"n_epochs": STEPS, "batch_size": 4, "learning_rate": 2e-3, "lora": {"rank": 8}}
-    },
+    "supervised": {"hyperparameters": {"n_epochs": STEPS, "batch_size": 4, "learning_rate": 2e-3, "lora": {"rank": 8}}},
 }
 LIMIT = 900.0  # seconds for a job: the machine may be busy
 
@@ -118,7 +117,8 @@ def test_a_model_learns_a_fact_although_its_trainer_is_killed(server: ServerProc
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
     assert any("The trainer was killed (SIGKILL" in event.message for event in events)
     losses = [event.data["train_loss"] for event in events if event.type == "metrics"]  # type: ignore[index]
-    assert losses[0] < 0.2 < 1.0 < losses[-1]  # the newest first
+    assert losses[0] < 0.2  # the newest first
+    assert losses[-1] > 1.0
     assert FACT.rstrip(".") in answer(client, str(done.fine_tuned_model))
     assert answer(client, MODEL) == before  # beside it, the base model is what it was
     assert [model.id for model in client.models.list()] == [MODEL, done.fine_tuned_model]

@@ -9,10 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROOMS = ("server", "models", "attention_backend")
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-#: The settings; the kernel cache, which works without a server; the engine's child, which inherits the environment.
+#: The settings; the kernel cache, which works without a server; engine and trainer, which inherit the environment.
 READERS_OF_THE_ENVIRONMENT = {
     "server/settings.py",
     "server/engine/process.py",
+    "server/finetune/process.py",
     "attention_backend/jit/environment.py",
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -1,5 +1,5 @@
-"""A trainer process whose trainer does what a script says: small, deterministic, with checkpoints as the real one's. The
-process around it (link, lease, messages, ends) is the real one.
+"""A trainer process whose trainer does what a script says: small, deterministic, with checkpoints as the real one's.
+The process around it (link, lease, messages, ends) is the real one.
 
 The script is the JSON file that the variable FINE_TUNING_SCRIPT names; its folder gets a line for every step trained.
 """

@@ -1,5 +1,5 @@
-"""A job's events as server-sent events: the oldest first, as they come, ended by the job's end, resumed where they broke.
-Real sockets and trainer processes; engine and trainer follow scripts."""
+"""A job's events as server-sent events: the oldest first, as they come, ended by the job's end, resumed where they
+broke. Real sockets and trainer processes; engine and trainer follow scripts."""
 
 import json
 import threading
@@ -117,9 +117,7 @@ def test_an_unknown_event_or_job_is_404_before_the_stream_begins(
         assert client.get(f"{JOBS}/ftjob-none/events?stream=true").status_code == 404
 
 
-def test_a_quiet_stream_is_kept_alive(
-    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quiet_stream_is_kept_alive(server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tmp_path, monkeypatch, hold_at=1)
     with server.client() as client:
         job = create(client)
@@ -183,7 +181,9 @@ def test_metrics_count_the_jobs(server: LiveServer, tmp_path: Path, monkeypatch:
     with server.client() as client:
         job = create(client)
         wait_until(lambda: client.get(f"{JOBS}/{job}").json()["status"] == "succeeded")
-        wait_until(lambda: 'longwave:finetune_jobs{engine="0",model_name="tiny",status="succeeded"} 1.0' in scrape(client))
+        wait_until(
+            lambda: 'longwave:finetune_jobs{engine="0",model_name="tiny",status="succeeded"} 1.0' in scrape(client)
+        )
         text = scrape(client)
         assert 'longwave:finetune_steps_total{engine="0",model_name="tiny"} 4.0' in text
         assert 'longwave:finetune_jobs_ended_total{engine="0",model_name="tiny",status="succeeded"} 1.0' in text

@@ -1,5 +1,5 @@
-"""kill -9 between any two SQL statements: what was acknowledged is there, what was not is there whole or not at all, and
-the next server brings the job to its end."""
+"""kill -9 between any two SQL statements: what was acknowledged is there, what was not is there whole or not at all,
+and the next server brings the job to its end."""
 
 import os
 import signal

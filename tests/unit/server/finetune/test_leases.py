@@ -202,9 +202,9 @@ def test_a_job_that_only_crashes_fails_with_the_reason(tmp_path: Path) -> None:
         create(store)
         held = leases(store)
         validated(store, held)
-        assert [crash(held, 1000.0 * number) for number in range(1, MAX_CRASHES + 1)] == [False] * (
-            MAX_CRASHES - 1
-        ) + [True]
+        assert [crash(held, 1000.0 * number) for number in range(1, MAX_CRASHES + 1)] == [False] * (MAX_CRASHES - 1) + [
+            True
+        ]
         failed = store.get("ftjob-1")
         assert (failed.status, failed.failure and failed.failure.code) == (Status.FAILED, "trainer_crashed")
         assert failed.failure is not None

@@ -1,0 +1,40 @@
+"""Torch stays on the trainer's side of the border, and frames cross it whole."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from server.finetune.messages import (
+    HEADER,
+    MAX_FRAME_BYTES,
+    Beat,
+    Finished,
+    Recorded,
+    body_size,
+    frame,
+    from_trainer,
+    to_trainer,
+)
+
+HEAVY = "import sys, server.finetune, server.api.fine_tuning; print(sorted({'torch', 'peft'} & set(sys.modules)))"
+
+
+def test_the_api_process_gets_no_torch_from_fine_tuning() -> None:
+    done = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_messages_cross_in_both_directions() -> None:
+    for message, read in ((Finished(7, "/x"), from_trainer), (Beat(), from_trainer), (Recorded(), to_trainer)):
+        sent = frame(message)
+        assert body_size(sent[: HEADER.size]) == len(sent) - HEADER.size
+        assert read(sent[HEADER.size :]) == message
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        body_size(HEADER.pack(MAX_FRAME_BYTES + 1))
+    with pytest.raises(msgspec.DecodeError):
+        from_trainer(frame(Recorded())[HEADER.size :])
