@@ -5,8 +5,8 @@ FlashInfer and FlexAttention, and our goals, computed from what was timed.
                                    [--only longwave,cudnn] [--flex] [--slow] [--out results.json]
     python benchmarks/attention.py --peers       which peers can be imported here
 
-Sections: forward, decode, latency, paged, chunk, varlen, padding, shared_prefix, fp8_kv, fp8_forward, fp8_error,
-block_sparse, dropout; all of them by default. Peers that are packages of their own (flash_attn_interface,
+Sections: forward, backward, decode, latency, paged, chunk, varlen, padding, shared_prefix, fp8_kv, fp8_forward,
+fp8_error, block_sparse, dropout; all of them by default. Peers that are packages of their own (flash_attn_interface,
 flash_attn.cute, flashinfer) are timed when they can be imported; they cannot all be in one process, so a run times
 those of its PYTHONPATH, and ratios are within a run.
 

@@ -44,7 +44,9 @@ class Cell:
 
     @property
     def flops(self) -> int:
-        return 4 * self.pairs * self.heads * self.head_dim
+        """Two products forward; five backward, as FlashAttention's papers count them."""
+        products = 5 if self.section == "backward" else 2
+        return 2 * products * self.pairs * self.heads * self.head_dim
 
     @property
     def kv_tokens(self) -> int:

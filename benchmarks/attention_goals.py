@@ -1,11 +1,9 @@
 """The goals of the attention kernels, computed from a run's records: issue 3's table, row by row. Knows no device."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from benchmarks import attention_backward_goals
+from benchmarks.attention_goal import Goal, Rule, grouped, is_16k, of_cells, over, over_best
 from benchmarks.attention_registry import (
     CUDNN,
     FA2,
@@ -33,98 +31,10 @@ _ABSOLUTE = {
 }
 
 
-class Rule(StrEnum):
-    """What of the values must reach the goal."""
-
-    EACH = "each at least"
-    MEAN = "geometric mean at least"
-    AT_MOST = "each at most"
-
-
-@dataclass(frozen=True)
-class Goal:
-    name: str
-    goal: float
-    values: Sequence[float]  # one per cell; empty when no cell was timed
-    cells: Sequence[str] = ()  # what each value is of
-    rule: Rule = Rule.EACH
-
-    @property
-    def worst(self) -> int:
-        """The place of the worst value."""
-        pick = max if self.rule is Rule.AT_MOST else min
-        return pick(range(len(self.values)), key=lambda i: self.values[i])
-
-    @property
-    def mean(self) -> float:
-        return math.exp(sum(map(math.log, self.values)) / len(self.values))
-
-    @property
-    def met(self) -> bool | None:
-        if not self.values:
-            return None
-        if self.rule is Rule.MEAN:
-            return self.mean >= self.goal
-        worst = self.values[self.worst]
-        return worst <= self.goal if self.rule is Rule.AT_MOST else worst >= self.goal
-
-    def __str__(self) -> str:
-        if not self.values:
-            return f"{self.name}: not measured ({self.rule} {self.goal:g})"
-        where = f" ({self.cells[self.worst]})" if self.cells else ""
-        count = f", {sum(self._passes(x) for x in self.values)} of {len(self.values)} cells pass"
-        verdict = "met" if self.met else "MISSED"
-        numbers = f"worst {number(self.values[self.worst])}{where}, mean {number(self.mean)}{count}"
-        return f"{verdict:6} {self.name}, {self.rule} {self.goal:g}: {numbers}"
-
-    def _passes(self, value: float) -> bool:
-        return value <= self.goal if self.rule is Rule.AT_MOST else value >= self.goal
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "goal": self.goal,
-            "rule": str(self.rule),
-            "values": list(self.values),
-            "cells": list(self.cells),
-            "met": self.met,
-        }
-
-
-def number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3f}"
-
-
 def goals(records: Sequence[Record], copy_tb_per_s: float | None) -> list[Goal]:
     """All of them; those that no cell was timed for have no values."""
-    return [*_forward(records), *_options(records), *_decode(records, copy_tb_per_s)]
-
-
-def of_cells(
-    records: Sequence[Record],
-    section: str,
-    name: str,
-    goal: float,
-    value: Callable[[Record], float | None],
-    rule: Rule = Rule.EACH,
-    where: Callable[[Record], bool] = lambda _: True,
-) -> Goal:
-    """A goal over the cells of a section that `where` picks and that have a value."""
-    values, cells = [], []
-    for record in records:
-        if record.cell.section == section and where(record) and (x := value(record)) is not None:
-            values.append(x)
-            cells.append(str(record.cell))
-    return Goal(name, goal, values, cells, rule)
-
-
-def over(peer: str) -> Callable[[Record], float | None]:
-    return lambda record: record.ratio(OURS, peer)
-
-
-def over_best(record: Record) -> float | None:
-    best = record.best_peer()
-    return record.ratio(OURS, best) if best else None
+    backward = attention_backward_goals.goals(records)
+    return [*_forward(records), *backward, *_options(records), *_decode(records, copy_tb_per_s)]
 
 
 def _forward(records: Sequence[Record]) -> Iterator[Goal]:
@@ -137,24 +47,15 @@ def _forward(records: Sequence[Record]) -> Iterator[Goal]:
     )
     for (head_dim, causal), goal in _ABSOLUTE.items():
         name = f"forward d={head_dim} {'causal' if causal else 'full'} 16k, TFLOP/s"
-        yield of_cells(records, "forward", name, goal, lambda r: r.rate(OURS), where=_is_16k(head_dim, causal))
+        yield of_cells(records, "forward", name, goal, lambda r: r.rate(OURS), where=is_16k(head_dim, causal))
     yield of_cells(
         records,
         "forward",
         "generic forward over FA2, d=64 and 128, 2k to 16k",
         0.95,
         lambda r: r.ratio(OURS_GENERIC, FA2),
-        where=lambda r: r.cell.head_dim in (64, 128) and 2048 <= r.cell.seqlen_q <= 16384 and not _grouped(r),
+        where=lambda r: r.cell.head_dim in (64, 128) and 2048 <= r.cell.seqlen_q <= 16384 and not grouped(r),
     )
-
-
-def _is_16k(head_dim: int, causal: bool) -> Callable[[Record], bool]:
-    wanted = (head_dim, causal, 16384)
-    return lambda r: (r.cell.head_dim, r.cell.causal, r.cell.seqlen_q) == wanted and not _grouped(r)
-
-
-def _grouped(record: Record) -> bool:
-    return record.cell.heads != record.cell.kv_heads
 
 
 def _options(records: Sequence[Record]) -> Iterator[Goal]:
@@ -195,7 +96,7 @@ def _options(records: Sequence[Record]) -> Iterator[Goal]:
             f"FP8 forward d=128 16k full, {name}, TFLOP/s",
             1000,
             lambda r, who=who: r.rate(who),  # type: ignore[misc]
-            where=_is_16k(128, False),
+            where=is_16k(128, False),
         )
     yield of_cells(
         records, "fp8_error", "FP8 forward, outliers: error over per-tensor FP8's", 0.5, _error_share, Rule.AT_MOST

@@ -1,6 +1,7 @@
 """Which cells each section of the attention benchmark has. Knows no device."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
 from statistics import NormalDist
@@ -10,6 +11,7 @@ from benchmarks.attention_cells import Cell
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 GQA_SEQLENS = (2048, 8192, 32768)
+LONGEST = 65536
 DECODE = ((1, 1024), (1, 8192), (1, 131072), (8, 32768), (32, 8192), (64, 4096), (64, 1024), (16, 131072))
 #: (new tokens, cached prefix) of one sequence
 CHUNKS = ((2048, 0), (8192, 0), (32768, 0), (2048, 30720), (8192, 122880))
@@ -33,6 +35,14 @@ def forward_cells(head_dims: Dims = HEAD_DIMS, seqlens: Sequence[int] = SEQLENS)
         for seqlen, causal in product(GQA_SEQLENS, (True, False)):
             if seqlen in seqlens:
                 yield Cell("forward", 1, seqlen, seqlen, 32, 8, 128, causal)
+
+
+def backward_cells(head_dims: Dims = HEAD_DIMS, seqlens: Sequence[int] = (*SEQLENS, LONGEST)) -> Iterator[Cell]:
+    """The forward's grid, and 64k tokens at head_dim 128, for the memory."""
+    for cell in forward_cells(head_dims, [n for n in seqlens if n != LONGEST]):
+        yield replace(cell, section="backward")
+    if LONGEST in seqlens and 128 in head_dims:
+        yield Cell("backward", 1, LONGEST, LONGEST, 16, 16, 128, True)
 
 
 def decode_cells(head_dims: Dims = (128,)) -> Iterator[Cell]:
@@ -123,6 +133,7 @@ def dropout_cells(head_dims: Dims = (64, 128)) -> Iterator[Cell]:
 #: Every section with its cells, in the order they are timed.
 GRID: dict[str, Callable[..., Iterator[Cell]]] = {
     "forward": forward_cells,
+    "backward": backward_cells,
     "decode": decode_cells,
     "latency": latency_cells,
     "paged": paged_cells,
@@ -145,7 +156,7 @@ def quick(cells: Sequence[Cell]) -> list[Cell]:
     kept = []
     seen: set[str] = set()
     for cell in cells:
-        if cell.section == "forward":
+        if cell.section in ("forward", "backward"):
             keep = cell.heads == cell.kv_heads and cell.head_dim in (64, 128) and cell.seqlen_q in (2048, 8192)
         elif cell.section == "decode":
             keep = (cell.batch, cell.seqlen_k) in _QUICK_DECODE
@@ -165,8 +176,9 @@ def select(sections: Sequence[str], head_dims: Sequence[int] | None, seqlens: Se
     for section in SECTIONS:
         if section not in sections:
             continue
-        if section == "forward":
-            cells += forward_cells(head_dims or HEAD_DIMS, seqlens or SEQLENS)
+        if section in ("forward", "backward"):
+            every = SEQLENS if section == "forward" else (*SEQLENS, LONGEST)
+            cells += GRID[section](head_dims or HEAD_DIMS, seqlens or every)
             continue
         own = GRID[section](head_dims) if head_dims else GRID[section]()
         cells += [cell for cell in own if seqlens is None or cell.seqlen_k in seqlens]

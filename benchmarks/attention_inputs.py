@@ -65,6 +65,11 @@ class Tensors:
             return stored
         return stored[self.block_table.long()].transpose(2, 3).flatten(1, 2).contiguous()
 
+    @cached_property
+    def grad_out(self) -> Tensor:
+        """Random, shaped like q: what a backward begins with."""
+        return torch.randn_like(self.q)
+
     @property
     def table(self) -> Tensor:
         assert self.block_table is not None, "the cell has no pages"

@@ -17,6 +17,7 @@ Call = Callable[[], Tensor]  # returns a tensor shaped like q
 Make = Callable[[Cell, Tensors], Call]
 
 OURS, OURS_GENERIC, OURS_CONTIGUOUS = "longwave", "longwave-generic", "longwave-contiguous"
+OURS_DETERMINISTIC = "longwave-deterministic"
 OURS_DENSE, OURS_KERNEL, OURS_BF16, OURS_UNSHARED = (
     "longwave-dense",
     "longwave-kernel",

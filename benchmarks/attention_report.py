@@ -17,6 +17,8 @@ _UNITS = {
     "fp8_kv": ("us", "microseconds a step", 1),
     "fp8_error": ("relative_rmse", "error over the truth's size", 4),
 }
+#: Sections whose calls' memory is measured.
+MEASURED = ("backward",)
 _TFLOPS = ("tflops", "TFLOP/s", 1)
 
 
@@ -33,6 +35,7 @@ class Result:
     reason: str | None = None
     error: float | None = None  # relative, against the float32 truth
     twin: Cell | None = None  # what it ran, when that is not the cell
+    extra_bytes: int | None = None  # allocated at its peak beyond what there was before, where that is measured
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Record:
         results = {
             name: {"ms": r.ms, key: self.number(name), "relative_error": r.error, "reason": r.reason}
             | ({"twin": r.twin.facts()} if r.twin else {})
+            | ({"extra_bytes": r.extra_bytes} if r.extra_bytes is not None else {})
             for name, r in self.results.items()
         }
         return self.cell.facts() | {"flops": self.cell.flops, "kv_bytes": self.cell.kv_bytes, "results": results}
@@ -91,7 +95,13 @@ class Record:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Record":
         results = {
-            name: Result(r["ms"], r["reason"], r["relative_error"], Cell.of(r["twin"]) if "twin" in r else None)
+            name: Result(
+                r["ms"],
+                r["reason"],
+                r["relative_error"],
+                Cell.of(r["twin"]) if "twin" in r else None,
+                r.get("extra_bytes"),
+            )
             for name, r in facts["results"].items()
         }
         return cls(Cell.of(dict(facts)), results)
@@ -133,7 +143,8 @@ class Report:
         names = list(dict.fromkeys(name for r in records for name in r.results))
         others = [name for name in names if name != OURS]
         share = ["of copy"] if section == "decode" else []
-        head = ["d", "mask", "q", "keys", "batch", "heads", "", *names, *share, *(f"/{p}" for p in others)]
+        memory = [f"{name} MiB" for name in names] if section in MEASURED else []
+        head = ["d", "mask", "q", "keys", "batch", "heads", "", *names, *share, *(f"/{p}" for p in others), *memory]
         rows = [[*_shape(r.cell), *self._numbers(r, names, others)] for r in records]
         what = "how many times as fast" if unit(section)[0] == "us" else "over the others"
         return f"{section}, {unit(section)[1]}; the last columns are {OURS}, {what}\n{plain_table(head, rows)}"
@@ -145,7 +156,11 @@ class Report:
             speed = record.number(OURS)
             numbers.append(_text(speed / self.copy_tb_per_s if speed and self.copy_tb_per_s else None, 2))
         compare = record.times_as_fast if record.cell.section == "block_sparse" else record.ratio
-        return numbers + [_text(compare(OURS, name), 2) for name in others]
+        numbers += [_text(compare(OURS, name), 2) for name in others]
+        if record.cell.section in MEASURED:
+            extra = (r.extra_bytes if (r := record.results.get(name)) else None for name in names)
+            numbers += [_text(None if x is None else x / 2**20, 0) for x in extra]
+        return numbers
 
     def missing(self) -> list[str]:
         """One line per contender and reason, with how many cells it cost."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.attention_cells import Cell
-from benchmarks.attention_goals import Goal, goals
+from benchmarks.attention_goal import Goal
+from benchmarks.attention_goals import goals
 from benchmarks.attention_registry import OURS
 from benchmarks.attention_report import Report
 

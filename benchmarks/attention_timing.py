@@ -4,14 +4,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_inputs import Tensors
 from benchmarks.attention_registry import Call, Contender
-from benchmarks.attention_report import Record, Result
+from benchmarks.attention_report import MEASURED, Record, Result
 from benchmarks.attention_truth import Truth, acceptable
 from benchmarks.stopwatch import Stopwatch, alternate
 
@@ -46,12 +46,23 @@ def prepare(
         return [], Result(None, reason_of(failure))
     if not acceptable(cell, error):  # NaN is wrong too
         return [], Result(None, f"wrong result: relative error {error:.2e}", None)
+    extra = extra_bytes(calls[0]) if section in MEASURED and sets[0].q.is_cuda else None
     if section in GRAPHED and sets[0].q.is_cuda:
         try:
             calls = [captured(calls)] if cell.calls > 1 else [captured([call]) for call in calls]
         except Exception as failure:  # as above
             return [], Result(None, f"not captured in a CUDA graph: {reason_of(failure)}", error)
-    return calls, Result(None, None, error)
+    return calls, Result(None, None, error, extra_bytes=extra)
+
+
+def extra_bytes(call: Call) -> int:
+    """What a call allocates at its peak beyond what there was, its results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 @dataclass(frozen=True)
@@ -97,11 +108,11 @@ def time_cell(cell: Cell, contenders: Sequence[Contender], watch: Stopwatch, rou
         twin = problem if problem != cell else None
         median = medians.get(contender.name)
         if median is None:
-            results[contender.name] = Result(None, checked.reason, checked.error, twin)
+            results[contender.name] = replace(checked, twin=twin)
             continue
         reason = reason_of(median) if isinstance(median, Exception) else still_right(problems[problem][1], calls[0])
         ms = None if reason or isinstance(median, Exception) else median / cell.calls
-        results[contender.name] = Result(ms, reason, checked.error, twin)
+        results[contender.name] = replace(checked, ms=ms, reason=reason, twin=twin)
     return Record(cell, results)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks import attention_results
-from benchmarks.attention_goals import Rule, number
+from benchmarks.attention_goal import Rule, number
 from benchmarks.attention_report import Report
 
 ROOT = Path(__file__).resolve().parents[1]

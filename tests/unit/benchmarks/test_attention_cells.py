@@ -29,6 +29,11 @@ def test_a_causal_square_counts_half() -> None:
     assert replace(full, causal=True).flops * 2 == full.flops
 
 
+def test_a_backward_counts_two_and_a_half_times_the_forward() -> None:
+    forward = Cell("forward", 2, 1024, 1024, 8, 8, 64, True)
+    assert 2 * replace(forward, section="backward").flops == 5 * forward.flops
+
+
 def test_a_chunk_on_a_prefix_counts_the_prefix_fully() -> None:
     chunk = Cell("paged", 1, 100, 300, 1, 1, 1, True)
     assert chunk.flops == 4 * (100 * 200 + 100 * 100 // 2)

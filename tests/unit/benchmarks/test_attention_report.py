@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from benchmarks import attention, machine
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_contenders import REGISTRY
-from benchmarks.attention_goals import Goal, Rule, goals
+from benchmarks.attention_goal import Goal, Rule
+from benchmarks.attention_goals import goals
 from benchmarks.attention_grid import SECTIONS
 from benchmarks.attention_report import Record, Report, Result
 from benchmarks.stopwatch import Call, Stopwatch
@@ -79,6 +80,20 @@ def test_a_twin_counts_its_own_work() -> None:
     share = goal([record], "512 tokens on 131k")
     assert share.values == pytest.approx([0.9 * CHUNK.flops / SQUARE.flops])
     assert share.met is True
+
+
+def test_backward_goals_compare_ours_with_peers_and_with_itself() -> None:
+    cell = Cell("backward", 1, 16384, 16384, 8, 8, 256, True)
+    times = {"longwave": 1.0, "longwave-deterministic": 1.25, "longwave-generic": 2.0, "fa2": 1.8, "cudnn": 1.2}
+    record = Record(cell, {name: Result(ms, extra_bytes=3 << 20) for name, ms in times.items()})
+    assert goal([record], "backward over the best of").values == pytest.approx([1.2])
+    assert goal([record], "backward d=256 over").met is False
+    assert goal([record], "deterministic backward").values == pytest.approx([0.8])
+    assert goal([record], "generic backward").values == pytest.approx([0.9])
+    assert goal([record], "backward d=128 causal 16k").values == []
+    report = Report({}, {}, None, [record])
+    assert "longwave MiB" in report.table("backward")
+    assert Record.of(record.facts()).results["fa2"].extra_bytes == 3 << 20
 
 
 def test_sparse_and_float8_goals_compare_times() -> None:
@@ -190,7 +205,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence_and_exits_with_2() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--head-dims", "64;128"], "64,128"), (["--only", "fa9"], "fa9"), (["backward"], "backward")],
+    [(["--head-dims", "64;128"], "64,128"), (["--only", "fa9"], "fa9"), (["sideways"], "sideways")],
 )
 def test_an_argument_that_names_nothing_is_refused(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(_app(), arguments)

@@ -35,6 +35,8 @@ FLOAT8_FORWARD = Cell("fp8_forward", 1, 200, 200, 2, 2, 64, True)
 FLOAT8 = Cell("fp8_kv", 2, 1, 128, 4, 2, 16, False, page=64)
 CELLS = [
     FORWARD,
+    replace(FORWARD, section="backward"),
+    replace(FORWARD, section="backward", causal=False),
     DECODE,
     replace(DECODE, section="latency", calls=3),
     CHUNK,
