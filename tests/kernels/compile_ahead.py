@@ -10,7 +10,10 @@ import torch
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.decode import hopper_page_rows
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
+from attention_backend.kernels import hopper_backward_variants
+from attention_backend.kernels.backward_variants import backward_variant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
+from attention_backend.kernels.hopper_backward_variants import BackwardOptions
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
@@ -50,6 +53,22 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
     return variants
 
 
-def compile_ahead(cases: Iterable[Case]) -> None:
+def backward_variants_of(case: Case, arch: str) -> list[KernelVariant]:
+    """The main kernels of a case's gradients; a group's heads are shared by several blocks where these are few."""
+    options = options_of(case)
+    if case.torch_dtype == torch.float32 or options.paged or options.bias:
+        return []
+    variants = [backward_variant(options, arch, deterministic=False)[0]]
+    if arch == "sm_90a":
+        names = ("dtype", "head_dim", "head_dim_v", "key_mask", "softcap", "alibi")
+        which = BackwardOptions(**{name: getattr(options, name) for name in names}, parts=case.heads > case.kv_heads)
+        variants += [hopper_backward_variants.backward_variant(which)[0]]
+    return variants
+
+
+def compile_ahead(cases: Iterable[Case], backward_cases: Iterable[Case] = ()) -> None:
     arch = arch_for(torch.cuda.get_device_capability())
-    build_variants((variant for case in cases for variant in variants_of(case, arch)), default_cache())
+    backward_cases = list(backward_cases)
+    variants = [variant for case in (*cases, *backward_cases) for variant in variants_of(case, arch)]
+    variants += [variant for case in backward_cases for variant in backward_variants_of(case, arch)]
+    build_variants(variants, default_cache())

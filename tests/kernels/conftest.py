@@ -35,9 +35,12 @@ def kernels(request: pytest.FixtureRequest) -> None:
     if torch.cuda.is_available():
         from .compile_ahead import compile_ahead
 
-        calls = (getattr(item, "callspec", None) for item in request.session.items if item.get_closest_marker("gpu"))
-        cases = (call.params.get("case") for call in calls if call is not None)
-        compile_ahead(case for case in cases if isinstance(case, Case))
+        cases: dict[bool, list[Case]] = {False: [], True: []}  # True: their gradients too
+        for item in request.session.items:
+            case = getattr(item, "callspec", None) and item.callspec.params.get("case")  # type: ignore[attr-defined]
+            if item.get_closest_marker("gpu") and isinstance(case, Case):
+                cases["test_backward" in item.path.name].append(case)
+        compile_ahead(cases[False], cases[True])
 
 
 @pytest.fixture

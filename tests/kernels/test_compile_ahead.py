@@ -5,7 +5,7 @@ import torch
 
 from attention_backend.kernels.variants import Options
 
-from .compile_ahead import options_of, variants_of
+from .compile_ahead import backward_variants_of, options_of, variants_of
 from .problems import KEYS, SCORES, Case, build
 
 
@@ -35,3 +35,12 @@ def test_every_kernel_that_may_serve_is_compiled() -> None:
     assert names(Case(1, 200), "sm_80") == {"flash_fwd_sm80", "flash_decode"}
     assert names(Case(1, 200, layout="paged", page=1)) == {"flash_fwd_sm80", "flash_decode"}
     assert names(Case(200, 200, dtype="fp32")) == {"flash_fwd_f32"}
+
+
+def test_every_backward_kernel_that_may_serve_is_compiled() -> None:
+    def names(case: Case, arch: str = "sm_90a") -> set[str]:
+        return {variant.kernel for variant in backward_variants_of(case, arch)}
+
+    assert names(Case(200, 200)) == {"flash_bwd_sm80", "flash_bwd_sm90"}
+    assert names(Case(200, 200), "sm_80") == {"flash_bwd_sm80"}
+    assert names(Case(200, 200, layout="paged")) == names(Case(200, 200, dtype="fp32")) == set()
