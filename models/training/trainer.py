@@ -88,6 +88,8 @@ class Trainer:
         saved = self._checkpoints.newest()
         progress = Progress() if saved is None else saved[0]
         result = self._folder / "result"
+        if progress.report is not None and on_step(progress.report) is not Verdict.CONTINUE:
+            return Outcome(False, progress.step, progress.trained_tokens, None)
         if progress.step == self.total_steps and is_whole(result):
             return Outcome(True, progress.step, progress.trained_tokens, result)
         self._load()
@@ -95,10 +97,6 @@ class Trainer:
             self._optimizer.load_state_tensors(saved[1])
             del saved
             _log.info("resumed after step %d of %d", progress.step, self.total_steps)
-            assert progress.report is not None
-            verdict = on_step(progress.report)
-            if verdict is not Verdict.CONTINUE:
-                return Outcome(False, progress.step, progress.trained_tokens, None)
         while progress.step < self.total_steps:
             progress = self._step(progress)
             assert progress.report is not None

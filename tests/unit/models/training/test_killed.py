@@ -88,7 +88,7 @@ def survives(tiny_folder: Path, folder: Path, name: str, sync: int, expected: by
     assert process.exitcode == -signal.SIGKILL
     after = run.finish()
     assert run.result() == expected
-    assert after[-1:] == [STEPS]
+    assert after[-1] == STEPS
     # At most the steps since the last checkpoint are done again; its own step is reported once more.
     assert after[0] > max(before, default=0) - EVERY
     return True
