@@ -44,7 +44,7 @@ class HopperConfig:
         slabs, slabs_v = -(-tile // 64), -(-tile_v // 64)
         queries = self.q_stages * slabs * self.block_m * 128
         keys = self.stages * (slabs + slabs_v) * self.block_n * 128
-        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 4)
+        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 5)
         # The tiles start at a multiple of 1,024.
         return queries + keys + barriers + _LISTED_BYTES * self.stages + _TILE_BYTES + 1024
 
@@ -72,13 +72,13 @@ def hopper_config(tile: int, tile_v: int, *, long: bool, paged: bool, sparse: bo
     """
     if tile == 64 and not (sparse or extras):
         return HopperConfig(192, 128, 2, turns=True)
+    wide = long and not (paged or sparse or extras)
     if tile <= 128:
-        wide = long and not (paged or sparse or extras)
         return HopperConfig(128, 160 if wide else 128, 2, turns=True)
     if tile == 192:
         narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
-    return HopperConfig(128, 64 if paged or sparse or extras else 80, 1, turns=False)
+    return HopperConfig(128, 80 if wide else 64, 1, turns=False)
 
 
 def page_rows(page_size: int, block_n: int) -> int | None:

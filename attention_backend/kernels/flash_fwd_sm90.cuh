@@ -2,11 +2,12 @@
 // PTX, made persistent. One block per SM draws tiles of query rows until none is left. Of its first warpgroup, one warp
 // draws the tiles (parts/forward_work.cuh) and three keep rings of query, key and value tiles filled by TMA, across tiles
 // (parts/forward_loads.cuh).
-// Each other warpgroup owns 64 query rows. It starts the product of the next scores before the softmax of these, also
-// from one tile to the next, so that the tensor cores never wait for a tile's end; the warpgroups take turns at them.
+// Each other warpgroup owns 64 query rows. It starts the product of the next scores before the product of these with the
+// values is done; the warpgroups take turns at the tensor cores. A tile is ended before the next begins: carried over, its
+// last product makes the loop one whose barriers and descriptors the compiler does not find uniform, which costs more.
 //
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
-// between. With turns, the softmax of a tile waits for the product with the values of the tile before, as the other
+// between, in loops of their own. With turns, the softmax of a tile waits for the product with the values of the tile before, as the other
 // warpgroup has the tensor cores then; exponentials, rescaling and packing are one stretch of code, where the special
 // function unit is never alone at work. Without turns (OVERLAP) that product runs beside the softmax, and the output is
 // rescaled only when a maximum grew by a factor of 2^8 (FlashAttention-4's rule; exact: it only keeps exponents small).
@@ -66,26 +67,36 @@ class Consumer {
     uint32 probs[BLOCK_N / 16][4];
     Rows rows;
     if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
-    Steps now = next_tile(0);
-    if (now.all == 0) return;
-    rows.clear();
-    zero(acc);
-    wait_full<Q_STAGES>(shared.full_q, 0);
-    step<false, kMaybe>(acc, probs, rows, now, 0, 0, 0);
-    int n = 1;  // steps so far, of all tiles
+    int n = 0;  // steps so far, of all tiles
 #pragma unroll 1
     for (int t = 0;; t++) {
+      const Steps now = next_tile(t);
+      if (now.all == 0) return;
+      rows.clear();
+      zero(acc);
+      wait_full<Q_STAGES>(shared.full_q, t);
+      step<false, kMaybe>(acc, probs, rows, now, t, 0, n++);
+      int i = 1;
+#if SPARSE
 #pragma unroll 1
-      for (int i = 1; i < now.all; i++, n++) {
+      for (; i < now.all; i++, n++) {
         if (sees_mask(now, t, i, n))
           step<true, kMasked>(acc, probs, rows, now, t, i, n);
         else
           step<true, kWhole>(acc, probs, rows, now, t, i, n);
       }
-      now = next_tile(t + 1);
-      if (now.all == 0) return finish(acc, probs, rows, t, n);
-      wait_full<Q_STAGES>(shared.full_q, t + 1);
-      step<true, kMaybe>(acc, probs, rows, now, t + 1, 0, n++);
+#else
+#pragma unroll 1
+      for (int masked_end = now.masked_end;; masked_end = now.all) {
+#pragma unroll 1
+        for (; i < masked_end; i++, n++) step<true, kMasked>(acc, probs, rows, now, t, i, n);
+        if (i >= now.all) break;
+#pragma unroll 1
+        for (; i < now.whole_end; i++, n++) step<true, kWhole>(acc, probs, rows, now, t, i, n);
+        if (i >= now.all) break;
+      }
+#endif
+      finish(acc, probs, rows, t, n);
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
     }
@@ -129,14 +140,12 @@ class Consumer {
     return i < steps.masked_end || i >= steps.whole_end;
   }
 
-  // Step `i` of tile t, the n-th of all. The values of the step before, if there is one, are added meanwhile; when that
-  // belongs to the tile before, its output is complete then and is written.
+  // Step `i` of tile t, the n-th of all. PENDING (i > 0): the values of the step before are added meanwhile.
   template <bool PENDING, Mask MASK>
   __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
                                        const Steps& steps, int t, int i, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
-    const Tile& before = shared.tiles[stage<kTileSlots>(t - 1)];  // where i is 0
-    float s[BLOCK_N / 2], correction[2], factor[2];
+    float s[BLOCK_N / 2], correction[2];
     const uint64 tile_q = wgmma_descriptor(uniform(shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128), 16);
     const uint64 tile_k = wgmma_descriptor(uniform(shared.k + stage<STAGES>(n) * kBytesK), 16);
     wait_full<STAGES>(shared.full_k, n);
@@ -148,11 +157,6 @@ class Consumer {
       start_output(acc, probs, tile_v);
     }
     pass_turn();
-    if (PENDING && i == 0) {
-      const Score score(p.forward.score, before.batch, before.head);
-      end_rows(factor, rows, before, p, score, local_row);
-      rows.clear();
-    }
     const Score score(p.forward.score, tile.batch, tile.head);
     int key0 = tile.end_key - (i + 1) * BLOCK_N;
     const uint4* bits = nullptr;
@@ -186,10 +190,7 @@ class Consumer {
     if (PENDING) {
       if (OVERLAP) wgmma_wait_behind(p.work.batch > 0);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
-      if (i == 0) {
-        store_rows(acc, factor, before, p, local_row);
-        zero(acc);
-      } else if (rescale) {
+      if (rescale) {
 #pragma unroll
         for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
       }
@@ -205,7 +206,7 @@ class Consumer {
     }
   }
 
-  // Adds the last values, of step n - 1, and writes the last tile, t.
+  // Adds the last values of tile t, of step n - 1, and writes it.
   __device__ __forceinline__ void finish(float (&acc)[HEAD_DIM_V / 2], const uint32 (&probs)[BLOCK_N / 16][4],
                                          const Rows& rows, int t, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
@@ -215,6 +216,7 @@ class Consumer {
     const Score score(p.forward.score, tile.batch, tile.head);
     end_rows(factor, rows, tile, p, score, local_row);
     wgmma_wait<0>();
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
     store_rows(acc, factor, tile, p, local_row);
   }
 };

@@ -66,6 +66,4 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("BIAS", options.bias),
         ("DROPOUT", int(options.dropout)),
     )
-    # Three warpgroups have 160 registers a thread: some of what is read once a tile lies in local memory.
-    hot = not options.extras and config.block_m < 192
-    return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=hot)
+    return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=not options.extras)

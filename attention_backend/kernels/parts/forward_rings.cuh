@@ -1,5 +1,5 @@
 // The Hopper forward's shared memory: rings of query, key and value tiles and of the tiles' descriptions, each stage with a
-// barrier for full and one for empty. Included by flash_fwd_sm90.cuh, whose macros it needs.
+// barrier for full and one for empty; and a barrier that says when the next tile is wanted. Included by flash_fwd_sm90.cuh, whose macros it needs.
 #pragma once
 
 #include "forward_work.cuh"
@@ -21,7 +21,7 @@ struct ListedStep {
 
 struct Shared {
   uint32 q, k, v;  // rings
-  uint32 full_q, empty_q, full_k, empty_k, full_v, empty_v, full_tile, empty_tile;
+  uint32 full_q, empty_q, full_k, empty_k, full_v, empty_v, full_tile, empty_tile, wanted_tile;
   Tile* tiles;
   ListedStep* listed;  // [STAGES]
 
@@ -38,7 +38,8 @@ struct Shared {
     empty_v = full_v + 8 * STAGES;
     full_tile = empty_v + 8 * STAGES;
     empty_tile = full_tile + 8 * kTileSlots;
-    char* rest = memory + (empty_tile + 8 * kTileSlots - base);
+    wanted_tile = empty_tile + 8 * kTileSlots;
+    char* rest = memory + (wanted_tile + 8 - base);
     listed = reinterpret_cast<ListedStep*>(rest);
     tiles = reinterpret_cast<Tile*>(listed + STAGES);
   }
@@ -58,6 +59,7 @@ struct Shared {
       barrier_init(full_tile + 8 * i, 1);
       barrier_init(empty_tile + 8 * i, kConsumers * 4 + kLoaders);
     }
+    barrier_init(wanted_tile, 1);
     barrier_init_fence();
   }
 };

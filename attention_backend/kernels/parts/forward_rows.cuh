@@ -19,14 +19,11 @@ struct Rows {
   }
 };
 
-// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. True when, in some row of
-// the warp, it is not 1. Where registers allow it, maxima and sums are two chains each: often one warp alone must keep its
-// scheduler busy. EMPTY: a row may have seen nothing yet.
-template <bool EMPTY>
-__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
-                                             const Score& score) {
-  constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
-  bool grew = false;
+// The largest score of the thread's two rows; all four threads of a row call. Where registers allow it, a maximum is two
+// chains: often one warp alone must keep its scheduler busy.
+constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
+
+__device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[BLOCK_N / 2]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float m[kChains];
@@ -35,10 +32,48 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
       const float x = s[i / 2 * 4 + half * 2 + i % 2];
       m[i % kChains] = i < kChains ? x : fmaxf(m[i % kChains], x);
     }
-    float top = fmaxf(m[0], m[kChains - 1]);
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    float level = fmaxf(rows.level[half], score.level(top));
+    top[half] = fmaxf(m[0], m[kChains - 1]);
+    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+    top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
+  }
+}
+
+// The same by integers, which Hopper compares three at a time: floats have their order unless all of a row are negative,
+// and then, rarely, it is done again as above.
+__device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const float (&s)[BLOCK_N / 2]) {
+  int t[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int m[kChains];
+#pragma unroll
+    for (int c = 0; c < kChains; c++) m[c] = __float_as_int(s[c * 4 + half * 2]);
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 8; i++) {
+      const int a = __float_as_int(s[i * 4 + half * 2]), b = __float_as_int(s[i * 4 + half * 2 + 1]);
+      m[i % kChains] = max(max(m[i % kChains], a), b);
+    }
+    t[half] = max(m[0], m[kChains - 1]);
+    t[half] = max(t[half], __shfl_xor_sync(~0u, t[half], 1));
+    t[half] = max(t[half], __shfl_xor_sync(~0u, t[half], 2));
+    top[half] = __int_as_float(t[half]);
+  }
+  if (__any_sync(~0u, min(t[0], t[1]) < 0)) row_maxima(top, s);
+}
+
+// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. True when, in some row of
+// the warp, it is not 1. EMPTY: a row may have seen nothing yet.
+template <bool EMPTY>
+__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
+                                             const Score& score) {
+  bool grew = false;
+  float tops[2];
+  if (!EMPTY && HEAD_DIM <= 64)  // a narrow head's steps have the most maxima for their products
+    row_maxima_by_integers(tops, s);
+  else
+    row_maxima(tops, s);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float level = fmaxf(rows.level[half], score.level(tops[half]));
 #if OVERLAP
     const bool grows = score.above(level, rows.level[half]) > kSlack;  // never from -inf to -inf, a NaN
     if (!grows) level = rows.level[half];
