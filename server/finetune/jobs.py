@@ -111,7 +111,7 @@ class FineTuning:
                     self._max_live_jobs,
                 )
             )
-        except BaseException:
+        except Exception:  # not when cancelled: the job may yet be written, and a folder of none is swept
             self._folders.remove(job_id)
             raise
         if job is None or job.id != job_id:

@@ -1,6 +1,7 @@
 """The trainer process from first to last line: one stage of one job, then it ends. Started by process.TrainerProcess.
 The only file of the room that runs models.training's Trainer; logs carry no text of the data."""
 
+import contextlib
 import errno
 import logging
 import math
@@ -45,6 +46,9 @@ from server.finetune.messages import (
 from server.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("server.finetune.worker")  # __name__ is "__main__" in the process itself
+
+NICENESS = 10  # of 19: answers come before training
+OOM_SCORE = 900  # of 1000: where memory ends, the trainer goes and not the engine
 
 
 class Trains(Protocol):
@@ -186,6 +190,13 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def yield_to_the_server() -> None:
+    """The processor and, on Linux, memory: a killed trainer goes on from a checkpoint, a killed engine loses answers."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
 def real_trainer(*arguments: Any) -> Trains:
     from models.training import Trainer
 
@@ -201,6 +212,7 @@ def main(make_trainer: MakeTrainer = real_trainer) -> None:
     logging.basicConfig(
         level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s trainer %(name)s: %(message)s"
     )
+    yield_to_the_server()
     link = TrainerLink(connected)
     link.send(serve(arguments, link, make_trainer))
     link.close()

@@ -109,9 +109,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused_by_name() -> None:
     source = tiny_tokenizer()
     source.chat_template = STRIPS
     tokenizer = TextTokenizer(source)
-    with pytest.raises(
-        CannotLearnError, match=r"messages\[1\]: .* template writes an answer differently"
-    ):
+    with pytest.raises(CannotLearnError, match=r"messages\[1\]: .* template writes an answer differently"):
         render(tokenizer, USER, ASSISTANT, USER, ASSISTANT)
     tokenizer.close()
 

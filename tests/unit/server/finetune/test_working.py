@@ -14,9 +14,11 @@ from working import PAIR, at_work, script, trained
 from server.errors import InvalidAdapter
 from server.finetune import Status
 from server.finetune.database import connect
+from server.finetune.folders import JobFolder
 from server.finetune.journal import Journal
 from server.finetune.leases import MAX_CRASHES, TRAIN, Leases
 from server.finetune.store import JobStore
+from server.finetune.worker import NICENESS, OOM_SCORE
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -302,6 +304,44 @@ def test_a_server_whose_lease_was_taken_ends_its_trainer_and_writes_nothing(
             assert len(store.journal.events(job.id, after=0, before=None, limit=1000)) == before
             assert store.get(job.id).attempt == taken.attempt
             store.close()
+
+    asyncio.run(main())
+
+
+def test_a_job_in_whose_folder_somebody_works_waits_without_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that was stopped, lost its lease and was not killed yet."""
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path, lease_seconds=1.0) as work:
+            job = await work.create()
+            await work.jobs.pause(job.id, "me")
+            with JobFolder(work.job_folder(job)).alone() as alone:
+                assert alone
+                await work.jobs.resume(job.id, "me")
+                attempts = (await work.jobs.get(job.id, "me")).attempt
+                await work.wait(job, lambda now: now.attempt >= attempts + 2)  # it tried, and tries again
+                assert (await work.jobs.get(job.id, "me")).crashes == 0
+                assert not (tmp_path / "trained").exists()
+            assert (await work.until(job, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_the_trainer_yields_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch, hold_at=2)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.told(job, "Step 1/6")
+            pid = work.trainer_pid
+            assert pid is not None
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+            assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == OOM_SCORE
+            await work.jobs.cancel(job.id, "me")
 
     asyncio.run(main())
 
