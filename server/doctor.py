@@ -60,7 +60,7 @@ class Diagnosis:
 
 
 def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosis:
-    from attention_backend import dispatch
+    from attention_backend import backward, dispatch
 
     problems: list[str] = []
     gpus = _gpus()
@@ -73,7 +73,7 @@ def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosi
         cuda=_cuda(),
         gpus=gpus,
         cache=_cache(),
-        kernels=list(dispatch.describe()),
+        kernels=[*dispatch.describe(), *backward.describe()],
         model=config.model,
         layers=_reported(lambda: _layers(config), [], problems),
         adapters=_reported(lambda: adapter_report.report(config, lora_folders, problems), {}, problems),
