@@ -10,7 +10,8 @@ MIXED_TILES = ((192, 128),)
 _SHARED_MEMORY = 227 * 1024
 _L2_BYTES = 32 << 20  # of queries, output gradients and dQ that blocks side by side work on
 _CHUNK_BYTES = 64 * 64 * 4
-_TILE_BYTES = 128  # a KeyTile (parts/backward_tiles.cuh)
+_TILE_SLOTS = 2  # descriptions of tiles of keys
+_TILE_BYTES = 104  # a KeyTile (parts/backward_tiles.cuh) without its rows
 _KEY_BYTES = 8  # a KeyRows
 _CONSUMERS = 2
 
@@ -40,6 +41,10 @@ class BackwardTile:
         return 24, 240
 
     @property
+    def tile_slots(self) -> int:
+        return _TILE_SLOTS
+
+    @property
     def slabs(self) -> int:
         """Of 64 columns of a key."""
         return -(-self.head_dim // 64)
@@ -51,10 +56,11 @@ class BackwardTile:
         rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * self.block_m * 2
-        barriers = 8 * (2 + 2 * self.q_stages + 2 * self.o_stages + _CONSUMERS)
-        rest = terms + barriers + _TILE_BYTES + _KEY_BYTES * self.block_n
-        # The tiles start at a multiple of 1,024.
-        return keys + rows + ds + self.handover * _CHUNK_BYTES + rest + 1024
+        barriers = 8 * (4 + 2 * self.q_stages + 2 * self.o_stages + 2 * _TILE_SLOTS + _CONSUMERS)
+        tiles = _TILE_SLOTS * (_TILE_BYTES + _KEY_BYTES * self.block_n)
+        used = keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers + tiles
+        # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
+        return min(used + 1024, _SHARED_MEMORY)
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:

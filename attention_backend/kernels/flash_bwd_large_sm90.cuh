@@ -4,9 +4,10 @@
 // registers: their way through shared memory would be its largest load. While one warpgroup does arithmetic the other has
 // the tensor cores. Everything else is as in flash_bwd_sm90.cuh.
 //
-// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), Q_STAGES, O_STAGES, DS_STAGES (2),
+// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES (2),
 // HANDOVER (1: P), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
+#define LARGE 1
 #include "parts/backward_loads.cuh"
 #include "parts/backward_store.cuh"
 #include "parts/backward_wgmma.cuh"
@@ -24,30 +25,48 @@ template <int GROUP>
 class Half {
  public:
   __device__ __forceinline__ Half(const Shared& shared, const BackwardParams& p)
-      : shared(shared), p(p), tile(*shared.tile), lane(0), now(tile) {}
+      : shared(shared), p(p), lane(0) {}
+
+  // Calls work(tiles of rows) for every tile of keys.
+  template <class Work>
+  __device__ __forceinline__ void for_tiles(Work work) {
+#pragma unroll 1
+    for (;; slot.next()) {
+      slot.wait_full(shared.full_tile);
+      const int tiles = uniform(tile().tiles);
+      if (tiles < 0) return;
+      now = Step(tile());
+      work(tiles);
+      if (tiles > 0) keys.next();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
+    }
+  }
 
  protected:
   const Shared& shared;
   const BackwardParams& p;
-  const KeyTile& tile;
   const Lane lane;
+  RingPlace<TILE_SLOTS> slot;
+  RingPlace<1> keys;
   Step now;
   RingPlace<Q_STAGES> q;
   RingPlace<O_STAGES> o;
   RingPlace<DS_STAGES> ds_place;
 
+  __device__ __forceinline__ const KeyTile& tile() const { return shared.tiles[slot.at]; }
   __device__ __forceinline__ bool first_thread() const { return threadIdx.x % 128 == 0; }
   __device__ __forceinline__ bool is_masked() const {
-    return now.m < uniform(tile.whole_begin) || now.m >= uniform(tile.whole_end);
+    return now.m < uniform(tile().whole_begin) || now.m >= uniform(tile().whole_end);
   }
-  __device__ __forceinline__ void next_step() { now.next(1, uniform(tile.m_begin), uniform(tile.m_end)); }
+  __device__ __forceinline__ void next_step() { now.next(1, uniform(tile().m_begin), uniform(tile().m_end)); }
 
   __device__ __forceinline__ void wait_keys() const {
-    barrier_wait(shared.full_k, 0);
-    if (GROUP == 1) barrier_wait(shared.full_v, 0);
-    if (KEY_MASK || shared.rows[0].count == 0 || shared.rows[BLOCK_N - 1].count == 0) {
-      barrier_wait(shared.full_v, 0);
-      clear_dead_keys(shared);
+    keys.wait_full(shared.full_k);
+    if (GROUP == 1) keys.wait_full(shared.full_v);
+    if (has_dead_keys(tile())) {
+      keys.wait_full(shared.full_v);
+      clear_dead_keys(shared, tile());
     }
   }
 
@@ -83,10 +102,10 @@ class Half {
     wgmma_commit();
   }
   __device__ __forceinline__ void add_dq(const float (&dq)[32], const Step& step, int n) const {
-    const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
+    const int64 rows = (step.head * p.padded_rows + tile().padded_row) / kRows + step.m;
 #if DETERMINISTIC
     if (n == 0) {
-      if (first_thread()) turn_wait(p.turns + rows * 2 + GROUP, turn_of(tile, step.m));
+      if (first_thread()) turn_wait(p.turns + rows * 2 + GROUP, turn_of(tile(), step.m));
       named_sync(1 + GROUP, 128);
     }
 #endif
@@ -103,8 +122,8 @@ class Half {
 
   __device__ __forceinline__ Kept kept_of(const Step& step) const {
 #if DROPOUT
-    const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + step.head);
-    return Kept(dropout, p.dropout.threshold, step.m * (kRows / 16), (tile.first_key + lane.key) / 16);
+    const Dropout dropout(p.dropout, tile().batch * p.kv_heads * p.group + step.head);
+    return Kept(dropout, p.dropout.threshold, step.m * (kRows / 16), (tile().first_key + lane.key) / 16);
 #else
     return Kept();
 #endif
@@ -116,25 +135,30 @@ class First : Half<0> {
   using Half::Half;
 
   __device__ __forceinline__ void run() {
-    float dv[HEAD_DIM_V / 2];
-    zero(dv);
-    const int tiles = uniform(tile.tiles);
-    if (tiles > 0) {
-      wait_keys();
-      float s[kRows / 2];
-      q.wait_full(shared.full_q);
-      start_product<HEAD_DIM>(s, shared.k, shared.q);
-      wgmma_wait<0>();
-      to_probabilities(s, shared, p, shared.lse2, now, is_masked(), lane);
-      hand_over(s);
+    for_tiles([&](int tiles) {
+      float dv[HEAD_DIM_V / 2];
+      zero(dv);
+      if (tiles > 0) {
+        wait_keys();
+        float s[kRows / 2];
+        q.wait_full(shared.full_q);
+        start_product<HEAD_DIM>(s, shared.k, shared.q + q.at * kBytesQ);
+        wgmma_wait<0>();
+        to_probabilities(s, tile(), p, shared.lse2 + q.at * kBytesTerms, now, is_masked(), lane);
+        if (handed) named_sync(kProbsFree, 256);
+        handed = true;
+        hand_over(s);
 #pragma unroll 1
-      for (int t = 1; t < tiles; t++) step<true>(dv, s);
-      step<false>(dv, s);
-    }
-    store_dv(dv, tile, p, lane);
+        for (int t = 1; t < tiles; t++) step<true>(dv, s);
+        step<false>(dv, s);
+      }
+      store_dv(dv, tile(), p, lane);
+    });
   }
 
  private:
+  bool handed = false;  // probabilities, ever
+
   __device__ __forceinline__ void hand_over(const float (&s)[kRows / 2]) const {
 #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -156,8 +180,8 @@ class First : Half<0> {
     if (is_masked()) clear_dead_rows(rows_o, kSlabsV, shared.lse2 + q.at * kBytesTerms);
     start_sum<HEAD_DIM_V>(dv, probs, rows_o);
     RingPlace<Q_STAGES> next = q;
+    next.next();
     if (MORE) {
-      next.next();
       next.wait_full(shared.full_q);
       start_product<HEAD_DIM>(s, shared.k, shared.q + next.at * kBytesQ);
     }
@@ -172,7 +196,7 @@ class First : Half<0> {
     const Step step = now;
     if (MORE) {
       next_step();
-      to_probabilities(s, shared, p, shared.lse2 + q.at * kBytesTerms, now, is_masked(), lane);
+      to_probabilities(s, tile(), p, shared.lse2 + q.at * kBytesTerms, now, is_masked(), lane);
       named_sync(kProbsFree, 256);
       hand_over(s);
     }
@@ -184,7 +208,10 @@ class First : Half<0> {
       wgmma_wait<0>();
       add_dq(dq, step, n);
     }
-    if (first_thread()) barrier_arrive(shared.free_space + 8 * ds_place.at);
+    if (first_thread()) {
+      barrier_arrive(shared.free_space + 8 * ds_place.at);
+      if (!MORE) barrier_arrive(shared.empty_k);
+    }
     ds_place.next();
   }
 };
@@ -194,19 +221,20 @@ class Second : Half<1> {
   using Half::Half;
 
   __device__ __forceinline__ void run() {
-    float dk[HEAD_DIM / 2];
-    zero(dk);
-    const int tiles = uniform(tile.tiles);
-    if (tiles > 0) {
-      wait_keys();
-      float dp[kRows / 2];
-      o.wait_full(shared.full_o);
-      start_product<HEAD_DIM_V>(dp, shared.v, shared.o);
+    for_tiles([&](int tiles) {
+      float dk[HEAD_DIM / 2];
+      zero(dk);
+      if (tiles > 0) {
+        wait_keys();
+        float dp[kRows / 2];
+        o.wait_full(shared.full_o);
+        start_product<HEAD_DIM_V>(dp, shared.v, shared.o + o.at * kBytesO);
 #pragma unroll 1
-      for (int t = 1; t < tiles; t++) step<true>(dk, dp);
-      step<false>(dk, dp);
-    }
-    store_dk(dk, tile, p, lane);
+        for (int t = 1; t < tiles; t++) step<true>(dk, dp);
+        step<false>(dk, dp);
+      }
+      store_dk(dk, tile(), p, lane);
+    });
   }
 
  private:
@@ -224,9 +252,10 @@ class Second : Half<1> {
       const float4 x = load_shared4(shared.handover + j * 2048 + threadIdx.x % 128 * 16);
       probs[j * 4] = x.x, probs[j * 4 + 1] = x.y, probs[j * 4 + 2] = x.z, probs[j * 4 + 3] = x.w;
     }
-    if (MORE) named_arrive(kProbsFree, 256);
+    named_arrive(kProbsFree, 256);
     wgmma_wait<0>();  // dP
-    to_score_gradients(dp, probs, shared, p, kept, lse2, delta, now, masked, lane);
+    if (!MORE && first_thread()) barrier_arrive(shared.empty_v);
+    to_score_gradients(dp, probs, tile(), p, kept, lse2, delta, now, masked, lane);
     uint32 ds[kRows / 16][4];
     pack_tile(ds, dp);
     ds_place.wait_empty(shared.free_space);
@@ -252,7 +281,10 @@ class Second : Half<1> {
       start_product<HEAD_DIM_V>(dp, shared.v, shared.o + o.at * kBytesO);
     }
     wgmma_wait<MORE ? 1 : 0>();  // the rest of dQ, and before it dK
-    if (first_thread()) barrier_arrive(shared.empty_q + 8 * q.at);
+    if (first_thread()) {
+      barrier_arrive(shared.empty_q + 8 * q.at);
+      if (!MORE) barrier_arrive(shared.empty_k);
+    }
 #pragma unroll
     for (int n = 1; n < kChunks; n++) add_dq(dq, now, n);
     q.next();
@@ -267,12 +299,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
-  if (!start_tile(shared, p)) return;
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp == 0) load_tiles<true>(shared, &map_k, &map_q, p);
-    if (warp == 1) load_tiles<false>(shared, &map_v, &map_o, p);
+    switch (uniform(threadIdx.x / 32)) {
+      case 0:
+        load_tiles<true>(shared, &map_k, &map_q, p);
+        break;
+      case 1:
+        load_tiles<false>(shared, &map_v, &map_o, p);
+        break;
+      case 2:
+        draw_tiles(shared, p);
+        break;
+    }
   } else {
     registers_raise<CONSUMER_REGISTERS>();
     if (uniform(threadIdx.x / 128) == 1)

@@ -1,16 +1,18 @@
-// Attention backward for Hopper, head_dim up to 128. A block takes BLOCK_N keys and walks the tiles of query rows that see
-// them, for all query heads of its key head; each of two consumer warpgroups keeps dK and dV of 64 keys in registers
-// (FlashAttention-3's structure, arXiv 2407.08608, section 3). One producer warp loads keys and queries, one values and
-// output gradients, one adds dQ to global memory by bulk reductions, in fragment order (flash_bwd_postprocess_sm90.cuh).
+// Attention backward for Hopper, head_dim up to 128. One block per SM draws tiles of BLOCK_N keys until none is left, and
+// for each walks the tiles of query rows that see them, for all query heads of their key head; each of two consumer
+// warpgroups keeps dK and dV of 64 keys in registers (FlashAttention-3's structure, arXiv 2407.08608, section 3). Of the
+// first warpgroup, one warp draws, one loads keys and queries, one values and output gradients, and one adds dQ to global
+// memory by bulk reductions, in fragment order (flash_bwd_postprocess_sm90.cuh).
 //
 // All products of scores are transposed (keys are rows), so that P^T and dS^T feed dV and dK from registers. A step is laid
 // out so that the tensor cores have work behind every stretch of arithmetic: the next scores are started as soon as this
 // step's probabilities are used up, their exponentials run beside dQ and dK, dS beside dV.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS,
+// HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS,
 // DS_SHARED, DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
+#define LARGE 0
 #include "parts/backward_loads.cuh"
 #include "parts/backward_store.cuh"
 #include "parts/backward_wgmma.cuh"
@@ -24,43 +26,26 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Shared& shared, const BackwardParams& p)
-      : shared(shared), p(p), tile(*shared.tile), group(uniform(threadIdx.x / 128) - 1), lane(group * 64) {}
+      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1), lane(group * 64) {}
 
   __device__ __forceinline__ void run() {
-    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
-    zero(dk);
-    zero(dv);
-    const int tiles = uniform(tile.tiles);
-    if (tiles > 0) {
-      barrier_wait(shared.full_k, 0);
-      if (KEY_MASK || shared.rows[0].count == 0 || shared.rows[BLOCK_N - 1].count == 0) {
-        barrier_wait(shared.full_v, 0);
-        clear_dead_keys(shared);
-      }
-      float s[kRows / 2];
-      Step now(tile);
-      Rings rings;
-      rings.q.wait_full(shared.full_q);
-      start_scores(s, shared.q);
-      wgmma_wait<0>();
-      to_probabilities(s, shared, p, shared.lse2, now, is_masked(now.m), lane);
-      barrier_wait(shared.full_v, 0);
+    RingPlace<TILE_SLOTS> slot;
+    Rings rings;
 #pragma unroll 1
-      for (int t = 1; t < tiles; t++) {
-        if (kTileSteps == 2) step<true, 0>(dk, dv, s, now, rings);
-        step<true, kTileSteps - 1>(dk, dv, s, now, rings);
-      }
-      if (kTileSteps == 2) step<true, 0>(dk, dv, s, now, rings);
-      step<false, kTileSteps - 1>(dk, dv, s, now, rings);
+    for (;; slot.next()) {
+      slot.wait_full(shared.full_tile);
+      const KeyTile& tile = shared.tiles[uniform(slot.at)];
+      const int tiles = uniform(tile.tiles);
+      if (tiles < 0) return;
+      run_tile(tile, tiles, rings);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
     }
-    store_dv(dv, tile, p, lane);
-    store_dk(dk, tile, p, lane);
   }
 
  private:
   const Shared& shared;
   const BackwardParams& p;
-  const KeyTile& tile;
   const int group;
   const Lane lane;
 
@@ -68,11 +53,43 @@ class Consumer {
     RingPlace<Q_STAGES> q;
     RingPlace<O_STAGES> o;
     RingPlace<DS_STAGES> ds;
-    RingPlace<1> dq;
+    RingPlace<1> dq, keys;
     int released = -1;  // the stage of queries that dK is still read from
   };
 
-  __device__ __forceinline__ bool is_masked(int m) const { return m < uniform(tile.whole_begin) || m >= uniform(tile.whole_end); }
+  __device__ __forceinline__ void run_tile(const KeyTile& tile, int tiles, Rings& rings) const {
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+    zero(dk);
+    zero(dv);
+    if (tiles > 0) {
+      rings.keys.wait_full(shared.full_k);
+      if (has_dead_keys(tile)) {
+        rings.keys.wait_full(shared.full_v);
+        clear_dead_keys(shared, tile);
+      }
+      float s[kRows / 2];
+      Step now(tile);
+      rings.q.wait_full(shared.full_q);
+      start_scores(s, shared.q + rings.q.at * kBytesQ);
+      wgmma_wait<0>();
+      to_probabilities(s, tile, p, shared.lse2 + rings.q.at * kBytesTerms, now, is_masked(tile, now.m), lane);
+      rings.keys.wait_full(shared.full_v);
+#pragma unroll 1
+      for (int t = 1; t < tiles; t++) {
+        if (kTileSteps == 2) step<true, 0>(dk, dv, s, tile, now, rings);
+        step<true, kTileSteps - 1>(dk, dv, s, tile, now, rings);
+      }
+      if (kTileSteps == 2) step<true, 0>(dk, dv, s, tile, now, rings);
+      step<false, kTileSteps - 1>(dk, dv, s, tile, now, rings);
+      rings.keys.next();
+    }
+    store_dv(dv, tile, p, lane);
+    store_dk(dk, tile, p, lane);
+  }
+
+  static __device__ __forceinline__ bool is_masked(const KeyTile& tile, int m) {
+    return m < uniform(tile.whole_begin) || m >= uniform(tile.whole_end);
+  }
 
   // a (64 keys of K or V) times kRows rows of b (Q or dO).
   template <int WIDTH>
@@ -128,14 +145,14 @@ class Consumer {
   // Step PART of a tile of rows, whose probabilities are in s. With MORE those of the next step are there afterwards.
   template <bool MORE, int PART>
   __device__ __forceinline__ void step(float (&dk)[HEAD_DIM / 2], float (&dv)[HEAD_DIM_V / 2], float (&s)[kRows / 2],
-                                       Step& now, Rings& rings) const {
+                                       const KeyTile& tile, Step& now, Rings& rings) const {
     constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
     constexpr int kOffset = PART * kRows * 128;
     const uint32 lse2 = shared.lse2 + rings.q.at * kBytesTerms + PART * kRows * 4;
     const uint32 delta = shared.delta + rings.o.at * kBytesTerms + PART * kRows * 4;
     const uint32 rows_q = shared.q + rings.q.at * kBytesQ + kOffset, rows_o = shared.o + rings.o.at * kBytesO + kOffset;
     const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
-    const bool masked = is_masked(now.m);
+    const bool masked = is_masked(tile, now.m);
     float dp[kRows / 2];
     uint32 probs[kRows / 16][4], ds[kRows / 16][4];
 
@@ -157,18 +174,14 @@ class Consumer {
     }
     start_dv(dv, probs, rows_o);
     wgmma_wait<1>();  // dP
-    to_score_gradients(dp, s, shared, p, kept, lse2, delta, now, masked, lane);
+    if (!MORE && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v);
+    to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
     RingPlace<Q_STAGES> next = rings.q;
-    uint32 next_lse2 = lse2 + kRows * 4;
+    if (kEnds) next.next();
+    const uint32 next_lse2 = kEnds ? shared.lse2 + next.at * kBytesTerms : lse2 + kRows * 4;
     if (MORE) {
-      uint32 next_q = rows_q + kRows * 128;
-      if (kEnds) {
-        next.next();
-        next.wait_full(shared.full_q);
-        next_q = shared.q + next.at * kBytesQ;
-        next_lse2 = shared.lse2 + next.at * kBytesTerms;
-      }
-      start_scores(s, next_q);
+      if (kEnds) next.wait_full(shared.full_q);
+      start_scores(s, kEnds ? shared.q + next.at * kBytesQ : rows_q + kRows * 128);
     }
     pack_tile(ds, dp);
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
@@ -185,11 +198,12 @@ class Consumer {
     if (MORE) {
       wgmma_wait<kEnds ? 2 : 1>();  // the next scores
       now.next(1, uniform(tile.m_begin), uniform(tile.m_end));
-      to_probabilities(s, shared, p, next_lse2, now, is_masked(now.m), lane);
+      to_probabilities(s, tile, p, next_lse2, now, is_masked(tile, now.m), lane);
     }
     if (kEnds) {
       rings.dq.wait_empty(shared.free_space + 8 * group);
       wgmma_wait<1>();  // dQ
+      if (!MORE && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_k);
 #pragma unroll
       for (int j = 0; j < 8; j++)
         store_shared4(shared.handover + group * (kChunk * 4) + j * 2048 + threadIdx.x % 128 * 16, dq[j * 4], dq[j * 4 + 1],
@@ -202,40 +216,52 @@ class Consumer {
       rings.ds.next();
       rings.dq.next();
     }
-    if (!MORE) wgmma_wait<0>();
+    if (!MORE) {
+      wgmma_wait<0>();
+      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * rings.released);
+      rings.released = -1;
+    }
   }
 };
 
 // Adds what the consumers hand over to dQ, in one warp.
 __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParams& p) {
-  const KeyTile& tile = *shared.tile;
-  const int tiles = tile.tiles, m_begin = tile.m_begin, m_end = tile.m_end;
-  Step step(tile);
+  RingPlace<TILE_SLOTS> slot;
 #pragma unroll 1
-  for (int n = 0; n < tiles; n++) {
-    const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
-    float* to = p.dq + rows * (kSlabsK * kChunk);
+  for (;; slot.next()) {
+    slot.wait_full(shared.full_tile);
+    const KeyTile& tile = shared.tiles[slot.at];
+    const int tiles = tile.tiles;
+    if (tiles < 0) break;
+    Step step(tile);
+#pragma unroll 1
+    for (int n = 0; n < tiles; n++) {
+      const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
+      float* to = p.dq + rows * (kSlabsK * kChunk);
 #if DETERMINISTIC
-    if (threadIdx.x % 32 == 0) turn_wait(p.turns + rows * 2, turn_of(tile, step.m));
-    __syncwarp();
-#endif
-#pragma unroll 1
-    for (int w = 0; w < kConsumers; w++) {
-      named_sync(4 + w, 160);
-      if (threadIdx.x % 32 == 0) {
-        bulk_add(to + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
-        bulk_wait_read();
-        barrier_arrive(shared.free_space + 8 * w);
-      }
+      if (threadIdx.x % 32 == 0) turn_wait(p.turns + rows * 2, turn_of(tile, step.m));
       __syncwarp();
-    }
-#if DETERMINISTIC
-    if (threadIdx.x % 32 == 0) {
-      bulk_wait_done();
-      turn_pass(p.turns + rows * 2);
-    }
 #endif
-    step.next(kTileSteps, m_begin, m_end);
+#pragma unroll 1
+      for (int w = 0; w < kConsumers; w++) {
+        named_sync(4 + w, 160);
+        if (threadIdx.x % 32 == 0) {
+          bulk_add(to + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
+          bulk_wait_read();
+          barrier_arrive(shared.free_space + 8 * w);
+        }
+        __syncwarp();
+      }
+#if DETERMINISTIC
+      if (threadIdx.x % 32 == 0) {
+        bulk_wait_done();
+        turn_pass(p.turns + rows * 2);
+      }
+#endif
+      step.next(kTileSteps, tile.m_begin, tile.m_end);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
   }
   if (threadIdx.x % 32 == 0) bulk_wait_done();
 }
@@ -246,13 +272,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                    const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
-  if (!start_tile(shared, p)) return;
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
-    const int warp = uniform(threadIdx.x / 32);
-    if (warp == 0) load_tiles<true>(shared, &map_k, &map_q, p);
-    if (warp == 1) add_dq(shared, p);
-    if (warp == 2) load_tiles<false>(shared, &map_v, &map_o, p);
+    switch (uniform(threadIdx.x / 32)) {
+      case 0:
+        load_tiles<true>(shared, &map_k, &map_q, p);
+        break;
+      case 1:
+        add_dq(shared, p);
+        break;
+      case 2:
+        load_tiles<false>(shared, &map_v, &map_o, p);
+        break;
+      case 3:
+        draw_tiles(shared, p);
+        break;
+    }
   } else {
     registers_raise<CONSUMER_REGISTERS>();
     Consumer(shared, p).run();

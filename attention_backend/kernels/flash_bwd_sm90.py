@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, BackwardTile, query_parts, section_lines
 from attention_backend.jit import load
-from attention_backend.kernels import device
+from attention_backend.kernels import device, workspace
 from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.flash_bwd_rows import padded_rows, row_terms, sinks_gradient
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
@@ -21,6 +21,7 @@ from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
 _ROWS = 64  # of a chunk of dQ
+_COUNTERS = 2  # of the order of work
 _TURNS = 2  # counters of a chunk's rows: the large kernel's warpgroups have one each
 _MAX_GRID = 65535  # blocks in y and z
 
@@ -48,7 +49,7 @@ def refusals(args: AttentionArgs) -> Iterator[str]:
 def backward(
     args: AttentionArgs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None = None
 ) -> Gradients:
-    """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_out` is shaped like out, `grad_lse` like lse.
+    """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out.
 
     Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
     row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
@@ -60,12 +61,10 @@ def backward(
     dsinks = None if args.sinks is None else torch.zeros_like(args.sinks)
     if out.numel() == 0 or args.k.numel() == 0:
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
-    if not _readable(grad_out):
-        grad_out = grad_out.contiguous()
     if args.cu_seqlens_q is not None:
         dq.zero_()
     index = args.q.device.index
-    deterministic = _is_deterministic(args)
+    deterministic = args.deterministic
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     seqlen_k = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
     _, tile = backward_variant(BackwardOptions.of(args, deterministic=deterministic, parts=False))
@@ -75,6 +74,7 @@ def backward(
 
     rows = padded_rows(args)
     sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
+    counters = workspace.counters(args.q.device, _COUNTERS)
     terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums)
     turns = sums.new_zeros((args.num_heads, rows // _ROWS, _TURNS), dtype=torch.int32) if deterministic else None
     to_k, to_v = (_partial(x, parts) for x in (dk, dv)) if parts > 1 else (dk, dv)
@@ -82,6 +82,7 @@ def backward(
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
     if args.dropout_threshold:
         p.dropout = dropout_params(args)
+    p.counters = counters.data_ptr()
     p.lse2, p.delta, p.dq, p.turns = terms.lse2.data_ptr(), terms.delta.data_ptr(), sums.data_ptr(), pointer(turns)
     _set_keys(p, "dk", to_k, parts)
     _set_keys(p, "dv", to_v, parts)
@@ -89,7 +90,7 @@ def backward(
     p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
     p.section = section_lines(tile, seqlen_q=args.seqlen_q, group=group // parts, lines=lines * parts)
     load(variant, index)(
-        (key_tiles * lines * parts, 1, 1),
+        (min(key_tiles * lines * parts, device.num_sms(index)), 1, 1),
         (tile.threads, 1, 1),
         (
             tensor_map(args.q, tile.block_m),
@@ -100,6 +101,7 @@ def backward(
         ),
         tile.smem_bytes,
     )
+    del counters  # kept until the launch was queued
     _store_dq(args, tile, sums, dq)
     if parts > 1:
         dk.copy_(to_k.sum(0))
@@ -107,10 +109,6 @@ def backward(
     if args.sinks is not None:
         dsinks = sinks_gradient(args.sinks, terms)
     return Gradients(dq, dk, dv, None, dsinks)
-
-
-def _is_deterministic(args: AttentionArgs) -> bool:
-    return args.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _readable(x: Tensor) -> bool:

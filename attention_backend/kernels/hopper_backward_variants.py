@@ -54,6 +54,7 @@ def backward_variant(options: BackwardOptions) -> tuple[KernelVariant, BackwardT
         ("HEAD_DIM_V", tile.head_dim_v),
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
+        ("TILE_SLOTS", tile.tile_slots),
         ("Q_STAGES", tile.q_stages),
         ("O_STAGES", tile.o_stages),
         ("DS_STAGES", tile.ds_stages),

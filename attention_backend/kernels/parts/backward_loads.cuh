@@ -1,42 +1,85 @@
-// The Hopper backward's producers, a warp each: keys and queries, values and output gradients, by TMA.
+// The Hopper backward's producers, a warp each: one draws tiles of keys, one loads keys and queries, one values and output
+// gradients, by TMA.
 #pragma once
 
 #include "parts/backward_shared.cuh"
 
-// KEYS: the tile of keys, and the ring of queries with lse2. Else the values, and the ring of output gradients with delta.
+__device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardParams& p) {
+  const int lane = threadIdx.x % 32;
+  RingPlace<TILE_SLOTS> slot;
+  int index = blockIdx.x;
+#pragma unroll 1
+  for (;; slot.next()) {
+    slot.wait_empty(shared.empty_tile);
+    KeyTile& tile = shared.tiles[slot.at];
+#pragma unroll 1
+    do {  // past tiles that a shorter sequence does not have
+      if (lane == 0) describe(tile, p, index);
+      __syncwarp();
+      if (tile.tiles < 0) break;
+      if (lane == 0) index = gridDim.x + atomicAdd(p.counters, 1);
+      index = __shfl_sync(~0u, index, 0);
+    } while (tile.first_key >= tile.seqlen_k);
+    if (tile.tiles < 0) break;
+#pragma unroll 1
+    for (int r = lane; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.full_tile + 8 * slot.at);
+  }
+  if (lane == 0) barrier_arrive(shared.full_tile + 8 * slot.at);  // there is no more
+  // The last block to get here leaves the counters as it found them.
+  if (lane == 0) {
+    __threadfence();
+    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      p.counters[0] = 0;
+      p.counters[1] = 0;
+    }
+  }
+}
+
+// KEYS: the tiles of keys, and the ring of queries with lse2. Else the values, and the ring of output gradients with delta.
 template <bool KEYS>
 __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* once, const TensorMap* rows,
                                            const BackwardParams& p) {
   constexpr int kStages = KEYS ? Q_STAGES : O_STAGES, kSlabs = KEYS ? kSlabsK : kSlabsV;
   constexpr int kBytes = kSlabs * kSlabQ;
   if (threadIdx.x % 32 != 0) return;
-  const KeyTile& tile = *shared.tile;
-  const int tiles = tile.tiles, m_begin = tile.m_begin, m_end = tile.m_end;
-  if (tiles == 0) return;
-  {
-    const uint32 full = KEYS ? shared.full_k : shared.full_v, to = KEYS ? shared.k : shared.v;
-    const int batch = p.sequence.cu_seqlens_k ? 0 : tile.batch, first = tile.seq.k_begin + tile.first_key;
-    barrier_expect(full, kSlabs * kSlabKv);
-#pragma unroll 1
-    for (int c = 0; c < kSlabs; c++)
-      tma_load(to + c * kSlabKv, once, full, c * 64, first, tile.kv_head, batch, kEvictFirst);
-  }
-  const int batch = p.sequence.cu_seqlens_q ? 0 : tile.batch, first = tile.seq.q_begin;
   const uint32 full_ring = KEYS ? shared.full_q : shared.full_o, empty_ring = KEYS ? shared.empty_q : shared.empty_o;
   const uint32 ring = KEYS ? shared.q : shared.o, terms_ring = KEYS ? shared.lse2 : shared.delta;
-  Step step(tile);
+  RingPlace<TILE_SLOTS> slot;
   RingPlace<kStages> place;
+  RingPlace<1> keys;
 #pragma unroll 1
-  for (int n = 0; n < tiles; n++) {
-    const uint32 full = full_ring + 8 * place.at, to = ring + place.at * kBytes;
-    place.wait_empty(empty_ring);
-    barrier_expect(full, kBytes + kBytesTerms);
-    bulk_load(terms_ring + place.at * kBytesTerms,
-              (KEYS ? p.lse2 : p.delta) + step.head * p.padded_rows + tile.padded_row + step.m * kRows, kBytesTerms, full);
+  for (;; slot.next()) {
+    slot.wait_full(shared.full_tile);
+    const KeyTile& tile = shared.tiles[slot.at];
+    const int tiles = tile.tiles;
+    if (tiles < 0) return;
+    if (tiles > 0) {
+      const uint32 full = KEYS ? shared.full_k : shared.full_v, to = KEYS ? shared.k : shared.v;
+      keys.wait_empty(KEYS ? shared.empty_k : shared.empty_v);
+      barrier_expect(full, kSlabs * kSlabKv);
 #pragma unroll 1
-    for (int c = 0; c < kSlabs; c++)
-      tma_load(to + c * kSlabQ, rows, full, c * 64, first + step.m * kRows, step.head, batch, kEvictLast);
-    step.next(kTileSteps, m_begin, m_end);
-    place.next();
+      for (int c = 0; c < kSlabs; c++)
+        tma_load(to + c * kSlabKv, once, full, c * 64, tile.seq.k_begin + tile.first_key, tile.kv_head,
+                 p.sequence.cu_seqlens_k ? 0 : tile.batch, kEvictFirst);
+      keys.next();
+    }
+    Step step(tile);
+#pragma unroll 1
+    for (int left = tiles; left > 0; left--) {
+      const uint32 full = full_ring + 8 * place.at, to = ring + place.at * kBytes;
+      place.wait_empty(empty_ring);
+      barrier_expect(full, kBytes + kBytesTerms);
+      bulk_load(terms_ring + place.at * kBytesTerms,
+                (KEYS ? p.lse2 : p.delta) + step.head * p.padded_rows + tile.padded_row + step.m * kRows, kBytesTerms, full);
+#pragma unroll 1
+      for (int c = 0; c < kSlabs; c++)
+        tma_load(to + c * kSlabQ, rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,
+                 p.sequence.cu_seqlens_q ? 0 : tile.batch, kEvictLast);
+      step.next(kTileSteps, tile.m_begin, tile.m_end);
+      place.next();
+    }
+    barrier_arrive(shared.empty_tile + 8 * slot.at);
   }
 }

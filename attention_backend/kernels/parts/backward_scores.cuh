@@ -14,9 +14,9 @@ struct Lane {
 };
 
 // Gives `value` to what is hidden: rows that do not see the key, rows that see nothing (they may be NaN), rows of padding.
-__device__ __forceinline__ void hide(float (&x)[kRows / 2], float value, const Shared& shared, uint32 lse2, int m,
+__device__ __forceinline__ void hide(float (&x)[kRows / 2], float value, const KeyTile& tile, uint32 lse2, int m,
                                      const Lane& lane) {
-  const KeyRows rows[2] = {shared.rows[lane.key], shared.rows[lane.key + 8]};
+  const KeyRows rows[2] = {tile.rows[lane.key], tile.rows[lane.key + 8]};
 #pragma unroll
   for (int i = 0; i < kRows / 8; i++) {
     const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
@@ -30,16 +30,15 @@ __device__ __forceinline__ void hide(float (&x)[kRows / 2], float value, const S
 }
 
 // Scores, as the product left them, become probabilities.
-__device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Shared& shared, const BackwardParams& p,
+__device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const BackwardParams& p,
                                                  uint32 lse2, const Step& step, bool masked, const Lane& lane) {
-  const KeyTile& tile = *shared.tile;
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++)
     s[x] = score(s[x], step.m * kRows + x / 4 * 8 + lane.row + x % 2, tile.first_key + lane.key + x / 2 % 2 * 8, tile.seq);
 #endif
-  if (masked) hide(s, -kInfinity, shared, lse2, step.m, lane);
+  if (masked) hide(s, -kInfinity, tile, lse2, step.m, lane);
 #pragma unroll
   for (int i = 0; i < kRows / 8; i++) {
     const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
@@ -50,14 +49,14 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Sh
 
 // dP becomes dS, times what turns a gradient of scores into one of q k^T but for the softmax scale.
 __device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const float (&probs)[kRows / 2],
-                                                   const Shared& shared, const BackwardParams& p, const Kept& kept,
+                                                   const KeyTile& tile, const BackwardParams& p, const Kept& kept,
                                                    uint32 lse2, uint32 delta, const Step& step, bool masked,
                                                    const Lane& lane) {
 #if DROPOUT
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++) dp[x] = kept(x) ? dp[x] * p.dropout.scale : 0.f;
 #endif
-  if (masked) hide(dp, 0.f, shared, lse2, step.m, lane);
+  if (masked) hide(dp, 0.f, tile, lse2, step.m, lane);
 #pragma unroll
   for (int i = 0; i < kRows / 8; i++) {
     const float2 d = load_shared2(delta + (i * 8 + lane.row) * 4);
@@ -66,7 +65,6 @@ __device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const
   }
 #if SOFTCAP
   // The capped score comes back from its probability, which costs less than keeping it. Where that is 0, so is dS.
-  const KeyTile& tile = *shared.tile;
   const Score score(p.score, tile.batch, step.head);
 #pragma unroll
   for (int i = 0; i < kRows / 8; i++) {
@@ -128,9 +126,12 @@ __device__ __forceinline__ void clear_dead_rows(uint32 tile, int slabs, uint32 l
   fence_async_proxy();
   named_sync(threadIdx.x / 128, 128);
 }
-__device__ __forceinline__ void clear_dead_keys(const Shared& shared) {
+__device__ __forceinline__ bool has_dead_keys(const KeyTile& tile) {
+  return KEY_MASK || tile.rows[0].count == 0 || tile.rows[BLOCK_N - 1].count == 0;
+}
+__device__ __forceinline__ void clear_dead_keys(const Shared& shared, const KeyTile& tile) {
   const int row = threadIdx.x % 128;
-  if (row < BLOCK_N && shared.rows[row].count == 0) {
+  if (row < BLOCK_N && tile.rows[row].count == 0) {
     clear_row(shared.k, kSlabsK, kSlabKv, row);
     clear_row(shared.v, kSlabsV, kSlabKv, row);
   }

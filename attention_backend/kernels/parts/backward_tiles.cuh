@@ -25,7 +25,12 @@ __device__ __forceinline__ int end_row(const Sequence& seq, int key) {
   return row;
 }
 
-// What a block works on: steps over tiles of query rows, those of one query head after those of another.
+// The rows that see a key: `count` from `first` on.
+struct KeyRows {
+  int first, count;
+};
+
+// What a block works on at a time: steps over tiles of query rows, those of one query head after those of another.
 struct KeyTile {
   Sequence seq;
   int batch, kv_head, part, first_key, number;
@@ -33,13 +38,12 @@ struct KeyTile {
   int seqlen_k;
   int m_begin, m_end;          // steps of kRows rows of each head, of whole tiles of rows
   int whole_begin, whole_end;  // those in which every row sees every key
-  int tiles;                   // of rows, of all heads
+  int tiles;                   // of rows, of all heads; -1: there is no more work
   int64 padded_row;            // of the sequence's first row
-
-  __device__ __forceinline__ KeyTile(const BackwardParams& p, int batch) : seq(p.sequence, batch), batch(batch) {}
+  KeyRows rows[BLOCK_N];
 };
 
-// Places of a block in the order of work: key tiles of the same number lie side by side for `section` heads, the first
+// Places in the order of work: key tiles of the same number lie side by side for `section` heads, the first
 // ones, which have the most rows under a causal mask, in front. In deterministic mode the last ones are, as then each block
 // adds to dQ after those before it.
 struct Place {
@@ -58,7 +62,15 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, const Place& place) {
+// The tile at a place in the order of work.
+__device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index) {
+  if (index >= p.kv_heads * p.batch * p.parts * p.key_tiles) {
+    tile.tiles = -1;
+    return;
+  }
+  const Place place(p, index);
+  tile.batch = place.line / p.kv_heads;
+  tile.seq = Sequence(p.sequence, tile.batch);
   const Sequence& seq = tile.seq;
   tile.kv_head = place.line % p.kv_heads;
   tile.number = place.number;
@@ -84,11 +96,6 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   tile.tiles = tile.heads * (tile.m_end - tile.m_begin) / kTileSteps;
 }
 
-// The rows that see a key of the tile: `count` from `first` on.
-struct KeyRows {
-  int first, count;
-};
-
 __device__ __forceinline__ KeyRows rows_of(const KeyTile& tile, const BackwardParams& p, int r) {
   const Sequence& seq = tile.seq;
   const int key = tile.first_key + r;
@@ -104,6 +111,7 @@ __device__ __forceinline__ KeyRows rows_of(const KeyTile& tile, const BackwardPa
 struct Step {
   int head, m;
 
+  __device__ __forceinline__ Step() {}
   __device__ __forceinline__ explicit Step(const KeyTile& tile) : head(tile.first_head), m(tile.m_begin) {}
   __device__ __forceinline__ void next(int by, int m_begin, int m_end) {
     m += by;
