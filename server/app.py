@@ -20,6 +20,7 @@ from server.api import (
     models,
     playground,
     tokenization,
+    training,
 )
 from server.api.job_events import EventFeeds
 from server.files.body import StreamedBody
@@ -27,6 +28,7 @@ from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
 from server.middleware import Authentication, BodyLimit, RequestContext
+from server.training import Training
 
 
 class Application(FastAPI):
@@ -57,6 +59,11 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         lifecycle.preparations.append(jobs.start)
         lifecycle.drains.append(jobs.drain)
         lifecycle.metrics.watch_fine_tuning(jobs.stats)
+    low_level = Training(settings.data_folder / "training", settings.training_config(), lifecycle)
+    if settings.enable_training:
+        lifecycle.preparations.append(low_level.start)
+        lifecycle.drains.append(low_level.drain)
+        lifecycle.metrics.watch_training(low_level.stats)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,6 +72,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
             async with lifecycle.lifespan(app):
                 yield
         finally:
+            await low_level.close()
             await jobs.close()
             store.close()
 
@@ -81,11 +89,14 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     app.state.files = store
     app.state.fine_tuning = jobs
     app.state.feeds = EventFeeds()
+    app.state.training = low_level
     failures.install(app)
     for resource in (chat, completions, models, lora, files, tokenization, health, metrics, playground):
         app.include_router(resource.router)
     if settings.enable_fine_tuning:
         app.include_router(fine_tuning.router)
+    if settings.enable_training:
+        app.include_router(training.router)
     # The last added is the outermost.
     streamed = frozenset({files.PATH})
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, streamed=streamed)

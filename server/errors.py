@@ -10,9 +10,12 @@ LongwaveError
 │   ├── ModelNotFound         404  model_not_found
 │   ├── FileMissing           404
 │   ├── JobMissing            404
+│   ├── TrainingMissing       404
 │   ├── RouteNotFound         404  unknown_url
 │   ├── MethodNotAllowed      405  method_not_allowed
 │   ├── AdapterExists         409  adapter_exists
+│   ├── SequenceConflict      409  sequence_conflict
+│   ├── TrainingDiverged      400  training_diverged
 │   ├── RequestTimeout        408  request_timeout
 │   ├── PayloadTooLarge       413  payload_too_large
 │   └── UnsupportedMediaType  415  unsupported_media_type
@@ -21,6 +24,8 @@ LongwaveError
 ├── ServerOverloaded          503  server_is_overloaded   (+ Retry-After)
 │   └── ServerDraining        503  server_is_draining     (+ Retry-After)
 ├── EngineUnavailable         503  engine_unavailable     (+ Retry-After)
+├── TrainingModelLost         500  training_model_lost
+├── TrainingOutOfMemory       500  out_of_memory
 └── RequestFailedError        500  server_error
 """
 
@@ -120,6 +125,12 @@ class JobMissing(InvalidRequest):
     status = 404
 
 
+class TrainingMissing(InvalidRequest):
+    """No such model, future or saved weights of low-level training, or no longer, or another key's."""
+
+    status = 404
+
+
 class RouteNotFound(InvalidRequest):
     status = 404
     code = "unknown_url"
@@ -135,6 +146,19 @@ class AdapterExists(InvalidRequest):
 
     status = 409
     code = "adapter_exists"
+
+
+class SequenceConflict(InvalidRequest):
+    """A seq_id, or an idempotency key, that has another call."""
+
+    status = 409
+    code = "sequence_conflict"
+
+
+class TrainingDiverged(InvalidRequest):
+    """A loss or a gradient that is not finite: of what the caller sent, or has done to the weights."""
+
+    code = "training_diverged"
 
 
 class RequestTimeout(InvalidRequest):
@@ -187,6 +211,24 @@ class EngineUnavailable(LongwaveError):  # noqa: N818
     type = "service_unavailable_error"
     code = "engine_unavailable"
     retries = True
+
+
+class TrainingModelLost(LongwaveError):  # noqa: N818
+    """Its process has ended. The message says from which saved weights to go on."""
+
+    code = "training_model_lost"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
+class TrainingOutOfMemory(LongwaveError):  # noqa: N818
+    """The device has too little memory for this call; the model is as it was, without a gradient."""
+
+    code = "out_of_memory"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class RequestFailedError(LongwaveError):

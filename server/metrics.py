@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from server.engine.messages import EngineReady, EngineStats, RequestTimes
 from server.finetune.stats import FineTuningStats
+from server.training.stats import TrainingStats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENGINE: Final = "0"
@@ -66,6 +67,9 @@ class Metrics:
 
     def watch_fine_tuning(self, stats: FineTuningStats) -> None:
         self.registry.register(_FineTuningCollector(self._model_name, stats))
+
+    def watch_training(self, stats: TrainingStats) -> None:
+        self.registry.register(_TrainingCollector(self._model_name, stats))
 
     def finished(self, reason: str) -> None:
         self._success.labels(self._model_name, ENGINE, reason).inc()
@@ -187,6 +191,33 @@ class _FineTuningCollector(Collector):
             ("finetune_steps", "Optimiser steps of fine-tuning jobs.", stats.steps),
             ("finetune_tokens", "Tokens trained on.", stats.tokens),
             ("finetune_trainer_crashes", "Trainer processes that ended without a word.", stats.crashes),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+
+class _TrainingCollector(Collector):
+    """Low-level training: live models, and what was done with them."""
+
+    def __init__(self, model_name: str, stats: TrainingStats) -> None:
+        self._stats = stats
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        models = GaugeMetricFamily("longwave:training_models", "Live models of low-level training.", labels=LABELS)
+        models.add_metric(self._labels, stats.models)
+        yield models
+        calls = CounterMetricFamily(
+            "longwave:training_calls", "Calls of low-level training that ended.", labels=(*LABELS, "call", "outcome")
+        )
+        for (call, outcome), count in sorted(stats.calls.items()):
+            calls.add_metric([*self._labels, call, outcome], count)
+        yield calls
+        for name, text, value in (
+            ("training_tokens", "Tokens of forward and forward_backward.", stats.tokens),
+            ("training_process_crashes", "Training processes that ended by themselves.", stats.crashes),
         ):
             counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)

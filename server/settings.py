@@ -12,11 +12,13 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from server.engine.adapter_registry import NAME
 from server.engine.config import BLOCK_SIZES, EngineConfig
 from server.finetune.config import TrainerConfig
+from server.training.config import TrainingConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an operator may name
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
 FINE_TUNED = "ft:"  # how the names of fine-tuned models begin
+SAVED_WEIGHTS = "longwave://"  # how those of weights begin that low-level training has saved
 SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -69,7 +71,7 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(512, ge=0, le=1_000_000)
     queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
 
-    enable_lora: bool = Field(False, description="Serve LoRA adapters; fine-tuning does so in any case.")
+    enable_lora: bool = Field(False, description="Serve LoRA adapters; fine-tuning and low-level training do so in any case.")
     max_loras: int = Field(4, ge=1, le=256, description="Adapters of one step.")
     max_lora_rank: int = Field(16, ge=1, le=512, description="Largest rank of an adapter.")
     max_cpu_loras: int = Field(64, ge=1, le=100_000, description="Adapters loaded, in host memory.")
@@ -97,6 +99,13 @@ class Settings(BaseSettings):
     fine_tuning_checkpoint_every: int = Field(
         10, ge=1, le=1_000_000, description="Steps between checkpoints; a crash loses no more."
     )
+    enable_training: bool = Field(True, description="Serve /v1/training, the low-level calls.")
+    max_training_models: int = Field(4, ge=1, le=1024, description="Most live models of low-level training.")
+    max_training_call_tokens: int = Field(65_536, ge=1, le=MAX_MODEL_LEN, description="Most tokens of one such call.")
+    training_idle_timeout: float = Field(
+        3600.0, gt=0, le=604_800, description="Seconds without a call, then a live model is saved and unloaded."
+    )
+    max_saved_weights: int = Field(100, ge=1, le=100_000, description="Most saved weights of one API key.")
     header_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a connection may take to ask something.")
     ping_interval: float = Field(10.0, gt=0, le=3600, description="Seconds of silence before a stream's `:` line.")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds running answers get after SIGTERM.")
@@ -176,7 +185,7 @@ class Settings(BaseSettings):
 
     @property
     def serves_adapters(self) -> bool:
-        return self.enable_lora or self.enable_fine_tuning
+        return self.enable_lora or self.enable_fine_tuning or self.enable_training
 
     @property
     def lora_folders(self) -> dict[str, Path]:
@@ -229,6 +238,21 @@ class Settings(BaseSettings):
             micro_batch_tokens=self.fine_tuning_batch_tokens,
             checkpoint_every=self.fine_tuning_checkpoint_every,
             max_rank=self.max_lora_rank,
+        )
+
+    def training_config(self) -> TrainingConfig:
+        return TrainingConfig(
+            source=self.model,
+            device=self.device,
+            cache_dir=self.cache_dir,
+            model_image_dir=self.model_image_dir,
+            max_length=self.fine_tuning_max_length,
+            micro_batch_tokens=self.fine_tuning_batch_tokens,
+            max_rank=self.max_lora_rank,
+            max_models=self.max_training_models,
+            max_call_tokens=self.max_training_call_tokens,
+            max_saved=self.max_saved_weights,
+            idle_seconds=self.training_idle_timeout,
         )
 
 

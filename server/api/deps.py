@@ -11,6 +11,7 @@ from server.api.job_events import EventFeeds
 from server.files.store import FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
+from server.training import Training
 
 
 def _lifecycle(request: Request) -> Lifecycle:
@@ -53,8 +54,14 @@ def _feeds(request: Request) -> EventFeeds:
     return feeds
 
 
+def _training(request: Request) -> Training:
+    training: Training = request.app.state.training
+    return training
+
+
 LifecycleDep = Annotated[Lifecycle, Depends(_lifecycle)]
 OriginDep = Annotated[Origin, Depends(_origin)]
 FilesDep = Annotated[FileStore, Depends(_files)]
 FineTuningDep = Annotated[FineTuning, Depends(_fine_tuning)]
 FeedsDep = Annotated[EventFeeds, Depends(_feeds)]
+TrainingDep = Annotated[Training, Depends(_training)]

@@ -10,7 +10,7 @@ from server.errors import InvalidRequest, ModelNotFound
 from server.lifecycle import Lifecycle
 from server.schemas.failure import READ_FAILURES, failures
 from server.schemas.models import ModelCard, ModelDeleted, ModelList
-from server.settings import FINE_TUNED
+from server.settings import FINE_TUNED, SAVED_WEIGHTS
 
 router = APIRouter(tags=["models"])
 
@@ -47,12 +47,12 @@ def _base(lifecycle: Lifecycle, name: str) -> ModelCard:
 
 
 def _adapter(lifecycle: Lifecycle, info: AdapterInfo) -> ModelCard:
-    """Where a fine-tuned model lies is no caller's business; of others, somebody who may know has said it."""
+    """Where a model trained here lies is no caller's business; of others, somebody who may know has said it."""
     settings = lifecycle.settings
     return ModelCard(
         id=info.name,
         created=info.created,
-        root=settings.model if info.name.startswith(FINE_TUNED) else info.folder,
+        root=settings.model if info.name.startswith((FINE_TUNED, SAVED_WEIGHTS)) else info.folder,
         parent=settings.model_names[0],
         max_model_len=lifecycle.max_model_len,
     )

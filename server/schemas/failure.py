@@ -21,10 +21,10 @@ class ErrorReply(WireModel):
 MEANINGS = {
     400: "The request is wrong, too long, or asks for what is not served.",
     401: "No API key, or a wrong one.",
-    404: "No such model, file, job or route.",
+    404: "No such model, file, job, future or route.",
     405: "The route exists, the method does not.",
     408: "The body came too slowly.",
-    409: "The name of an adapter is taken.",
+    409: "The name of an adapter is taken, or a number or key was used for another call.",
     413: "The body is too large.",
     415: "The body has the wrong media type, or is encoded.",
     429: "The quota of files or jobs is used up; deleting or cancelling helps, waiting does not.",

@@ -62,6 +62,12 @@ class Generator:
         reservation.callback(self._open.discard, generation)
         return generation
 
+    @contextmanager
+    def reserve(self, num_sequences: int) -> Iterator[None]:
+        """Room for work that speaks with the engine in token ids alone. Raises ServerOverloaded, InvalidRequest."""
+        with self._admission.reserve(num_sequences), self._active():
+            yield
+
     async def prompt_texts(self, job: Job) -> list[str]:
         """For each choice of a text job, its prompt as text."""
         texts = [await self._text(prompt) for prompt in job.prompts]

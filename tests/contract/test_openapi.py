@@ -20,6 +20,17 @@ REQUESTS = (
     "FineTuningJobRequest",
     "LoadLoraAdapterRequest",
     "UnloadLoraAdapterRequest",
+    "CreateModelRequest",
+    "ComputeRequest",
+    "OptimStepRequest",
+    "SaveWeightsRequest",
+    "SaveWeightsForSamplerRequest",
+    "LoadWeightsRequest",
+    "DeleteWeightsRequest",
+    "SampleRequest",
+    "OrderedRequest",
+    "ModelRequest",
+    "RetrieveFutureRequest",
 )
 
 

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.engine.messages import EngineReady, EngineStats
 from server.finetune import FineTuningStats
 from server.metrics import Metrics
+from server.training import TrainingStats
 
 
 def exported_families() -> dict[str, set[str]]:
@@ -24,6 +25,7 @@ def exported_families() -> dict[str, set[str]]:
         )
     )  # fmt: skip
     metrics.watch_fine_tuning(FineTuningStats(jobs={"running": 1}, ended=Counter({"succeeded": 1})))
+    metrics.watch_training(TrainingStats(calls=Counter({("Compute", "succeeded"): 1})))
     metrics.finished("stop")
     metrics.observe_http("/v1/models", "GET", 200, 0.1)
     families = text_string_to_metric_families(metrics.render().decode())

@@ -14,6 +14,7 @@ READERS_OF_THE_ENVIRONMENT = {
     "server/settings.py",
     "server/engine/process.py",
     "server/finetune/process.py",
+    "server/training/child.py",
     "attention_backend/jit/environment.py",
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -86,7 +86,9 @@ def test_the_engine_gets_every_field_it_shares_with_settings() -> None:
 
 
 def test_adapters_are_served_where_somebody_asked_for_them(tmp_path: Path) -> None:
-    assert not load_settings({"enable_fine_tuning": False}).engine_config().enable_lora
+    nobody = {"enable_fine_tuning": False, "enable_training": False}
+    assert not load_settings(nobody).engine_config().enable_lora
+    assert load_settings({**nobody, "enable_training": True}).engine_config().enable_lora
     settings = load_settings(
         {"enable_lora": True, "enable_fine_tuning": False, "lora_modules": f"a={tmp_path},b/c=x=y"}
     )

@@ -1,0 +1,67 @@
+"""Which calls can never be carried out: told at once, with the field's name, instead of through a future.
+
+The process checks again: it knows the base model, which may still be loading when the first calls come.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from models.training.calls import ALLOWED_INPUTS, REQUIRED_INPUTS
+from server.errors import InvalidRequest
+from server.training.calls import Call, Compute, LossName, PackedDatum, Sample
+from server.training.config import TrainingConfig
+from server.training.messages import Ready
+
+INPUTS = ("weights", "logprobs", "advantages")
+FIELDS = {"tokens": "model_input", "targets": "loss_fn_inputs.target_tokens"}
+
+
+def check(call: Call, config: TrainingConfig, ready: Ready | None) -> None:
+    """`ready`: what the process knows of the base model, once it does. Raises InvalidRequest."""
+    if isinstance(call, Compute):
+        _check_compute(call, config, ready)
+    if isinstance(call, Sample) and ready is not None:
+        _check_vocabulary(call.prompt, ready.vocab_size, "prompt")
+
+
+def _check_compute(call: Compute, config: TrainingConfig, ready: Ready | None) -> None:
+    if call.num_tokens > config.max_call_tokens:
+        raise InvalidRequest(
+            f"The call has {call.num_tokens} tokens; at most {config.max_call_tokens} are taken at once: make several "
+            "calls, their gradients are added.",
+            param="data",
+        )
+    for index, datum in enumerate(call.data):
+        place = f"data[{index}]"
+        _check_inputs(datum, call.loss_fn, place)
+        if ready is None:
+            continue
+        if len(datum.tokens) // 4 > ready.max_length:
+            raise InvalidRequest(
+                f"{place} has {len(datum.tokens) // 4} tokens; one sequence has at most {ready.max_length} here.",
+                param=f"{place}.model_input",
+            )
+        for name, field in FIELDS.items():
+            _check_vocabulary(array("i", getattr(datum, name)), ready.vocab_size, f"{place}.{field}")
+
+
+def _check_inputs(datum: PackedDatum, loss_fn: LossName, place: str) -> None:
+    for name in ("targets", *INPUTS):
+        values: bytes | None = getattr(datum, name)
+        field = FIELDS.get(name, f"loss_fn_inputs.{name}")
+        if values is None:
+            if name in REQUIRED_INPUTS[loss_fn]:
+                raise InvalidRequest(f"Missing required parameter: '{place}.{field}'.", param=f"{place}.{field}")
+        elif name in INPUTS and name not in ALLOWED_INPUTS[loss_fn]:
+            raise InvalidRequest(f"{loss_fn} takes no {name}.", param=f"{place}.{field}")
+        elif len(values) != len(datum.tokens):
+            raise InvalidRequest(
+                f"{place} has {len(datum.tokens) // 4} tokens in its model_input and {len(values) // 4} numbers in its "
+                f"{field}: there must be one for each token.",
+                param=f"{place}.{field}",
+            )
+
+
+def _check_vocabulary(token_ids: Sequence[int], size: int, field: str) -> None:
+    if min(token_ids) < 0 or max(token_ids) >= size:
+        raise InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)

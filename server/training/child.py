@@ -1,0 +1,187 @@
+"""The training process as the API process sees it: spawn, commands with replies, the moment it ends. Knows no owners
+and no order of calls. On the event loop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from server.training.messages import (
+    HEADER,
+    Arguments,
+    Command,
+    Done,
+    Failed,
+    FailureKind,
+    FromWorker,
+    Ready,
+    Unable,
+    Work,
+    body_size,
+    frame,
+    from_worker,
+)
+
+logger = logging.getLogger("longwave")
+
+REAP_INTERVAL = 0.01  # seconds between looks at a process that is about to end
+
+
+class ChildEndedError(Exception):
+    """The process has ended; the message says how: a sentence without a full stop."""
+
+
+class WorkFailedError(Exception):
+    """The process could not do this; it goes on."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Child:
+    """Use `Child.start` from the event loop's thread: the process ends when that thread does."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        silence_limit: float,
+        call_seconds: float,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._silence_limit = silence_limit
+        self._call_seconds = call_seconds
+        self._replies: dict[int, asyncio.Future[Done]] = {}
+        self._command_ids = count(1)
+        self._reason: str | None = None  # why it was killed, when we did it
+        self._reading = asyncio.create_task(self._read(), name="training-reader")
+
+    @classmethod
+    async def start(cls, arguments: Arguments, worker: str, *, silence_limit: float, call_seconds: float) -> "Child":
+        """Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                process = _spawn(arguments, worker, theirs)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, reader, writer, silence_limit=silence_limit, call_seconds=call_seconds)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, model_id: str, work: Work) -> Done:
+        """Commands are carried out one at a time, in their order. Raises WorkFailedError, ChildEndedError."""
+        if self.ended.done():
+            raise ChildEndedError(self.ended.result())
+        command_id = next(self._command_ids)
+        reply = self._replies[command_id] = asyncio.get_running_loop().create_future()
+        self._writer.write(frame(Command(command_id, model_id, work)))
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                return await reply
+        except TimeoutError:
+            self._kill(f"The training process did not finish a call within {self._call_seconds:.0f} s")
+            raise ChildEndedError(await self.ended) from None
+        finally:
+            self._replies.pop(command_id, None)
+
+    async def close(self) -> None:
+        """Ends it, and returns when it is gone."""
+        self._kill("The training process was ended")
+        await asyncio.wait([self._reading])
+
+    def _kill(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                try:
+                    message = await asyncio.wait_for(self._receive(), self._silence_limit)
+                except TimeoutError:
+                    self._kill("The training process did not answer any more")
+                    break
+                if message is None:
+                    break
+                self._take(message)
+        except Exception:
+            logger.exception("the training process was not understood")
+        finally:
+            await self._bury()
+
+    async def _receive(self) -> FromWorker | None:
+        try:
+            header = await self._reader.readexactly(HEADER.size)
+            return from_worker(await self._reader.readexactly(body_size(header)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def _take(self, message: FromWorker) -> None:
+        match message:
+            case Ready():
+                self.ready.set_result(message)
+            case Unable(message=text):
+                self._reason = text
+            case Done(command_id=command_id):
+                reply = self._replies.get(command_id)
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
+            case Failed(command_id=command_id, kind=kind, message=text):
+                reply = self._replies.get(command_id)
+                if reply is not None and not reply.done():
+                    reply.set_exception(WorkFailedError(kind, text))
+
+    async def _bury(self) -> None:
+        """Waits for the end of the process; then everybody who waits for a word of it is told how it came."""
+        self._writer.close()  # the process, if it still lives, sees the end of the file
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(REAP_INTERVAL)
+        reason = self._reason or _ended(status)
+        self.ended.set_result(reason)
+        everybody: list[asyncio.Future[Any]] = [self.ready, *self._replies.values()]
+        for waiting in everybody:
+            if not waiting.done():
+                waiting.set_exception(ChildEndedError(reason))
+                waiting.exception()  # seen, even if nobody waits for it
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"The training process ended without a word (exit status {status})"
+    name = signal.Signals(-status).name
+    return f"The training process was killed ({name}{': too little memory, perhaps' if name == 'SIGKILL' else ''})"
+
+
+def _spawn(arguments: Arguments, worker: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
+    # Kernels are cached by a room that knows no settings, only this variable.
+    cache = {} if arguments.cache_dir is None else {"LONGWAVE_CACHE_DIR": arguments.cache_dir}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", worker, str(theirs.fileno()), msgspec.json.encode(arguments).decode()],
+        env={**os.environ, **cache, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+    )

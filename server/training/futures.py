@@ -1,0 +1,118 @@
+"""The calls of one model as futures: in the order of their sequence numbers, each once, however often it is sent.
+
+Pure bookkeeping on one event loop: knows no process and no HTTP.
+"""
+
+import asyncio
+import time
+
+from server.errors import InvalidRequest, LongwaveError, SequenceConflict, ServerOverloaded
+from server.training.calls import Call, Outcome, digest
+
+
+class Future:
+    """A call that was taken, and what came of it."""
+
+    def __init__(self, model_id: str, seq_id: int, call: Call) -> None:
+        self.request_id = f"{model_id}:{seq_id}"
+        self.seq_id = seq_id
+        self.digest = digest(call)
+        self.call: Call | None = call  # until it has ended: calls are large
+        self.outcome: Outcome | LongwaveError | None = None
+        self.ended_at = 0.0  # time.monotonic()
+        self.ended = asyncio.Event()
+
+    def end(self, outcome: Outcome | LongwaveError) -> None:
+        """The first end counts."""
+        if self.outcome is None:
+            self.outcome, self.call, self.ended_at = outcome, None, time.monotonic()
+            self.ended.set()
+
+
+class CallSequence:
+    def __init__(self, model_id: str, *, max_pending: int, max_results: int) -> None:
+        self.next_seq_id = 1
+        self._model_id = model_id
+        self._max_pending = max_pending
+        self._max_results = max_results
+        self._futures: dict[int, Future] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def pending(self) -> list[Future]:
+        """Those that have not ended, in their order."""
+        return [self._futures[seq] for seq in sorted(self._futures) if self._futures[seq].outcome is None]
+
+    def find(self, seq_id: int) -> Future | None:
+        return self._futures.get(seq_id)
+
+    def submit(self, seq_id: int | None, call: Call) -> Future:
+        """The call's future: the one it has already, when it was sent before. Without `seq_id` it is the last one.
+
+        Raises SequenceConflict, InvalidRequest for a number too far ahead, ServerOverloaded when too many wait.
+        """
+        if seq_id is None:
+            seq_id = max(self.next_seq_id, max(self._futures, default=0) + 1)
+        known = self._futures.get(seq_id)
+        if known is not None:
+            if known.digest != digest(call):
+                raise SequenceConflict(f"seq_id {seq_id} was used for another call.", param="seq_id")
+            return known
+        if seq_id < self.next_seq_id:
+            raise SequenceConflict(
+                f"seq_id {seq_id} was used before, and its result is no longer kept; the next is {self.next_seq_id}.",
+                param="seq_id",
+            )
+        if seq_id >= self.next_seq_id + self._max_pending:
+            raise InvalidRequest(
+                f"seq_id {seq_id} is too far ahead: the next is {self.next_seq_id}, and {self._max_pending} calls may "
+                "wait.",
+                param="seq_id",
+            )
+        if len(self.pending) >= self._max_pending:
+            raise ServerOverloaded(f"{self._max_pending} calls of this model have not ended. Try again later.")
+        return self.add(seq_id, call)
+
+    def add(self, seq_id: int, call: Call) -> Future:
+        future = self._futures[seq_id] = Future(self._model_id, seq_id, call)
+        self._changed.set()
+        return future
+
+    async def next(self, gap_seconds: float) -> Future:
+        """Waits for the call whose turn it is. Calls behind one that does not come within `gap_seconds` fail; it may
+        still come later."""
+        while True:
+            while (future := self._futures.get(self.next_seq_id)) is not None:
+                if future.outcome is None:
+                    return future
+                self.next_seq_id += 1  # it failed while it waited for its turn
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(gap_seconds if self.pending else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                self.fail(
+                    InvalidRequest(
+                        f"The call waited {gap_seconds:g} s for the one with seq_id {self.next_seq_id}, which has not "
+                        "come.",
+                        param="seq_id",
+                    )
+                )
+
+    def pass_on(self, future: Future) -> None:
+        """The next one may run; this one has ended, or ends by itself."""
+        self.next_seq_id = max(self.next_seq_id, future.seq_id + 1)
+
+    def fail(self, error: LongwaveError) -> None:
+        """Everything that has not ended."""
+        for future in self.pending:
+            future.end(error)
+
+    def forget(self, before: float) -> None:
+        """Results from before that moment, and the oldest beyond what is kept."""
+        ended = [future for future in self._futures.values() if future.outcome is not None]
+        ended.sort(key=lambda future: future.ended_at)
+        surplus = len(ended) - self._max_results
+        for at, future in enumerate(ended):
+            if (at < surplus or future.ended_at < before) and future.seq_id < self.next_seq_id:
+                del self._futures[future.seq_id]

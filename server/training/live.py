@@ -1,0 +1,58 @@
+"""One live model as the API process knows it: whose it is, its calls, how far it is, how it ended. Does nothing."""
+
+import time
+
+from server.errors import LongwaveError, TrainingModelLost
+from server.training.calls import Create, Saved
+from server.training.config import TrainingConfig
+from server.training.futures import CallSequence, Future
+
+
+class LiveModel:
+    def __init__(
+        self, model_id: str, owner: str, salt: bytes, base_model: str, create: Create, config: TrainingConfig
+    ) -> None:
+        self.id = model_id
+        self.owner = owner
+        self.salt = salt  # of the owner's prefix cache
+        self.base_model = base_model  # the name it was asked for by
+        self.create = create
+        self.created_at = int(time.time())
+        self.creating = Future(model_id, 0, create)
+        self.sequence = CallSequence(model_id, max_pending=config.max_pending, max_results=config.max_results)
+        self.steps = 0
+        self.version = 0  # of its weights
+        self.last_saved: Saved | None = None
+        self.last_used = time.monotonic()
+        self.end: LongwaveError | None = None  # what every later call is told
+        self.ended_at = 0.0
+
+    def find(self, seq_id: int) -> Future | None:
+        return self.creating if seq_id == 0 else self.sequence.find(seq_id)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.creating.outcome is not None and not self.sequence.pending
+
+    def finish(self, error: LongwaveError) -> None:
+        """It is live no longer, and what has not ended fails."""
+        if self.end is None:
+            self.end, self.ended_at = error, time.monotonic()
+        self.creating.end(error)
+        self.sequence.fail(error)
+
+    def remember(self, saved: Saved) -> None:
+        """The best place to go on from after a crash: the newest, but rather one with the optimiser's state."""
+        if saved.kind == "weights" or self.last_saved is None or self.last_saved.kind == "sampler_weights":
+            self.last_saved = saved
+
+    def lost(self, reason: str) -> TrainingModelLost:
+        """`reason`: a sentence without its full stop."""
+        if self.last_saved is None:
+            rest = "Nothing of it was saved: create a model and begin anew."
+        else:
+            rest = (
+                f"Its weights after optimiser step {self.last_saved.steps} are saved: create a model with the same "
+                f"lora_config and load_weights from {self.last_saved.path}."
+            )
+        return TrainingModelLost(f"{reason}, and the model {self.id} is lost with it. {rest}")

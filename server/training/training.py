@@ -1,0 +1,295 @@
+"""Low-level training as the API sees it: make models, submit calls, find what came of them. Checks what a call means;
+must not know HTTP or tensors. All of it runs on one event loop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from server.errors import (
+    InvalidRequest,
+    LongwaveError,
+    ModelNotFound,
+    QuotaExceeded,
+    RequestFailedError,
+    SequenceConflict,
+    ServerDraining,
+    TrainingMissing,
+)
+from server.training.calls import Call, Create, SaveWeights, digest
+from server.training.checks import check
+from server.training.child import Child, ChildEndedError
+from server.training.config import TrainingConfig
+from server.training.futures import Future
+from server.training.live import LiveModel
+from server.training.messages import Arguments, Ready
+from server.training.runner import Runner
+from server.training.sampling import Serving, Snapshots
+from server.training.stats import TrainingStats
+from server.training.weights import SavedWeights, WeightsStore
+
+logger = logging.getLogger("longwave")
+
+TIDY_SECONDS = 5.0  # between two looks at what is idle, or kept long enough
+
+
+class Training:
+    """`owner` is a name for the key of whoever asks; other owners' models, futures and weights do not exist for it."""
+
+    def __init__(self, root: Path, config: TrainingConfig, serving: Serving) -> None:
+        self.config = config
+        self.stats = TrainingStats()
+        self._serving = serving
+        self._store = WeightsStore(root / "saved")
+        self._snapshots = Snapshots(root / "snapshots", serving)
+        self._models: dict[str, LiveModel] = {}
+        self._runners: dict[str, tuple[Runner, asyncio.Task[None]]] = {}
+        self._keys: dict[tuple[str, str], str] = {}  # idempotency keys of an owner -> model
+        self._child: Child | None = None
+        self._num_leaving = 0  # models that are being saved or removed
+        self._starting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Serves again what was saved to be served, and sweeps what crashes left. Never raises."""
+        try:
+            await asyncio.to_thread(self._store.sweep)
+            await asyncio.to_thread(self._snapshots.sweep)
+            for saved in await asyncio.to_thread(self._store.all):
+                if saved.label.served and saved.label.base_model == self.config.source:
+                    await self._serve(saved)
+        except OSError as error:
+            logger.error("saved weights cannot be looked at: %s", error)
+        self._spawn(self._tidy(), "training-tidy")
+
+    async def drain(self) -> None:
+        """Lets the calls that were taken end, then saves every model."""
+        for model in self.live():
+            await asyncio.gather(*(future.ended.wait() for future in (model.creating, *model.sequence.pending)))
+        await asyncio.gather(*(self._put_away(model, "The server was shut down.") for model in self.live()))
+
+    async def close(self) -> None:
+        """Ends everything, at once."""
+        tasks = [*self._tasks, *(task for _, task in self._runners.values())]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for model in self.live():
+            model.finish(ServerDraining("The server was shut down."))
+        if self._child is not None:
+            await self._child.close()
+        self._snapshots.close()
+
+    async def create(
+        self, owner: str, base_model: str, create: Create, *, salt: bytes = b"", key: str | None = None
+    ) -> LiveModel:
+        """Its future is `model.creating`. `key`: the same one gives the same model. Raises InvalidRequest,
+        SequenceConflict, QuotaExceeded."""
+        known = self._models.get(self._keys.get((owner, key), "")) if key is not None else None
+        if known is not None:
+            if known.creating.digest != digest(create) or known.base_model != base_model:
+                raise SequenceConflict("This Idempotency-Key was used for another model.")
+            return known
+        if create.rank > self.config.max_rank:
+            raise InvalidRequest(
+                f"rank is {create.rank}; this server serves adapters up to rank {self.config.max_rank} "
+                "(--max-lora-rank).",
+                param="lora_config.rank",
+            )
+        if len(self.live()) >= self.config.max_models:
+            raise QuotaExceeded(
+                f"{self.config.max_models} models are live, as many as this server has room for: unload one first."
+            )
+        model = LiveModel(f"train-{secrets.token_hex(16)}", owner, salt, base_model, create, self.config)
+        self._models[model.id] = model
+        self.stats.models = len(self.live())
+        if key is not None:
+            self._keys[owner, key] = model.id
+        self._spawn(self._begin(model), model.id)
+        return model
+
+    def submit(self, model: LiveModel, seq_id: int | None, call: Call) -> Future:
+        """Raises what ended the model, SequenceConflict, InvalidRequest, ServerOverloaded."""
+        known = None if seq_id is None else model.sequence.find(seq_id)
+        if known is None and model.end is not None:
+            raise model.end
+        check(call, self.config, self.ready)
+        model.last_used = time.monotonic()
+        return model.sequence.submit(seq_id, call)
+
+    def model(self, model_id: str, owner: str) -> LiveModel:
+        """Live, or ended a while ago. Raises TrainingMissing."""
+        model = self._models.get(model_id)
+        if model is None or model.owner != owner:
+            raise TrainingMissing(f"There is no model {model_id:.64}, or it was unloaded.", param="model_id")
+        return model
+
+    def future(self, request_id: str, owner: str) -> Future:
+        """Raises TrainingMissing."""
+        model_id, _, seq_id = request_id.rpartition(":")
+        model = self._models.get(model_id)
+        future = None
+        if model is not None and model.owner == owner and seq_id.isascii() and seq_id.isdecimal():
+            future = model.find(int(seq_id))
+        if future is None:
+            raise TrainingMissing(
+                f"There is no future {request_id:.96}. Results are kept for {self.config.result_seconds:g} s, the last "
+                f"{self.config.max_results} of a model.",
+                param="request_id",
+            )
+        return future
+
+    def live(self, owner: str | None = None) -> list[LiveModel]:
+        return [model for model in self._models.values() if model.end is None and owner in (None, model.owner)]
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the process knows of the base model; None while there is none that knows."""
+        child = self._child
+        if child is None or child.ended.done() or not child.ready.done():
+            return None
+        return child.ready.result()
+
+    async def delete(self, model: LiveModel) -> None:
+        """At once: its calls fail. What was saved stays."""
+        if model.end is None:
+            model.finish(TrainingMissing(f"The model {model.id} was deleted.", param="model_id"))
+            await self._leave(model)
+
+    async def saved(self, owner: str) -> list[SavedWeights]:
+        return await asyncio.to_thread(self._store.of, owner)
+
+    async def delete_weights(self, path: str, owner: str) -> None:
+        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
+        saved = await asyncio.to_thread(self._store.find, path, owner)
+        if saved.label.served:
+            with contextlib.suppress(ModelNotFound):
+                await self._serving.engine.unload_adapter(path)
+        await asyncio.to_thread(self._store.remove, saved)
+
+    async def _begin(self, model: LiveModel) -> None:
+        """Brings up the process if there is none; then the model's runner has it, to its end."""
+        try:
+            child = await self._ready_child()
+        except ChildEndedError as error:
+            model.finish(RequestFailedError(f"{error}."))
+        except OSError as error:
+            logger.error("no training process could be started: %s", error)
+            model.finish(RequestFailedError("The server could not start a training process."))
+        if model.end is None:
+            runner = Runner(model, child, self.config, self._store, self._snapshots, self._serving, self.stats)
+            task = asyncio.create_task(runner.run(), name=model.id)
+            self._runners[model.id] = (runner, task)
+            await asyncio.wait([task])
+            if self._runners.get(model.id) == (runner, task):  # else somebody else sees to its end
+                del self._runners[model.id]
+        await self._end_child_if_idle()
+
+    async def _ready_child(self) -> Child:
+        async with self._starting:
+            if self._child is None or self._child.ended.done():
+                self._child = await Child.start(
+                    self._arguments(),
+                    self.config.worker,
+                    silence_limit=self.config.silence_limit,
+                    call_seconds=self.config.call_seconds,
+                )
+                self._spawn(self._mourn(self._child), "training-process")
+            child = self._child
+        await asyncio.shield(child.ready)
+        return child
+
+    async def _mourn(self, child: Child) -> None:
+        """When the process ends by itself, every model in it is lost."""
+        reason = await asyncio.shield(child.ended)
+        if child is not self._child:  # we have ended it
+            return
+        self._child = None
+        self.stats.crashes += 1
+        logger.error("%s", reason)
+        for runner, task in list(self._runners.values()):
+            if runner.child is child:
+                runner.model.finish(runner.model.lost(reason))
+                task.cancel()
+
+    async def _end_child_if_idle(self) -> None:
+        """Nobody's memory is held for nothing."""
+        self.stats.models = len(self.live())
+        child = self._child
+        if child is not None and not self.live() and not self._runners and not self._num_leaving:
+            self._child = None
+            await child.close()
+
+    async def _put_away(self, model: LiveModel, reason: str) -> None:
+        """Saves and unloads it. `reason`: a sentence."""
+        call = SaveWeights("autosave", "weights", serve=False, overwrite=True)
+        path = self._store.path(model.id, call.kind, call.name)
+        model.finish(TrainingMissing(f"{reason} The weights of {model.id} were saved as {path}.", param="model_id"))
+        await self._leave(model, call)
+
+    async def _leave(self, model: LiveModel, save: SaveWeights | None = None) -> None:
+        """Of a model that has ended: what it holds is given back."""
+        runner, task = self._runners.pop(model.id, (None, None))
+        if runner is None or task is None:
+            return
+        self._num_leaving += 1
+        try:
+            task.cancel()
+            await asyncio.wait([task])
+            if save is not None:
+                try:
+                    await runner.save(save)
+                except (LongwaveError, ChildEndedError) as error:
+                    logger.error("%s could not be saved: %s", model.id, error)
+                    model.end = TrainingMissing(f"{model.id} was unloaded, and could not be saved.", param="model_id")
+            await runner.remove()
+        finally:
+            self._num_leaving -= 1
+        await self._end_child_if_idle()
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(min(TIDY_SECONDS, self.config.idle_seconds / 4))
+            now = time.monotonic()
+            for model in list(self._models.values()):
+                model.sequence.forget(now - self.config.result_seconds)
+                if model.end is None and model.is_idle and now - model.last_used > self.config.idle_seconds:
+                    await self._put_away(model, f"It had no call for {self.config.idle_seconds:g} s.")
+                if model.end is not None and now - model.ended_at > self.config.result_seconds:
+                    del self._models[model.id]
+            self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
+
+    async def _serve(self, saved: SavedWeights) -> None:
+        try:
+            await self._serving.engine.load_adapter(saved.label.path, str(saved.folder), owner=saved.label.owner)
+        except LongwaveError as error:
+            logger.error("%s is not served: %s", saved.label.path, error.message)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("low-level training failed", exc_info=error)
+
+    def _arguments(self) -> Arguments:
+        config = self.config
+        return Arguments(
+            model=config.source,
+            device=config.device,
+            cache_dir=None if config.cache_dir is None else str(config.cache_dir),
+            model_image_dir=None if config.model_image_dir is None else str(config.model_image_dir),
+            max_length=config.max_length,
+            micro_batch_tokens=config.micro_batch_tokens,
+            parent_pid=os.getpid(),
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )

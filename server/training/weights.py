@@ -1,0 +1,110 @@
+"""Saved weights on the disk: a folder each, with its own label, so that a restart loses nothing. Knows no process.
+
+`longwave://<model id>/weights/<name>` is `<root>/<model id>/weights/<name>/`.
+"""
+
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from server.errors import InvalidRequest, TrainingMissing
+from server.files.folder import make_private
+from server.training.calls import Kind
+
+SCHEME = "longwave://"
+LABEL = "longwave.json"
+KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
+PATH = re.compile(r"longwave://(train-[0-9a-f]{32})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+UNFINISHED_SECONDS = 3600.0  # what was begun before that was left by a crash
+
+
+class Label(msgspec.Struct, frozen=True):
+    """What is written beside the weights."""
+
+    path: str
+    kind: Kind
+    owner: str
+    base_model: str
+    rank: int
+    steps: int  # of optimiser
+    served: bool  # under its path, as a model
+    created_at: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    label: Label
+    folder: Path
+    size: int  # bytes
+
+
+class WeightsStore:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @staticmethod
+    def path(model_id: str, kind: Kind, name: str) -> str:
+        return f"{SCHEME}{model_id}/{kind}/{name}"
+
+    def folder(self, path: str) -> Path:
+        """Raises InvalidRequest for what is no path of weights."""
+        parts = PATH.fullmatch(path)
+        if parts is None:
+            raise InvalidRequest(
+                f"{path!r:.300} is no path of saved weights: those are {SCHEME}<model_id>/weights/<name> and "
+                f"{SCHEME}<model_id>/sampler_weights/<name>.",
+                param="path",
+            )
+        return self._root.joinpath(*parts.groups())
+
+    def prepare(self, path: str) -> Path:
+        """The folder that may be written, its parents made. Raises OSError."""
+        folder = self.folder(path)
+        make_private(self._root)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+
+    def find(self, path: str, owner: str) -> SavedWeights:
+        """Raises InvalidRequest, TrainingMissing: also for another owner's."""
+        found = _read(self.folder(path))
+        if found is None or found.label.owner != owner:
+            raise TrainingMissing(f"There are no saved weights {path}.", param="path")
+        return found
+
+    def all(self) -> list[SavedWeights]:
+        """Of all owners, the oldest first."""
+        folders = [folder for kind in KINDS for folder in self._root.glob(f"*/{kind}/*")]
+        found = [saved for folder in folders if (saved := _read(folder)) is not None]
+        return sorted(found, key=lambda saved: (saved.label.created_at, saved.label.path))
+
+    def of(self, owner: str) -> list[SavedWeights]:
+        return [saved for saved in self.all() if saved.label.owner == owner]
+
+    def remove(self, saved: SavedWeights) -> None:
+        """Gone in one instant, whatever becomes of the process."""
+        doomed = saved.folder.with_name(f".{saved.folder.name}-deleted-{time.time_ns()}")
+        saved.folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """What crashes left half written or half deleted."""
+        for kind in KINDS:
+            for left in self._root.glob(f"*/{kind}/.*"):
+                if time.time() - left.stat().st_mtime > UNFINISHED_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+
+
+def _read(folder: Path) -> SavedWeights | None:
+    """None for what is no whole folder of weights."""
+    if folder.name.startswith("."):
+        return None
+    try:
+        label = msgspec.json.decode((folder / LABEL).read_bytes(), type=Label)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return SavedWeights(label, folder, size)
