@@ -108,7 +108,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         steps[name] = {
             kind: milliseconds(lambda b=batch: runner.execute(b), options.rounds) for kind, batch in batches.items()
         }
-        print(f"{name:32}" + "".join(f"{kind} {value:9.3f} ms   " for kind, value in steps[name].items()), flush=True)  # noqa: T201
+        columns = "".join(f"{kind} {value:9.3f} ms   " for kind, value in steps[name].items())
+        print(f"{name:32}{columns}", flush=True)  # noqa: T201
 
     take("no slots", make_runner(loaded, options, None), [NO_ADAPTER])
     runner = make_runner(loaded, options, LoraLimits(options.max_loras, options.rank))

@@ -60,7 +60,7 @@ def test_an_adapter_is_a_model_from_loading_to_unloading(lora_server: LiveServer
 def test_a_name_is_loaded_over_only_when_asked_for(lora_server: LiveServer) -> None:
     with lora_server.client() as client:
         load(client)
-        assert error(load(client)) == (409, "adapter_exists", None)
+        assert error(load(client)) == (409, "adapter_exists", "lora_name")
         assert load(client, load_inplace=True, lora_path="other").status_code == 200
         assert lora_server.engine.infos["fr"].folder == "other"
 
