@@ -4,6 +4,7 @@ Written out rather than by autograd, which makes NaN of rows that see nothing. `
 """
 
 from dataclasses import dataclass, fields
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from attention_backend.reference import dropout
 
 from . import oracle
 from .error_rule import assert_out_close, poisoned_memory
+
+_NOISE = 1e-5  # a row that sees one key has score gradient dP - D = 0, of which float32 keeps its rounding
 
 
 @dataclass(frozen=True)
@@ -97,21 +100,22 @@ def check(args: AttentionArgs, kernel: str, *, with_lse: bool = False) -> None:
     grad_out[dead.transpose(-1, -2)] = torch.nan
     truth = gradients(args, grad_out, grad_lse)
     same_dtype = gradients(args, grad_out, grad_lse, args.dtype, reorder=True)
+    results = {"as called": backward.run(args, out, lse, grad_out, grad_lse, kernel=kernel)}
     with poisoned_memory():  # not by backward.run, to which it would be a wish for deterministic sums
-        result = backward.implementation(kernel)(args, out, lse, grad_out, grad_lse)
-    for name in (field.name for field in fields(Gradients)):
-        got, exact, plain = (getattr(x, name) for x in (result, truth, same_dtype))
+        results["into NaN"] = backward.implementation(kernel)(args, out, lse, grad_out, grad_lse)
+    for (how, result), field in product(results.items(), fields(Gradients)):
+        got, exact, plain = (getattr(x, field.name) for x in (result, truth, same_dtype))
         if exact is None:
             assert got is None
             continue
         assert got.shape == exact.shape
         try:
-            if name == "dsinks":
+            if field.name == "dsinks":
                 torch.testing.assert_close(got.double(), exact, rtol=2e-2, atol=2e-2)
             else:
-                assert_out_close(got, exact, plain, rtol=3.0 if args.softcap else 2.0)
+                assert_out_close(got, exact, plain, rtol=3.0 if args.softcap else 2.0, noise=_NOISE)
         except AssertionError as error:
-            error.add_note(f"{name} by {kernel}")
+            error.add_note(f"{field.name} by {kernel}, {how}")
             raise
 
 

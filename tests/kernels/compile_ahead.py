@@ -61,8 +61,13 @@ def backward_variants_of(case: Case, arch: str) -> list[KernelVariant]:
     variants = [backward_variant(options, arch, deterministic=False)[0]]
     if arch == "sm_90a":
         names = ("dtype", "head_dim", "head_dim_v", "key_mask", "softcap", "alibi")
-        which = BackwardOptions(**{name: getattr(options, name) for name in names}, parts=case.heads > case.kv_heads)
-        variants += [hopper_backward_variants.backward_variant(which)[0]]
+        for deterministic in (False, True):
+            which = BackwardOptions(
+                **{name: getattr(options, name) for name in names},
+                deterministic=deterministic,
+                parts=case.heads > case.kv_heads,
+            )
+            variants += [hopper_backward_variants.backward_variant(which)[0]]
     return variants
 
 
