@@ -57,11 +57,12 @@ class AdapterLoading:
 
     def _refusal(self, command: LoadAdapter) -> CommandFailed | None:
         pending = {other.name for other, _, _ in self._pending}
-        if command.name in pending or (self._table.find(command.name) is not None and not command.replace):
+        replaces = self._table.find(command.name) is not None
+        if command.name in pending or (replaces and not command.replace):
             return CommandFailed(
                 command.command_id, "adapter_exists", f"The adapter `{command.name}` has already been loaded."
             )
-        if self._table.num_kept + len(pending) >= self._table.max_registered:
+        if self._table.num_kept - replaces + len(pending) >= self._table.max_registered:
             return CommandFailed(
                 command.command_id,
                 "insufficient_quota",

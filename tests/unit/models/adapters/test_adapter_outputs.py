@@ -126,6 +126,26 @@ def test_an_adapter_that_overflows_damages_its_own_rows_only(tmp_path: Path) -> 
         assert torch.equal(before[at], mixed[at])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_on_a_gpu_rows_are_what_peft_answers_and_the_base_models_rows_are_bitwise_unchanged(
+    dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    model = family("llama")
+    expected = [alone(save_adapter(model, tmp_path / str(at), seed=at), PROMPTS[at]) for at in range(3)]
+    batch = PackedBatch(model.to("cuda:0", dtype))  # type: ignore[arg-type]
+    without = batch.logits(PROMPTS, [NO_ADAPTER] * 5)
+    for at in range(3):
+        batch.slots.read(at, str(tmp_path / str(at)))
+        batch.slots.place(at, at)
+        batch.slots.drop(at)  # the copy into the slot may still be under way
+    mixed = batch.logits(PROMPTS, [0, 1, 2, NO_ADAPTER, NO_ADAPTER])
+    for ours, peft in zip(mixed[:3], expected, strict=True):
+        assert (ours.float().cpu() - peft).norm() <= tolerance * peft.norm()
+    assert torch.equal(mixed[3], without[3])
+    assert torch.equal(mixed[4], without[4])
+
+
 def test_a_runner_generates_with_adapters_what_peft_generates(tmp_path: Path) -> None:
     """Chunked prefill, decode and preemption, three adapters and the base model together."""
     model = random_model(tiny_config())

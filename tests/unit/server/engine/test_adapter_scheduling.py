@@ -219,6 +219,7 @@ def test_commands_that_cannot_be_followed_change_nothing(tmp_path: Path) -> None
     assert isinstance(full, CommandFailed)
     assert full.code == "insufficient_quota"
     assert "max_cpu_loras" in full.message
+    assert isinstance(engine.load("a1", str(tmp_path / "a3"), replace=True), AdapterLoaded), "one for another"
     assert isinstance(engine.unload("a2"), AdapterUnloaded)
     assert isinstance(engine.load("a3", str(tmp_path / "a3")), AdapterLoaded)
 
