@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def take(name: str, runner: ModelRunner, adapters: Sequence[int]) -> None:
         batches = {"decode": decode(options, adapters), "prefill": prefill(options, adapters)}
         steps[name] = {
-            kind: milliseconds(lambda b=batch: runner.execute(b), options.rounds) for kind, batch in batches.items()
+            kind: milliseconds(partial(runner.execute, batch), options.rounds) for kind, batch in batches.items()
         }
         columns = "".join(f"{kind} {value:9.3f} ms   " for kind, value in steps[name].items())
         print(f"{name:32}{columns}", flush=True)  # noqa: T201
@@ -122,7 +123,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         begin = time.perf_counter()
         slots.read(number, path)
         read.append(1e3 * (time.perf_counter() - begin))
-        placed.append(milliseconds(lambda n=number: slots.place(n, n), 3))
+        placed.append(milliseconds(partial(slots.place, number, number), 3))
     take("one adapter", runner, [0])
     everything = list(range(options.max_loras))
     take(f"{options.max_loras} adapters and the base model", runner, [NO_ADAPTER, *everything])
