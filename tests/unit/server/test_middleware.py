@@ -207,7 +207,7 @@ def test_huge_headers_are_refused(server: LiveServer) -> None:
 def test_our_bugs_are_500_without_details(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(_model: str | None) -> None:
+    def broken(_model: str | None, _owner: str) -> None:
         raise RuntimeError("secret detail at 0x7f00deadbeef")
 
     monkeypatch.setattr(server.lifecycle, "accepting", broken)
