@@ -94,7 +94,7 @@ class Journal:
         return None if row is None else int(row[0])
 
 
-def metrics(step: Step) -> dict[str, float]:
+def metrics(step: Step) -> dict[str, int | float]:
     """OpenAI's names, without what was not measured."""
     measured = {
         "step": step.step,

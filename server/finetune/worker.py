@@ -191,7 +191,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def yield_to_the_server() -> None:
-    """The processor and, on Linux, memory: a killed trainer goes on from a checkpoint, a killed engine loses answers."""
+    """The processor and, on Linux, memory: a killed trainer goes on from a checkpoint, an engine loses answers."""
     os.nice(NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))

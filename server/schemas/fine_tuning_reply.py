@@ -126,7 +126,7 @@ class FineTuningJobEvent(WireModel):
     level: Literal["info", "warn", "error"]
     message: str
     type: Literal["message", "metrics"]
-    data: dict[str, float] | None
+    data: dict[str, int | float] | None
 
     @classmethod
     def of(cls, event: Event) -> "FineTuningJobEvent":
@@ -156,7 +156,7 @@ class CheckpointMetrics(WireModel):
     valid_mean_token_accuracy: float | None = None
 
     @model_serializer
-    def _measured(self) -> dict[str, float]:
+    def _measured(self) -> dict[str, int | float]:
         return {name: value for name, value in dict(self).items() if value is not None}
 
 

@@ -65,12 +65,14 @@ def test_a_stream_tells_everything_in_order_and_ends_with_the_job(
         assert [name for name, _ in told[:-1]] == [event["id"] for event in listed]
         assert listed[-1]["message"] == "The job has successfully completed"
         metrics = next(event["data"] for event in listed if event["type"] == "metrics")
+        assert type(metrics["step"]) is int
         assert metrics == {"step": 1, "train_loss": 2.0, "train_mean_token_accuracy": 0.5, "total_steps": 4}
         tuned = client.get(f"{JOBS}/{job}").json()["fine_tuned_model"]
         assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [MODEL, tuned]
         checkpoints = client.get(f"{JOBS}/{job}/checkpoints").json()["data"]
         assert [point["step_number"] for point in checkpoints] == [4, 2]
         assert checkpoints[0]["fine_tuned_model_checkpoint"] == f"{tuned}:ckpt-step-4"
+        assert type(checkpoints[0]["metrics"]["step"]) is int
         assert checkpoints[0]["metrics"] == {"step": 4, "train_loss": 0.5, "train_mean_token_accuracy": 0.5}
 
 
