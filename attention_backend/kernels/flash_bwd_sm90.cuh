@@ -272,8 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                    const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
-  if (threadIdx.x == 0) shared.init_barriers();
-  __syncthreads();
+  start(shared, p);
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
     switch (uniform(threadIdx.x / 32)) {

@@ -4,22 +4,35 @@
 
 #include "parts/backward_shared.cuh"
 
+// What comes before all else. The number of a block's first tile in the order of work is left in shared memory; in
+// deterministic mode, where blocks wait for tiles in front of theirs, it is drawn, so that no tile belongs to a block that
+// does not run yet.
+__device__ __forceinline__ void start(const Shared& shared, const BackwardParams& p) {
+  if (threadIdx.x == 0) {
+    shared.init_barriers();
+    shared.tiles[0].number = DETERMINISTIC ? atomicAdd(p.counters, 1) : blockIdx.x;
+  }
+  __syncthreads();
+}
+
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardParams& p) {
   const int lane = threadIdx.x % 32;
   RingPlace<TILE_SLOTS> slot;
-  int index = blockIdx.x;
+  int index = shared.tiles[0].number;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_empty(shared.empty_tile);
     KeyTile& tile = shared.tiles[slot.at];
+    bool skipped;  // a tile that a shorter sequence does not have
 #pragma unroll 1
-    do {  // past tiles that a shorter sequence does not have
+    do {
       if (lane == 0) describe(tile, p, index);
       __syncwarp();
       if (tile.tiles < 0) break;
-      if (lane == 0) index = gridDim.x + atomicAdd(p.counters, 1);
+      skipped = tile.first_key >= tile.seqlen_k;
+      if (lane == 0) index = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(p.counters, 1);
       index = __shfl_sync(~0u, index, 0);
-    } while (tile.first_key >= tile.seqlen_k);
+    } while (skipped);
     if (tile.tiles < 0) break;
 #pragma unroll 1
     for (int r = lane; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);

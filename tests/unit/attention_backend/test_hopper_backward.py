@@ -1,0 +1,95 @@
+"""The Hopper backward's tiles, order of work and parts of a group: arithmetic only."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention_backend.heuristics import sm90_backward
+from attention_backend.heuristics.sm90_backward import backward_tile, query_parts, section_lines
+from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
+from attention_backend.kernels.hopper_backward_variants import BackwardOptions, backward_variant, covering_set
+
+_SHARED_MEMORY = 227 * 1024
+_TILES = [(t, t) for t in sm90_backward.HEAD_DIM_TILES] + list(sm90_backward.MIXED_TILES)
+
+
+@pytest.mark.parametrize(("width", "width_v"), _TILES)
+def test_every_tile_fits_a_multiprocessor(width: int, width_v: int) -> None:
+    tile = backward_tile(width, width_v)
+    tiles = tile.block_n * 128 * (tile.slabs + -(-width_v // 64))
+    rings = tile.block_m * 128 * (tile.q_stages * tile.slabs + tile.o_stages * -(-width_v // 64))
+    least = tiles + rings + tile.ds_stages * tile.block_n * tile.block_m * 2 + tile.handover * 64 * 64 * 4
+    assert least < tile.smem_bytes <= _SHARED_MEMORY
+    producer, consumer = tile.registers
+    # What is handed from the producers to the consumers must have been the block's at its launch.
+    at_launch = 65536 // tile.threads // 8 * 8
+    assert 128 * (producer + 2 * consumer) <= at_launch * tile.threads
+
+
+@given(st.integers(2, 32), st.integers(2, 32))
+def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
+    tile = backward_tile(8 * eighths, 8 * eighths_v)
+    assert (tile.head_dim, tile.head_dim_v) in _TILES
+    assert tile.head_dim >= 8 * eighths
+    assert tile.head_dim_v >= 8 * eighths_v
+    # dQ of a step, or of two, is a chunk of 64 x 64 a warpgroup; the large kernel shares slabs out instead.
+    assert tile.kernel == "flash_bwd_large_sm90" or tile.block_m // 64 * tile.slabs == 2
+
+
+@given(st.integers(0, 1_000_000), st.integers(1, 64), st.integers(1, 500))
+def test_a_section_has_one_line_at_least_and_all_at_most(seqlen_q: int, group: int, lines: int) -> None:
+    section = section_lines(backward_tile(128, 128), seqlen_q=seqlen_q, group=group, lines=lines)
+    assert 1 <= section <= lines
+
+
+def test_what_a_section_shares_stays_in_the_l2() -> None:
+    tile = backward_tile(128, 128)
+    assert section_lines(tile, seqlen_q=512, group=1, lines=10_000) > 60
+    assert section_lines(tile, seqlen_q=16_384, group=1, lines=16) == 2
+    assert section_lines(tile, seqlen_q=131_072, group=8, lines=8) == 1
+
+
+@given(st.integers(1, 5000), st.integers(1, 512), st.integers(1, 64))
+def test_parts_divide_the_group_and_come_only_where_tiles_are_few(key_tiles: int, lines: int, group: int) -> None:
+    parts = query_parts(key_tiles=key_tiles, lines=lines, group=group, num_sms=132)
+    assert group % parts == 0
+    if key_tiles * lines >= 132:
+        assert parts == 1
+    elif parts < group:
+        assert key_tiles * lines * parts >= 132
+
+
+def test_one_key_head_of_many_queries_fills_the_device() -> None:
+    assert query_parts(key_tiles=16, lines=1, group=32, num_sms=132) == 16
+    assert query_parts(key_tiles=16, lines=1, group=1, num_sms=132) == 1
+
+
+def test_options_choose_the_kernel_and_what_is_compiled_in() -> None:
+    small, _ = backward_variant(BackwardOptions(torch.bfloat16, 72, 72))
+    large, _ = backward_variant(BackwardOptions(torch.float16, 256, 256, deterministic=True))
+    assert (small.kernel, large.kernel) == ("flash_bwd_sm90", "flash_bwd_large_sm90")
+    assert dict(small.defines)["HEAD_DIM"] == 96
+    assert dict(small.defines)["BF16"] == 1
+    assert dict(large.defines)["BF16"] == 0
+    assert dict(large.defines)["DETERMINISTIC"] == 1
+    assert small.hot
+
+
+def test_the_covering_set_has_every_kernel_and_option() -> None:
+    variants = list(covering_set())
+    kernels = {"flash_bwd_sm90", "flash_bwd_large_sm90", "flash_bwd_postprocess_sm90"}
+    assert {variant.kernel for variant in variants} == kernels
+    for option in ("DETERMINISTIC", "PARTS", "KEY_MASK", "SOFTCAP", "ALIBI", "DROPOUT"):
+        for kernel in ("flash_bwd_sm90", "flash_bwd_large_sm90"):
+            assert any(variant.kernel == kernel and dict(variant.defines).get(option) == 1 for variant in variants)
+
+
+def test_parameters_are_laid_out_as_in_the_kernels() -> None:
+    """Offsets of the C++ structures, by hand: eight-byte fields first, so that neither side pads."""
+    assert BackwardParams.lse2.offset % 8 == 0
+    pointers_and_strides = 7 * 8 + 8 * 8 + 8
+    assert ctypes.sizeof(BackwardParams) == BackwardParams.lse2.offset + pointers_and_strides + 8 * 4
+    assert ctypes.sizeof(RowsOfDqParams) == 3 * 8 + 3 * 8 + 8 + 4 * 4
