@@ -116,7 +116,7 @@ class Attempt:
                 case _:
                     last = message
             if not isinstance(message, Beat):
-                self._writer.announce()
+                self._writer.announce_news()
         return last
 
     async def _begin(self, told: Started) -> None:

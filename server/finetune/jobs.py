@@ -160,7 +160,7 @@ class FineTuning:
         return self._follow(job.id, seen)
 
     async def _follow(self, job_id: str, seen: int) -> AsyncIterator[Event | None]:
-        changed = self._writer.listen()
+        changed = self._writer.listen(news=True)
         try:
             while True:
                 changed.clear()

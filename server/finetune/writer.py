@@ -38,7 +38,8 @@ class Writer:
         self._lease_seconds = lease_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fine-tuning-store")
         self._opened: tuple[JobStore, Leases] | None = None
-        self._listeners: set[asyncio.Event] = set()
+        self._workers: set[asyncio.Event] = set()
+        self._readers: set[asyncio.Event] = set()
 
     async def store(self, work: Callable[[JobStore], T]) -> T:
         """`work` on the thread. Raises what it raises, and InsufficientStorage when the database cannot be used."""
@@ -47,17 +48,25 @@ class Writer:
     async def leases(self, work: Callable[[Leases], T]) -> T:
         return await self._run(lambda _, leases: work(leases))
 
-    def listen(self) -> asyncio.Event:
-        """An event that is set whenever something may have changed. `forget` it afterwards."""
+    def listen(self, *, news: bool = False) -> asyncio.Event:
+        """An event that is set whenever there may be something to do; with `news`, also when there is something to
+        tell. `forget` it afterwards."""
         event = asyncio.Event()
-        self._listeners.add(event)
+        (self._readers if news else self._workers).add(event)
         return event
 
     def forget(self, event: asyncio.Event) -> None:
-        self._listeners.discard(event)
+        self._readers.discard(event)
+        self._workers.discard(event)
 
     def announce(self) -> None:
-        for event in self._listeners:
+        """There may be something to do."""
+        for event in self._workers | self._readers:
+            event.set()
+
+    def announce_news(self) -> None:
+        """A step, say: nobody who works needs to look."""
+        for event in self._readers:
             event.set()
 
     async def close(self) -> None:
