@@ -197,6 +197,8 @@ class TrainingSession:
         return {"lora_alpha": self._models[name].lora.alpha, "r": self._models[name].lora.rank}
 
     def _prepare(self, name: str, data: Sequence[Datum], loss: LossName) -> None:
+        if name not in self._models:
+            raise KeyError(name)
         data_.check(data, loss, vocab_size=self.vocab_size, max_length=self.settings.max_length)
         if self._peft.active_adapter != name:
             self._peft.set_adapter(name)
