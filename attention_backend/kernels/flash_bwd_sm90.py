@@ -59,14 +59,14 @@ def backward(
     new = torch.Tensor.new_zeros if args.cu_seqlens_k is not None else torch.Tensor.new_empty
     dk, dv = new(args.k, args.k.shape), new(args.v, args.v.shape)
     dsinks = None if args.sinks is None else torch.zeros_like(args.sinks)
-    if out.numel() == 0 or args.k.numel() == 0:
+    seqlen_k = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
+    if 0 in (out.numel(), args.k.numel(), args.seqlen_q, seqlen_k):
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
     if args.cu_seqlens_q is not None:
         dq.zero_()
     index = args.q.device.index
     deterministic = args.deterministic
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
-    seqlen_k = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
     _, tile = backward_variant(BackwardOptions.of(args, deterministic=deterministic, parts=False))
     key_tiles = -(-seqlen_k // tile.block_n)
     parts = query_parts(key_tiles=key_tiles, lines=lines, group=group, num_sms=device.num_sms(index))

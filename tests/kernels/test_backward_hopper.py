@@ -1,0 +1,77 @@
+"""What only the Hopper backward has: blocks that draw many tiles, groups of heads shared out, a kernel for large heads."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_backend import backward, dispatch
+from attention_backend.heuristics.sm90_backward import backward_tile, query_parts
+from attention_backend.kernels import workspace
+from attention_backend.problem import AttentionArgs
+
+from .backward_oracle import check
+from .problems import Case, build, generator, randn
+
+KERNEL = "flash_bwd_sm90"
+WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (72, 104), (128, 64), (32, 256))
+
+
+@pytest.fixture
+def hopper(cuda: torch.device) -> torch.device:
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return cuda
+
+
+def many_tiles(dim: int, dim_v: int) -> Case:
+    """About 1,600 tiles of keys, most of them of lengths that most sequences do not have."""
+    return Case(190, 700, batch=40, heads=8, kv_heads=8, dim=dim, dim_v=dim_v, layout="varlen")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_blocks_that_draw_many_tiles_of_unequal_sequences(widths: tuple[int, int], hopper: torch.device) -> None:
+    check(build(many_tiles(*widths), hopper), KERNEL, with_lse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_group_is_shared_out_where_tiles_are_few(dim: int, deterministic: bool, hopper: torch.device) -> None:
+    case = Case(500, 300, batch=1, heads=32, kv_heads=1, dim=dim, dim_v=dim, mask="full")
+    key_tiles = -(-case.sk // backward_tile(dim, dim).block_n)
+    assert query_parts(key_tiles=key_tiles, lines=1, group=32, num_sms=132) > 1
+    check(replace(build(case, hopper), deterministic=deterministic), KERNEL)
+
+
+@pytest.mark.gpu
+def test_counters_are_left_at_zero(hopper: torch.device) -> None:
+    args = build(many_tiles(64, 64), hopper)
+    _gradients(args)
+    torch.cuda.synchronize()
+    assert not workspace.counters(hopper, 2)[:2].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_deterministic_sums_do_not_depend_on_who_runs_beside(dim: int, hopper: torch.device) -> None:
+    """Another stream takes SMs away meanwhile, so tiles are drawn by other blocks and later."""
+    args = replace(
+        build(Case(2000, 2000, batch=2, heads=8, kv_heads=4, dim=dim, dim_v=dim), hopper), deterministic=True
+    )
+    want = _gradients(args)
+    beside, busy = torch.cuda.Stream(hopper), torch.randn(8192, 8192, device=hopper, dtype=torch.bfloat16)
+    for _ in range(20):
+        with torch.cuda.stream(beside):
+            busy @ busy
+        got = _gradients(args)
+        assert torch.equal(got.dq, want.dq)
+        assert torch.equal(got.dk, want.dk)
+        assert torch.equal(got.dv, want.dv)
+
+
+def _gradients(args: AttentionArgs) -> backward.Gradients:
+    out, lse = dispatch.run(args)
+    grad_out = randn(args.out_shape, args.dtype, generator("grad_out", args.q.device))
+    return backward.run(args, out, lse, grad_out, kernel=KERNEL)
