@@ -64,7 +64,10 @@ _BACKWARD = {
 }
 
 # Where the first of a width spills.
-_NARROWER = {("sm_100", 64): (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2),)}
+_NARROWER = {
+    ("sm_100", 64): (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2),),
+    ("sm_100", 256): (BackwardConfig(64, 64, 8, 4, 2, 2, 4, 2),),
+}
 
 
 def backward_config(arch: str, tile: int, tile_v: int) -> BackwardConfig:
