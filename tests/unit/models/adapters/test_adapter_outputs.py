@@ -8,6 +8,7 @@ import pytest
 import torch
 from batch_driver import generate
 from random_adapters import FAMILIES, LIMITS, PackedBatch, alone, family, save_adapter
+from safetensors.torch import load_file, save_file
 from tiny_models import as_loaded, random_model, tiny_config
 
 from models.adapters import LoraLimits, find_linears
@@ -115,7 +116,12 @@ def test_a_slot_that_is_filled_again_keeps_nothing_of_what_it_held(tmp_path: Pat
 
 def test_an_adapter_that_overflows_damages_its_own_rows_only(tmp_path: Path) -> None:
     model = family("llama").half()  # type: ignore[no-untyped-call]
-    save_adapter(model, tmp_path, seed=1, lora_alpha=200_000)
+    save_adapter(model, tmp_path, seed=1)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(
+        {name: tensor.sign() * 6e4 if "lora_A" in name else tensor for name, tensor in tensors.items()},
+        tmp_path / "adapter_model.safetensors",
+    )  # x A^T is infinite in any row, before the mask
     batch = PackedBatch(model)
     before = batch.logits(PROMPTS, [NO_ADAPTER] * 5)
     batch.slots.read(0, str(tmp_path))
