@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-import signal
 import sqlite3
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -444,27 +445,12 @@ def test_the_trainer_dies_with_its_server(tmp_path: Path, monkeypatch: pytest.Mo
     """kill -9 of the whole server: its trainer goes too, and the next server takes the job up when the lease lapses."""
     truth = uninterrupted(tmp_path, monkeypatch)
     script(tmp_path, monkeypatch, hold_at=3)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-
-        async def serve() -> None:
-            async with at_work(tmp_path) as work:
-                job = await work.create()
-                await work.told(job, "Step 2/6")
-                os.write(writer, f"{job.id} {work.trainer_pid}".encode())
-                await asyncio.Event().wait()
-
-        try:
-            asyncio.run(serve())
-        finally:
-            os._exit(1)
-    os.close(writer)
-    job_id, trainer = os.read(reader, 200).decode().split()
-    os.close(reader)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    command = [sys.executable, str(Path(__file__).parent / "killed_server.py"), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout is not None
+        job_id, trainer = server.stdout.readline().split()
+        server.kill()
     deadline = time.monotonic() + 20
     while is_running(int(trainer)) and time.monotonic() < deadline:
         time.sleep(0.02)  # between two looks

@@ -1,0 +1,20 @@
+"""A server that works on one job until it is killed: python killed_server.py FOLDER. Prints the job's id and its
+trainer's process id once two steps are trained."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from working import at_work
+
+
+async def main(folder: Path) -> None:
+    async with at_work(folder) as work:
+        job = await work.create()
+        await work.told(job, "Step 2/6")
+        print(job.id, work.trainer_pid, flush=True)  # noqa: T201 - the test reads it
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
