@@ -1,4 +1,4 @@
-"""What only the Hopper backward has: blocks that draw many tiles, groups of heads shared out, a kernel for large heads."""
+"""What only the Hopper backward has: blocks that draw many tiles, groups shared out, a kernel for large heads."""
 
 from dataclasses import replace
 
