@@ -34,6 +34,8 @@ def refusals(args: AttentionArgs) -> Iterator[str]:
         yield "keys in pages have no gradient"
     if args.bias is not None:
         yield "it has no bias"
+    if args.k.dtype != args.dtype:
+        yield f"keys and values are {args.k.dtype}, queries {args.dtype}"
     widest = HEAD_DIM_TILES[-1]
     if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
         yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {widest}"
