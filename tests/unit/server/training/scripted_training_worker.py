@@ -1,0 +1,85 @@
+"""A training process whose session does what a script says, without torch. Its socket, beats and end are the real ones.
+
+The script is the JSON file that the variable TRAINING_SCRIPT names; its folder gets a line for every command.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from server.engine.parent import die_with_parent
+from server.training.calls import Compute, OptimStep
+from server.training.link import WorkerLink
+from server.training.messages import Arguments, Command, Done, Failed, Load, Ready, Save, Unable
+
+VOCABULARY, MAX_LENGTH = 100, 32
+
+
+class ScriptedSession:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: Counter[str] = Counter()
+
+    @property
+    def script(self) -> dict[str, Any]:
+        return json.loads(self.path.read_text())
+
+    def answer(self, command: Command) -> Done | Failed:
+        kind = type(command.work).__name__
+        with (self.path.parent / "log").open("a") as log:
+            log.write(f"{command.model_id} {kind}\n")
+        script = self.script
+        if script.get("hold") == kind:
+            never = threading.Event()
+            while not (self.path.parent / "go").exists():
+                never.wait(0.01)
+        if script.get("signal_at") == kind:
+            os.kill(os.getpid(), getattr(signal, script["signal"]))
+        if script.get("fail") == kind:
+            return Failed(command.command_id, script["kind"], "it is so")
+        return self.done(command)
+
+    def done(self, command: Command) -> Done:
+        number, model, work = command.command_id, command.model_id, command.work
+        match work:
+            case Compute():
+                zeros = tuple(bytes(len(datum.tokens)) for datum in work.data)
+                return Done(number, loss=1.5, tokens=work.num_tokens, logprobs=zeros, steps=self.steps[model])
+            case OptimStep():
+                self.steps[model] += 1
+                return Done(number, grad_norm=2.5, steps=self.steps[model])
+            case Save():
+                folder = Path(work.folder)
+                folder.mkdir(exist_ok=True)
+                for name, text in {**work.files, "steps": str(self.steps[model])}.items():
+                    (folder / name).write_text(text)
+            case Load():
+                self.steps[model] = int((Path(work.folder) / "steps").read_text()) if work.optimizer else 0
+        return Done(number, parameters=10, steps=self.steps[model])
+
+
+def main() -> None:
+    link = WorkerLink(socket.socket(fileno=int(sys.argv[1])))
+    arguments = msgspec.json.decode(sys.argv[2], type=Arguments)
+    die_with_parent(arguments.parent_pid)
+    session = ScriptedSession(Path(os.environ["TRAINING_SCRIPT"]))
+    if session.script.get("unable"):
+        link.send(Unable("The base model cannot be trained on this server: no linear head"))
+    else:
+        link.send(Ready("cpu", MAX_LENGTH, VOCABULARY))
+        while (command := link.receive()) is not None:
+            link.send(session.answer(command))
+    link.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""Live models from creation to their end, through real processes that are killed, stopped and ended."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_training import (
+    CREATE,
+    SAMPLE,
+    STEP,
+    Work,
+    at_work,
+    compute,
+    is_running,
+    load,
+    save,
+    script,
+    until,
+)
+
+from server.errors import (
+    InsufficientStorage,
+    InvalidRequest,
+    QuotaExceeded,
+    RequestFailedError,
+    SequenceConflict,
+    TrainingDiverged,
+    TrainingMissing,
+    TrainingModelLost,
+    TrainingOutOfMemory,
+)
+from server.training import Call, Computed, Create, Created, Loaded, Saved, Stepped, Unload, Unloaded
+
+pytestmark = pytest.mark.timeout(180)
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a test's coroutine on training at work; `go` on what the script holds."""
+    script(tmp_path, monkeypatch)
+
+    def run(work: Callable[[Work], Awaitable[None]], scripted: dict[str, Any] | None = None, **changes: Any) -> None:
+        script(tmp_path, monkeypatch, **scripted or {})
+
+        async def main() -> None:
+            async with at_work(tmp_path, **changes) as at:
+                await work(at)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_calls_run_in_the_process_in_their_order(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        assert model.creating.outcome == Created(model.id, 10)
+        computed, stepped, saved = await work.do(model, compute(), STEP, save())
+        assert computed == Computed(1.5, 3, None, (bytes(12),))
+        assert stepped == Stepped(2.5, 1)
+        assert saved == Saved(f"longwave://{model.id}/weights/one", "weights", 1)
+        (loaded,) = await work.do(model, load(model))
+        assert loaded == Loaded(saved.path, 1)
+        assert [line.partition(" ")[2] for line in work.log()] == ["Create", "Compute", "OptimStep", "Save", "Load"]
+        assert (work.training.stats.models, work.training.stats.tokens) == (1, 3)
+        assert work.training.stats.calls["Compute", "succeeded"] == 1
+
+    run(main)
+
+
+def test_a_killed_process_fails_every_open_call_and_says_where_to_go_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(work: Work) -> None:
+        model, other = await work.create(), await work.create("you")
+        await work.do(model, compute(), STEP, save("one"), compute(), STEP)
+        script(tmp_path, monkeypatch, hold="Compute")
+        open_calls = work.submit(model, compute(backward=False), STEP, save("two"))
+        theirs = work.submit(other, compute(backward=False))
+        pid = work.pid
+        assert pid is not None
+        await until(lambda: len(work.log()) == 8)  # the first of them is held
+        os.kill(pid, signal.SIGKILL)
+        for future in open_calls:
+            lost = await work.outcome(future)
+            assert isinstance(lost, TrainingModelLost)
+            assert "The training process was killed (SIGKILL" in lost.message
+            path = f"longwave://{model.id}/weights/one"
+            assert f"Its weights after optimiser step 1 are saved: create a model with the same lora_config and " \
+                f"load_weights from {path}." in lost.message  # fmt: skip
+        lost = await work.outcome(theirs[0])
+        assert isinstance(lost, TrainingModelLost)
+        assert "Nothing of it was saved" in lost.message
+        with pytest.raises(TrainingModelLost, match="weights/one"):
+            work.training.submit(model, None, STEP)
+        assert work.training.submit(model, 1, compute()).outcome is not None  # what has ended is still told
+        assert work.training.stats.crashes == 1
+        script(tmp_path, monkeypatch)
+        again = await work.create()
+        assert work.pid not in (None, pid)
+        assert (await work.do(again, load(model), compute(), STEP))[0] == Loaded(
+            f"longwave://{model.id}/weights/one", 1
+        )
+        assert again.steps == 2
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("scripted", "changes", "told"),
+    [
+        ({"signal_at": "Compute", "signal": "SIGSTOP"}, {"silence_limit": 8.0}, "did not answer any more"),
+        ({"hold": "Compute"}, {"call_seconds": 0.3}, "did not finish a call within 0 s"),
+        ({"signal_at": "Compute", "signal": "SIGSEGV"}, {}, r"was killed \(SIGSEGV\)"),
+    ],
+)
+def test_nothing_hangs_when_the_process_does(
+    run: Run, scripted: dict[str, Any], changes: dict[str, Any], told: str
+) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        pid = work.pid
+        assert pid is not None
+        first, second = work.submit(model, compute(), STEP)
+        for future in (first, second):
+            lost = await work.outcome(future)
+            assert isinstance(lost, TrainingModelLost)
+            assert re.search(told, lost.message), lost.message
+        await until(lambda: not is_running(pid))
+
+    run(main, scripted=scripted, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("invalid", InvalidRequest),
+        ("diverged", TrainingDiverged),
+        ("memory", TrainingOutOfMemory),
+        ("internal", RequestFailedError),
+    ],
+)
+def test_a_failed_call_is_told_through_its_future_and_the_model_goes_on(
+    run: Run, kind: str, error: type[Exception]
+) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        failed, stepped = await work.do(model, compute(), STEP)
+        assert type(failed) is error
+        assert failed.message == "It is so."
+        assert stepped == Stepped(2.5, 1)
+        assert work.training.stats.calls["Compute", "failed"] == 1
+
+    run(main, scripted={"fail": "Compute", "kind": kind})
+
+
+def test_a_base_that_cannot_be_trained_fails_the_creation(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        assert isinstance(model.creating.outcome, RequestFailedError)
+        assert model.creating.outcome.message.endswith("cannot be trained on this server: no linear head.")
+        with pytest.raises(RequestFailedError, match="no linear head"):
+            work.training.submit(model, None, STEP)
+        assert work.training.live() == []
+
+    run(main, scripted={"unable": True})
+
+
+def test_the_process_ends_with_its_last_model(run: Run) -> None:
+    async def main(work: Work) -> None:
+        first, second = await work.create(), await work.create()
+        pid = work.pid
+        assert pid is not None
+        assert await work.do(first, Unload()) == [Unloaded(first.id)]
+        assert is_running(pid)
+        with pytest.raises(TrainingMissing, match="was unloaded"):
+            work.training.submit(first, None, STEP)
+        await work.do(second, Unload())
+        await until(lambda: not is_running(pid))
+        assert work.training.stats.crashes == 0
+        assert work.training.stats.models == 0
+
+    run(main)
+
+
+def test_an_idle_model_is_saved_and_unloaded(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        await work.do(model, compute(), STEP)
+        pid = work.pid
+        assert pid is not None
+        await until(lambda: model.end is not None)
+        with pytest.raises(TrainingMissing, match=r"no call for 0\.5 s\. .* saved as longwave://.*/weights/autosave"):
+            work.training.submit(model, None, STEP)
+        await until(lambda: not is_running(pid))
+        again = await work.create()
+        assert await work.do(again, load(model, "autosave")) == [Loaded(f"longwave://{model.id}/weights/autosave", 1)]
+
+    run(main, idle_seconds=0.5)
+
+
+def test_drain_lets_what_was_taken_end_and_saves_every_model(run: Run, tmp_path: Path) -> None:
+    async def main(work: Work) -> None:
+        models = [await work.create(), await work.create("you")]
+        futures = work.submit(models[0], compute(), STEP)
+        draining = asyncio.create_task(work.training.drain())
+        await until(lambda: work.log()[-1].endswith("Compute"))
+        assert not draining.done()
+        (tmp_path / "go").touch()
+        await asyncio.wait_for(draining, 60)
+        assert [type(future.outcome) for future in futures] == [Computed, Stepped]
+        for owner, model in zip(("me", "you"), models, strict=True):
+            (saved,) = await work.training.saved(owner)
+            assert saved.label.path == f"longwave://{model.id}/weights/autosave"
+        assert work.pid is None
+
+    run(main, scripted={"hold": "Compute"})
+
+
+def test_deleting_a_model_fails_its_calls_and_leaves_the_others(run: Run, tmp_path: Path) -> None:
+    async def main(work: Work) -> None:
+        model, other = await work.create(), await work.create()
+        futures = work.submit(model, compute(), STEP)
+        await until(lambda: work.log()[-1].endswith("Compute"))
+        deleting = asyncio.create_task(work.training.delete(model))
+        for future in futures:
+            assert isinstance(await work.outcome(future), TrainingMissing)
+        (tmp_path / "go").touch()
+        await deleting
+        assert await work.do(other, STEP) == [Stepped(2.5, 1)]
+
+    run(main, scripted={"hold": "Compute"})
+
+
+def test_a_model_deleted_while_it_is_made_leaves_nothing(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.training.create("me", "base", CREATE)
+        await work.training.delete(model)
+        assert isinstance(model.creating.outcome, TrainingMissing)
+        await until(lambda: work.pid is None and not work.training._tasks - {_tidy(work)})
+
+    run(main)
+
+
+def _tidy(work: Work) -> "asyncio.Task[None]":
+    (task,) = [task for task in work.training._tasks if task.get_name() == "training-tidy"]
+    return task
+
+
+def test_other_owners_see_nothing(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create("me")
+        (future,) = work.submit(model, save())
+        await work.outcome(future)
+        assert work.training.future(future.request_id, "me") is future
+        assert work.training.future(f"{model.id}:0", "me") is model.creating
+        for find in (
+            lambda: work.training.model(model.id, "you"),
+            lambda: work.training.future(future.request_id, "you"),
+            lambda: work.training.future(f"{model.id}:0", "you"),
+            lambda: work.training.future(f"{model.id}:77", "me"),
+            lambda: work.training.future(f"{model.id}:x", "me"),
+            lambda: work.training.future("nonsense", "me"),
+        ):
+            with pytest.raises(TrainingMissing):
+                find()
+        theirs = await work.create("you")
+        (error,) = await work.do(theirs, load(model))
+        assert isinstance(error, TrainingMissing)
+        with pytest.raises(TrainingMissing):
+            await work.training.delete_weights(load(model).path, "you")
+        assert work.training.live("you") == [theirs]
+
+    run(main)
+
+
+def test_the_same_idempotency_key_is_the_same_model(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create(key="k")
+        assert await work.create(key="k") is model
+        assert await work.create("you", key="k") is not model
+        with pytest.raises(SequenceConflict):
+            await work.training.create("me", "base", Create(4, 32, None, 0), key="k")
+
+    run(main)
+
+
+def test_models_and_ranks_are_bounded(run: Run) -> None:
+    async def main(work: Work) -> None:
+        with pytest.raises(InvalidRequest, match=r"rank is 17; .* up to rank 16") as error:
+            await work.training.create("me", "base", Create(17, 32, None, 0))
+        assert error.value.param == "lora_config.rank"
+        model = await work.create()
+        with pytest.raises(QuotaExceeded, match="1 models are live"):
+            await work.create("you")
+        await work.do(model, Unload())
+        await work.create("you")
+
+    run(main, max_models=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "told", "param"),
+    [
+        (compute(*range(20), *range(20)), "has 40 tokens; one sequence has at most 32 here", "data[0].model_input"),
+        (compute(1, 100), "outside the vocabulary of 100", "data[0].model_input"),
+        (compute(*[1] * 51), "The call has 51 tokens; at most 50", "data"),
+    ],
+)
+def test_calls_that_can_never_be_carried_out_are_refused_at_once(run: Run, call: Call, told: str, param: str) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        with pytest.raises(InvalidRequest, match=told) as error:
+            work.training.submit(model, None, call)
+        assert error.value.param == param
+        assert model.sequence.next_seq_id == 1
+        assert model.sequence.pending == []
+
+    run(main, max_call_tokens=50)
+
+
+def test_saved_names_are_kept_unless_they_may_be_replaced(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        first, second, third = await work.do(model, save(), save(), save(overwrite=True))
+        assert isinstance(second, InvalidRequest)
+        assert "already" in second.message
+        assert first == third
+        (fourth,) = await work.do(model, save("two"))
+        assert isinstance(fourth, QuotaExceeded)
+        await work.training.delete_weights(first.path, "me")
+        assert isinstance((await work.do(model, save("two")))[0], Saved)
+
+    run(main, max_saved=1)
+
+
+def test_a_disk_that_is_full_is_told(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        (error,) = await work.do(model, save())
+        assert isinstance(error, InsufficientStorage)
+
+    run(main, scripted={"fail": "Save", "kind": "storage"})
+
+
+def test_ended_models_are_forgotten_with_their_results(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create(key="k")
+        (future,) = work.submit(model, Unload())
+        await work.outcome(future)
+        await until(lambda: model.id not in work.training._models)
+        with pytest.raises(TrainingMissing, match=r"Results are kept for 0\.2 s"):
+            work.training.future(future.request_id, "me")
+        assert work.training._keys == {}
+
+    run(main, idle_seconds=0.4, result_seconds=0.2)
+
+
+def test_a_sample_is_a_call_like_others_when_the_process_is_gone(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        (lost,) = await work.do(model, SAMPLE)
+        assert isinstance(lost, TrainingModelLost)
+
+    run(main, scripted={"signal_at": "Save", "signal": "SIGKILL"})
