@@ -8,7 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, BackwardTile, query_parts, section_lines
+from attention_backend.heuristics.sm90_backward import (
+    HEAD_DIM_TILES,
+    BackwardTile,
+    backward_tile,
+    query_parts,
+    section_lines,
+)
 from attention_backend.jit import load
 from attention_backend.kernels import device, workspace
 from attention_backend.kernels.dropout_params import dropout_params
@@ -67,43 +73,36 @@ def backward(
     if args.cu_seqlens_q is not None:
         dq.zero_()
     index = args.q.device.index
-    deterministic = args.deterministic
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
-    _, tile = backward_variant(BackwardOptions.of(args, deterministic=deterministic, parts=False))
-    key_tiles = -(-seqlen_k // tile.block_n)
+    key_tiles = -(-seqlen_k // backward_tile(args.head_dim, args.head_dim_v).block_n)
     parts = query_parts(key_tiles=key_tiles, lines=lines, group=group, num_sms=device.num_sms(index))
-    variant, tile = backward_variant(BackwardOptions.of(args, deterministic=deterministic, parts=parts > 1))
+    variant, tile = backward_variant(BackwardOptions.of(args, deterministic=args.deterministic, parts=parts > 1))
+    blocks = min(key_tiles * lines * parts, device.num_sms(index))
 
     rows = padded_rows(args)
     sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
-    counters = workspace.counters(args.q.device, _COUNTERS)
     terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums)
-    turns = sums.new_zeros((args.num_heads, rows // _ROWS, _TURNS), dtype=torch.int32) if deterministic else None
     to_k, to_v = (_partial(x, parts) for x in (dk, dv)) if parts > 1 else (dk, dv)
+    turns = None
+    if args.deterministic:
+        turns = sums.new_zeros((args.num_heads, rows // _ROWS, _TURNS), dtype=torch.int32)
+    counters = workspace.counters(args.q.device, _COUNTERS)
 
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
     if args.dropout_threshold:
         p.dropout = dropout_params(args)
-    p.counters = counters.data_ptr()
-    p.lse2, p.delta, p.dq, p.turns = terms.lse2.data_ptr(), terms.delta.data_ptr(), sums.data_ptr(), pointer(turns)
+    p.lse2, p.delta, p.dq = terms.lse2.data_ptr(), terms.delta.data_ptr(), sums.data_ptr()
+    p.counters, p.turns = counters.data_ptr(), pointer(turns)
     _set_keys(p, "dk", to_k, parts)
     _set_keys(p, "dv", to_v, parts)
     p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
     p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
     p.section = section_lines(tile, seqlen_q=args.seqlen_q, group=group // parts, lines=lines * parts)
-    load(variant, index)(
-        (min(key_tiles * lines * parts, device.num_sms(index)), 1, 1),
-        (tile.threads, 1, 1),
-        (
-            tensor_map(args.q, tile.block_m),
-            tensor_map(args.k, tile.block_n),
-            tensor_map(args.v, tile.block_n),
-            tensor_map(grad_out, tile.block_m),
-            p,
-        ),
-        tile.smem_bytes,
-    )
-    del counters  # kept until the launch was queued
+    q, o = (tensor_map(x, tile.block_m) for x in (args.q, grad_out))
+    k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
+    load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, p), tile.smem_bytes)
+    del counters, turns  # kept until the launch was queued
+
     _store_dq(args, tile, sums, dq)
     if parts > 1:
         dk.copy_(to_k.sum(0))
