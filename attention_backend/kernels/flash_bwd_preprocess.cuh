@@ -1,6 +1,6 @@
 // What the backward knows of a row before it starts: lse in base 2, and D = rowsum(dO * O) - dlse (FlashAttention,
-// appendix B.4). One block takes 128 rows of a head; LANES threads share a row. On the way it clears the rows' part of a
-// float32 buffer that the main kernel adds to. Rows that see nothing and padding get +inf and 0, so that their
+// appendix B.4). One block takes 128 rows of a head; LANES threads share a row. On the way it clears the rows' part of
+// a float32 buffer that the main kernel adds to. Rows that see nothing and padding get +inf and 0, so that their
 // probabilities become 2^-inf; what stands in their dO is never read.
 //
 // Compile-time: BF16, LANES (a power of two up to 32, at least head_dim_v / 8).

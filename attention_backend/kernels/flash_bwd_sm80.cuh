@@ -1,12 +1,12 @@
 // Attention backward for every GPU from sm_75 on: FlashAttention-2's loop (arXiv 2307.08691, Algorithm 2) on mma.sync.
 //
-// One thread block takes BLOCK_N keys of one key head and walks, for every query head of the group (or of a part of it),
-// the query rows that may see them in tiles of BLOCK_M. Probabilities are computed again from lse; they and dS pass
-// through shared memory, because each product cuts its tile into other warps. dK and dV stay in registers. dQ is added
-// to a float32 buffer that lies in the order of the accumulators' registers, so that a warp adds consecutive words;
-// flash_bwd_postprocess brings it into rows. Where the sum has to repeat bitwise, blocks take turns at a tile of rows:
-// the block of its last keys first, which is also the block that is started first, so nobody waits for one that is not
-// running, and with a causal mask the turns are those in which the blocks come by.
+// One thread block takes BLOCK_N keys of one key head and walks, for every query head of the group (or of a part of
+// it), the query rows that may see them in tiles of BLOCK_M. Probabilities are computed again from lse; they and dS pass
+// through shared memory, because each product is shared out among the warps in its own way. dK and dV stay in registers.
+// dQ is added to a float32 buffer that lies in the order of the accumulators' registers, so that a warp adds consecutive
+// words; flash_bwd_postprocess brings it into rows. Where the sum has to repeat bitwise, blocks take turns at a tile of
+// rows: the block of its last keys first, which is also the block that is started first, so nobody waits for one that is
+// not running, and with a causal mask the turns are those in which the blocks come by.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), EVEN (the tensors are that wide), BLOCK_M,
 // BLOCK_N, NUM_WARPS; SCORE_WARPS_M x SCORE_WARPS_N warps share a tile of scores, the warps that share dK and dV are
@@ -66,7 +66,8 @@ constexpr int kPasses = kRows * kRowsWidth > 6 && kRowsWidth % 2 == 0 ? 2 : 1;  
 static_assert(kScoreRows * SCORE_WARPS_M * 16 == BLOCK_M && kScoreKeys * SCORE_WARPS_N * 16 == BLOCK_N, "score warps");
 static_assert(kKeys * KEY_WARPS * 16 == BLOCK_N && kWidth * kWidthWarps * 16 == HEAD_DIM, "key warps");
 static_assert(kWidthV * kWidthWarps * 16 == HEAD_DIM_V, "key warps");
-static_assert(kRows * ROW_WARPS * 16 == BLOCK_M && kRowsWidth * kRowsWidthWarps * 16 == HEAD_DIM, "row warps");
+static_assert(kRows * ROW_WARPS * 16 == BLOCK_M, "row warps");
+static_assert(kRowsWidth * kRowsWidthWarps * 16 == HEAD_DIM, "row warps");
 static_assert(kRowPadding % BLOCK_M == 0, "a tile of rows is read whole");
 
 // A stage: Q, dO, lse2 and delta of a tile of rows.
@@ -139,7 +140,8 @@ __device__ __forceinline__ void for_pairs(const float (&acc)[ROW_TILES][COLUMNS8
     for (int i = 0; i < COLUMNS8; i++)
 #pragma unroll
       for (int half = 0; half < 2; half++)
-        put(row0 + x * 16 + half * 8 + lane / 4, column0 + i * 8 + lane % 4 * 2, acc[x][i][half * 2], acc[x][i][half * 2 + 1]);
+        put(row0 + x * 16 + half * 8 + lane / 4, column0 + i * 8 + lane % 4 * 2, acc[x][i][half * 2],
+            acc[x][i][half * 2 + 1]);
 }
 
 // Stores the rows of a tile in shared memory, 16 bytes a thread.
@@ -279,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const B
                                                              Operand::by_columns(lane, tile_k, kPitch, score_key, 0));
 
       const uint32 score_at = (score_row + lane / 4) * kPitchP + (score_key + lane % 4 * 2) * 2;
-      const float* terms = reinterpret_cast<const float*>(shared + (stage - tile_k) + kStageTerms) + score_row + lane / 4;
+      const float* terms =
+          reinterpret_cast<const float*>(shared + (stage - tile_k) + kStageTerms) + score_row + lane / 4;
       const int row0 = first_row + score_row + lane / 4, key0 = first_key_of_block() + score_key + lane % 4 * 2;
 #if SOFTCAP
 #pragma unroll
@@ -324,7 +327,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const B
             for (int j = 0; j < 2; j++) {
               float t = s[x][i][half * 2 + j];
 #if SOFTCAP
-              slope[j] = fmaxf(1.f - t / score.softcap * (t / score.softcap), 0.f);  // of a hidden one too, which is -inf
+              // Of a hidden score too, which is -inf.
+              slope[j] = fmaxf(1.f - t / score.softcap * (t / score.softcap), 0.f);
 #elif SCORE_CHANGES
               t = score.capped(t);
 #endif
@@ -426,7 +430,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const B
       }
     }
     m++;
-    if (m == walk.end_tile) { m = walk.first_tile; head++; }
+    if (m == walk.end_tile) {
+      m = walk.first_tile;
+      head++;
+    }
     if (STAGES == 2) stage = stages + (stages + kStage - stage);
   }
 

@@ -16,8 +16,8 @@ struct Operand {
   }
 };
 
-// acc += A * B over STEPS steps of 16. `a` and `b` are addresses of Operand; an operand of PITCH bytes a row moves by 32
-// bytes or by 16 rows from step to step, and the other way from tile to tile.
+// acc += A * B over STEPS steps of 16. `a` and `b` are addresses of Operand; an operand of PITCH bytes a row moves by
+// 32 bytes or by 16 rows from step to step, and the other way from tile to tile.
 //   A_TRANSPOSED: A lies as k x m (Operand::by_columns), else as m x k (by_rows).
 //   B_TRANSPOSED: B lies as k x n (Operand::by_rows), else as n x k (by_columns).
 template <int STEPS, bool A_TRANSPOSED, int A_PITCH, bool B_TRANSPOSED, int B_PITCH, int ROW_TILES, int COLUMNS8>
