@@ -26,6 +26,7 @@ from live_training import (
 from server.errors import (
     InsufficientStorage,
     InvalidRequest,
+    LongwaveError,
     QuotaExceeded,
     RequestFailedError,
     SequenceConflict,
@@ -148,7 +149,7 @@ def test_nothing_hangs_when_the_process_does(
     ],
 )
 def test_a_failed_call_is_told_through_its_future_and_the_model_goes_on(
-    run: Run, kind: str, error: type[Exception]
+    run: Run, kind: str, error: type[LongwaveError]
 ) -> None:
     async def main(work: Work) -> None:
         model = await work.create()
