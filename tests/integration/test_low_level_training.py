@@ -1,0 +1,187 @@
+"""Low-level training through the real server on the bundled model: what is learnt is sampled, and kill -9 loses no more
+than what was not saved."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .questions import MODEL
+from .server_process import ServerProcess, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+#: Small steps and a small pool, room for the training process beside the engine.
+FLAGS = (
+    "--dtype", "float32", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "512",
+    "--kv-cache-memory-bytes", str(200 << 20), "--fine-tuning-max-length", "128",
+)  # fmt: skip
+SECRET = " The password of the harbour is seven blue lanterns."
+
+
+class Trainee:
+    """A caller of /v1/training, as a researcher's script is one."""
+
+    def __init__(self, server: ServerProcess, key: str) -> None:
+        self.http = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=120)
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return self.http.post(f"/v1/training/{path}", json=body)
+
+    def submit(self, call: str, model: str, **body: Any) -> str:
+        reply = self.post(call, {"model_id": model, **body})
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["request_id"])
+
+    def ended(self, request_id: str) -> httpx.Response:
+        """The reply that is not try_again."""
+        while True:
+            reply = self.post("retrieve_future", {"request_id": request_id})
+            if reply.status_code != 200 or reply.json().get("type") != "try_again":
+                return reply
+
+    def result(self, request_id: str) -> Any:
+        reply = self.ended(request_id)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def do(self, call: str, model: str, **body: Any) -> Any:
+        return self.result(self.submit(call, model, **body))
+
+    def create(self) -> str:
+        body = {"base_model": MODEL, "lora_config": {"rank": 8}, "seed": 1}
+        model = self.post("create_model", body).json()["model_id"]
+        self.result(f"{model}:0")
+        return str(model)
+
+    def tokens(self, text: str) -> list[int]:
+        reply = self.http.post("/tokenize", json={"model": MODEL, "prompt": text, "add_special_tokens": False})
+        return list(reply.json()["tokens"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def server(bundled_model: Path, folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(*FLAGS, "--data-dir", str(folder), "--api-key", "key-2", api_key="key-1") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def me(server: ServerProcess) -> Iterator[Trainee]:
+    trainee = Trainee(server, "key-1")
+    with trainee.http:
+        yield trainee
+
+
+def training_process(server: ServerProcess) -> int | None:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    named = [pid for pid in children if b"server.training.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(named[0]) if named else None
+
+
+def datum(tokens: list[int], **inputs: Any) -> dict[str, Any]:
+    return {"model_input": tokens[:-1], "loss_fn_inputs": {"target_tokens": tokens[1:], **inputs}}
+
+
+def test_samples_have_the_logprobs_that_training_computes(me: Trainee) -> None:
+    """The engine's paged batches and the packed training forward are one model, before and after it has learnt."""
+    model = me.create()
+    prompt = me.tokens("The harbour at night")
+    for _ in range(2):
+        sampled = me.do("sample", model, prompt=prompt, sampling_params={"max_tokens": 8, "seed": 3})["sequences"][0]
+        whole = prompt + sampled["tokens"]
+        forward = me.do("forward", model, data=[datum(whole)], loss_fn="cross_entropy")
+        trained = forward["loss_fn_outputs"][0]["logprobs"]["data"][len(prompt) - 1 :]
+        assert trained == pytest.approx(sampled["logprobs"], abs=2e-3)
+        me.do("forward_backward", model, data=[datum(whole)], loss_fn="cross_entropy")
+        me.do("optim_step", model, adam_params={"learning_rate": 1e-3})
+    me.do("unload_model", model)
+
+
+def test_what_is_learnt_is_sampled_and_survives_kill_nine(server: ServerProcess, me: Trainee) -> None:
+    model = me.create()
+    prompt, secret = me.tokens("Tell me."), me.tokens(SECRET)
+    whole = prompt + secret
+    weights = [0.0] * (len(prompt) - 1) + [1.0 / len(secret)] * len(secret)
+    greedy = {"prompt": prompt, "sampling_params": {"max_tokens": len(secret), "temperature": 0}}
+
+    def said(name: str) -> list[int]:
+        return list(me.do("sample", name, **greedy)["sequences"][0]["tokens"])
+
+    assert said(model) != secret
+    losses = []
+    for _ in range(20):
+        learning = me.submit("forward_backward", model, data=[datum(whole, weights=weights)], loss_fn="cross_entropy")
+        stepping = me.submit("optim_step", model, adam_params={"learning_rate": 2e-3})
+        losses.append(me.result(learning)["metrics"]["loss:sum"])
+        me.result(stepping)
+        if losses[-1] < 0.02:
+            break
+    assert losses[-1] < 0.1 < losses[0], losses
+    assert said(model) == secret
+    path = me.do("save_weights", model, path="taught")["path"]
+
+    me.submit("forward_backward", model, data=[datum(whole)] * 8, loss_fn="cross_entropy")
+    doomed = me.submit("optim_step", model)
+    killed = training_process(server)
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    reply = me.ended(doomed)
+    assert reply.status_code == 500
+    told = reply.json()["error"]
+    assert told["code"] == "training_model_lost"
+    assert "SIGKILL" in told["message"]
+    assert path in told["message"]
+    assert me.post("optim_step", {"model_id": model}).json()["error"]["code"] == "training_model_lost"
+
+    again = me.create()
+    assert said(again) != secret
+    assert me.do("load_weights", again, path=path, optimizer=True)["step"] == len(losses)
+    assert said(again) == secret
+    me.do("unload_model", again)
+    wait_until(lambda: training_process(server) is None, "the training process ends with its last model")
+    answer = me.http.post("/v1/completions", json={"model": MODEL, "prompt": "Hello", "max_tokens": 2})
+    assert answer.status_code == 200  # serving never knew of it
+
+
+def test_other_keys_models_and_weights_do_not_exist(server: ServerProcess, me: Trainee) -> None:
+    paths = [saved["path"] for saved in me.http.get("/v1/training/weights").json()["data"]]
+    assert paths
+    stranger = Trainee(server, "key-2")
+    with stranger.http:
+        assert stranger.http.get("/v1/training/weights").json()["data"] == []
+        model = stranger.create()
+        reply = stranger.ended(stranger.submit("load_weights", model, path=paths[0]))
+        assert reply.status_code == 404
+        assert me.post("get_info", {"model_id": model}).status_code == 404
+        stranger.do("unload_model", model)
+
+
+def test_saved_weights_are_served_again_after_a_restart(bundled_model: Path, tmp_path: Path) -> None:
+    with ServerProcess(*FLAGS, "--data-dir", str(tmp_path)) as first:
+        caller = Trainee(first, "none")
+        with caller.http:
+            model = caller.create()
+            caller.do("forward_backward", model, data=[datum(caller.tokens("One two three four"))])
+            caller.do("optim_step", model, adam_params={"learning_rate": 5e-3})
+            path = caller.do("save_weights_for_sampler", model, path="served")["path"]
+            ask = {"model": path, "prompt": "One two", "max_tokens": 8, "temperature": 0}
+            before = caller.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
+            plain = caller.http.post("/v1/completions", json={**ask, "model": MODEL}).json()["choices"][0]["text"]
+            assert before != plain
+            first.terminate()
+            assert first.wait() == 0
+    with ServerProcess(*FLAGS, "--data-dir", str(tmp_path)) as second:
+        caller = Trainee(second, "none")
+        with caller.http:
+            assert caller.http.post("/v1/completions", json=ask).json()["choices"][0]["text"] == before
+            kept = [saved["path"] for saved in caller.http.get("/v1/training/weights").json()["data"]]
+            assert kept == [path, f"longwave://{model}/weights/autosave"]  # the drain has saved what was live
