@@ -56,7 +56,7 @@ class BackwardTile:
         rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * self.block_m * 2
-        barriers = 8 * (4 + 2 * self.q_stages + 2 * self.o_stages + 2 * _TILE_SLOTS + _CONSUMERS)
+        barriers = 8 * (4 + 2 * self.q_stages + 2 * self.o_stages + 2 * _TILE_SLOTS + _CONSUMERS + 1)
         tiles = _TILE_SLOTS * (_TILE_BYTES + _KEY_BYTES * self.block_n)
         used = keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers + tiles
         # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.

@@ -247,15 +247,18 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
         named_sync(4 + w, 160);
         if (threadIdx.x % 32 == 0) {
           bulk_add(to + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
+#if !DETERMINISTIC
           bulk_wait_read();
           barrier_arrive(shared.free_space + 8 * w);
+#endif
         }
         __syncwarp();
       }
 #if DETERMINISTIC
-      if (threadIdx.x % 32 == 0) {
+      if (threadIdx.x % 32 == 0) {  // one wait for both chunks: others wait for this block's turn to end
         bulk_wait_done();
         turn_pass(p.turns + rows * 2);
+        for (int w = 0; w < kConsumers; w++) barrier_arrive(shared.free_space + 8 * w);
       }
 #endif
       step.next(kTileSteps, tile.m_begin, tile.m_end);

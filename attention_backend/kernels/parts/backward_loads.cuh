@@ -15,29 +15,40 @@ __device__ __forceinline__ void start(const Shared& shared, const BackwardParams
   __syncthreads();
 }
 
+// With how many tiles of rows left to load the next tile of keys is asked for. Drawn earlier, it would be one that no other
+// block can take, and in deterministic mode one that others wait for.
+constexpr int kDrawAhead = 2;
+
+__device__ __forceinline__ int draw(const BackwardParams& p) {
+  int index = 0;
+  if (threadIdx.x % 32 == 0) index = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(p.counters, 1);
+  return __shfl_sync(~0u, index, 0);
+}
+
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardParams& p) {
   const int lane = threadIdx.x % 32;
   RingPlace<TILE_SLOTS> slot;
+  RingPlace<1> wanted;
   int index = shared.tiles[0].number;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_empty(shared.empty_tile);
     KeyTile& tile = shared.tiles[slot.at];
-    bool skipped;  // a tile that a shorter sequence does not have
 #pragma unroll 1
-    do {
+    for (;;) {
       if (lane == 0) describe(tile, p, index);
       __syncwarp();
-      if (tile.tiles < 0) break;
-      skipped = tile.first_key >= tile.seqlen_k;
-      if (lane == 0) index = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(p.counters, 1);
-      index = __shfl_sync(~0u, index, 0);
-    } while (skipped);
+      if (tile.tiles < 0 || tile.first_key < tile.seqlen_k) break;
+      index = draw(p);  // a shorter sequence does not have that tile
+    }
     if (tile.tiles < 0) break;
 #pragma unroll 1
     for (int r = lane; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.full_tile + 8 * slot.at);
+    wanted.wait_full(shared.wanted_tile);
+    wanted.next();
+    index = draw(p);
   }
   if (lane == 0) barrier_arrive(shared.full_tile + 8 * slot.at);  // there is no more
   // The last block to get here leaves the counters as it found them.
@@ -68,6 +79,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
     const KeyTile& tile = shared.tiles[slot.at];
     const int tiles = tile.tiles;
     if (tiles < 0) return;
+    if (KEYS && tiles == 0) barrier_arrive(shared.wanted_tile);
     if (tiles > 0) {
       const uint32 full = KEYS ? shared.full_k : shared.full_v, to = KEYS ? shared.k : shared.v;
       keys.wait_empty(KEYS ? shared.empty_k : shared.empty_v);
@@ -82,6 +94,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 #pragma unroll 1
     for (int left = tiles; left > 0; left--) {
       const uint32 full = full_ring + 8 * place.at, to = ring + place.at * kBytes;
+      if (KEYS && left == min(tiles, kDrawAhead)) barrier_arrive(shared.wanted_tile);
       place.wait_empty(empty_ring);
       barrier_expect(full, kBytes + kBytesTerms);
       bulk_load(terms_ring + place.at * kBytesTerms,

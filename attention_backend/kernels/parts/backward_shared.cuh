@@ -21,7 +21,7 @@ constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
 struct Shared {
   uint32 k, v, q, o, ds, handover;  // q, o and ds are rings
   uint32 lse2, delta;               // rings of q and o
-  uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space;
+  uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile;
   KeyTile* tiles;  // [TILE_SLOTS]
 
   __device__ __forceinline__ explicit Shared(char* memory) {
@@ -45,7 +45,8 @@ struct Shared {
     full_tile = empty_o + 8 * O_STAGES;
     empty_tile = full_tile + 8 * TILE_SLOTS;
     free_space = empty_tile + 8 * TILE_SLOTS;
-    tiles = reinterpret_cast<KeyTile*>(memory + (free_space + 8 * kSpaces - base));
+    wanted_tile = free_space + 8 * kSpaces;
+    tiles = reinterpret_cast<KeyTile*>(memory + (wanted_tile + 8 - base));
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -66,6 +67,7 @@ struct Shared {
       barrier_init(empty_tile + 8 * i, kReadersOfTiles);
     }
     for (int i = 0; i < kSpaces; i++) barrier_init(free_space + 8 * i, 1);
+    barrier_init(wanted_tile, 1);
     barrier_init_fence();
   }
 };
