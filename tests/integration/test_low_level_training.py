@@ -2,6 +2,7 @@
 than what was not saved."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ FLAGS = (
     "--dtype", "float32", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--max-model-len", "512",
     "--kv-cache-memory-bytes", str(200 << 20), "--fine-tuning-max-length", "128",
 )  # fmt: skip
+PAGE = Path(__file__).parents[2] / "docs" / "low_level_training.md"
 SECRET = " The password of the harbour is seven blue lanterns."
 
 
@@ -185,3 +187,15 @@ def test_saved_weights_are_served_again_after_a_restart(bundled_model: Path, tmp
             assert caller.http.post("/v1/completions", json=ask).json()["choices"][0]["text"] == before
             kept = [saved["path"] for saved in caller.http.get("/v1/training/weights").json()["data"]]
             assert kept == [path, f"longwave://{model}/weights/autosave"]  # the drain has saved what was live
+
+
+def test_the_documents_script_runs(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    here = f'base_url="{server.url}", headers={{"authorization": "Bearer key-1"}}'
+    names: dict[str, Any] = {}
+    exec(compile(script.replace('base_url="http://127.0.0.1:8000"', here), PAGE.name, "exec"), names)
+    names["http"].close()
+    *steps, base, tuned = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in steps[-2:]] == ["1.00", "1.00"]
+    assert "Yes" not in base
+    assert tuned.startswith("' Yes")
