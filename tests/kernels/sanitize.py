@@ -12,13 +12,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import typer
 from torch import Tensor
 
 import attention_backend
-from attention_backend import block_patterns, dispatch
+from attention_backend import backward, block_patterns, dispatch
 
 from .problems import Case, build
 from .test_kv_store import check_store
@@ -47,6 +48,30 @@ GRID = (
     Case(40, 900, batch=2, layout="paged_varlen", page=32, heads=4, kv_heads=2, dim=64, dim_v=64, num_splits=3),
     Case(300, 400, batch=2, dim=80, dim_v=80),
 )
+
+
+GRADIENTS = (
+    Case(130, 140, batch=2, dim=128, dim_v=128, heads=4, kv_heads=2),
+    Case(150, 203, batch=6, layout="varlen", mask="sliding", dtype="fp16", dim=64, dim_v=64),
+    Case(130, 140, batch=1, dim=256, dim_v=256, mask="full", sinks=True),
+)
+
+
+def run_gradients(device: torch.device) -> int:
+    """Runs the backward of every kernel that serves, in both modes; returns how many ran."""
+    ran = 0
+    for case in GRADIENTS:
+        args = build(case, device)
+        out, lse = dispatch.run(args)
+        for line in backward.TABLE:
+            if line.refuses(args) is not None:
+                continue
+            for deterministic in (False, True):
+                problem = replace(args, deterministic=deterministic)
+                gradients = backward.run(problem, out, lse, torch.randn_like(out), kernel=line.kernel)
+                assert all(bool(x.isfinite().all()) for x in (gradients.dq, gradients.dk, gradients.dv)), line.kernel
+                ran += 1
+    return ran
 
 
 def run_grid(device: torch.device) -> int:
@@ -101,7 +126,7 @@ def command(tool: str) -> list[str]:
 def main(tools: Sequence[str]) -> int:
     if list(tools) == ["--grid"]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        typer.echo(f"{run_grid(device) + run_features(device)} problems ran on {device}")
+        typer.echo(f"{run_grid(device) + run_features(device) + run_gradients(device)} problems ran on {device}")
         return 0
     unknown = set(tools) - set(TOOLS)
     if unknown or not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:

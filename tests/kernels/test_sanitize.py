@@ -14,6 +14,16 @@ def test_the_features_run_on_cpu() -> None:
     assert sanitize.run_features(torch.device("cpu")) == 5
 
 
+def test_the_gradients_run_on_cpu() -> None:
+    assert sanitize.run_gradients(torch.device("cpu")) == 2 * len(sanitize.GRADIENTS)
+
+
+@pytest.mark.gpu
+def test_the_gradients_run(device: torch.device) -> None:
+    kernels = 3 if torch.cuda.get_device_capability(device) == (9, 0) else 2  # the exact path is one of them
+    assert sanitize.run_gradients(device) == 2 * kernels * len(sanitize.GRADIENTS)
+
+
 @pytest.mark.gpu
 def test_the_grid_runs(device: torch.device) -> None:
     assert sanitize.run_grid(device) == len(sanitize.GRID) + 3
