@@ -178,7 +178,8 @@ class TrainingSession:
         model = self._models[name]
         weights = WeightsFolder(folder)
         state = model.optimizer.state_tensors() if optimizer else None
-        weights.write(lambda place: self._base.save_adapter(place, name), state, model.steps, files)
+        numbers = {"steps": model.steps, "calls": model.calls, "seed": model.seed}
+        weights.write(lambda place: self._base.save_adapter(place, name), state, numbers, files)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> int:
         """Weights, and with `optimizer` what the next step depends on; else Adam begins anew. The gradient is
@@ -186,11 +187,12 @@ class TrainingSession:
         changed then."""
         model = self._models[name]
         now = model.optimizer.state_tensors()
-        tensors, steps = WeightsFolder(folder).read(now, optimizer=optimizer, settings=self._settings_of(name))
+        tensors, numbers = WeightsFolder(folder).read(now, optimizer=optimizer, settings=self._settings_of(name))
         model.optimizer.load_state_tensors(tensors)
         model.optimizer.discard_gradients()
-        model.steps, model.accumulated, model.broken = steps, 0, None
-        return steps
+        model.steps, model.accumulated, model.broken = numbers.get("steps", 0), 0, None
+        model.calls, model.seed = numbers.get("calls", model.calls), numbers.get("seed", model.seed)
+        return model.steps
 
     def _settings_of(self, name: str) -> dict[str, object]:
         """What has to be equal in an adapter whose weights are loaded: shapes are compared besides."""

@@ -25,15 +25,19 @@ class WeightsFolder:
         self.path = path
 
     def write(
-        self, adapter: Callable[[Path], None], state: Mapping[str, Tensor] | None, steps: int, files: Mapping[str, str]
+        self,
+        adapter: Callable[[Path], None],
+        state: Mapping[str, Tensor] | None,
+        numbers: Mapping[str, int],
+        files: Mapping[str, str],
     ) -> None:
-        """`adapter` writes PEFT's two files. Raises CheckpointError."""
+        """`adapter` writes PEFT's two files; `numbers` go with the state. Raises CheckpointError."""
 
         def fill(folder: Path) -> None:
             adapter(folder)
             if state is not None:
                 save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / _TENSORS)
-                (folder / _STATE).write_text(json.dumps({"steps": steps}))
+                (folder / _STATE).write_text(json.dumps(dict(numbers)))
             for name, text in files.items():
                 (folder / name).write_text(text)
 
@@ -41,9 +45,9 @@ class WeightsFolder:
 
     def read(
         self, now: Mapping[str, Tensor], *, optimizer: bool, settings: Mapping[str, object]
-    ) -> tuple[dict[str, Tensor], int]:
-        """What replaces `now` (an optimiser's state tensors), and the steps behind it. Without `optimizer`: the same
-        weights, and moments of zero. Raises CheckpointError."""
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What replaces `now` (an optimiser's state tensors), and the numbers that went with it. Without `optimizer`:
+        the weights, moments of zero, no numbers. Raises CheckpointError."""
         if not is_whole(self.path):
             raise CheckpointError("the weights are not there, or a file of them is damaged")
         config: dict[str, Any] = json.loads((self.path / _CONFIG).read_bytes())
@@ -66,5 +70,5 @@ class WeightsFolder:
                     f"the weights have another shape than this model's ({name.removeprefix(_WEIGHT)})"
                 )
         if optimizer:
-            return saved, int(json.loads((self.path / _STATE).read_bytes())["steps"])
-        return {name: saved[name] if name in weights else torch.zeros_like(value) for name, value in now.items()}, 0
+            return saved, json.loads((self.path / _STATE).read_bytes())
+        return {name: saved[name] if name in weights else torch.zeros_like(value) for name, value in now.items()}, {}

@@ -24,18 +24,16 @@ from server.schemas.training import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from server.schemas.training_reply import (
+from server.schemas.training_info import (
     Capabilities,
-    FutureResult,
     ModelDeletedReply,
     ModelInfo,
     ModelInfoList,
     SavedWeightsInfo,
     SavedWeightsList,
-    UntypedFuture,
     WeightsDeleted,
-    result_of,
 )
+from server.schemas.training_reply import FutureResult, UntypedFuture, result_of
 from server.training import Call, Training, Unload
 
 PATH = "/v1/training"

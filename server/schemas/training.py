@@ -1,117 +1,24 @@
-"""What a caller may say to low-level training: Tinker's requests, with plain lists beside its chunks and tensors."""
+"""What a caller may say to low-level training: Tinker's requests. Their data are in schemas.training_data."""
 
-from array import array
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from server.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS, MAX_TOP_K, TokenCount
+from server.schemas.training_data import MAX_NUMBER, Datum, ModelInput, token_ids
 from server.schemas.wire import ModelName, RequestModel, TokenId
-from server.training import Compute, Create, LoadWeights, OptimStep, PackedDatum, Sample, SaveWeights
+from server.training import Compute, Create, LoadWeights, OptimStep, Sample, SaveWeights
 
 MAX_DATA = 4096  # of one call
-MAX_TOKENS = 1_048_576  # of one datum; the server's own bound on a call is lower
-MAX_NUMBER = 1e6
 MAX_SEQ_ID = 2**53 - 1
 MAX_SAMPLES = 128
 MAX_SEED = 2**31 - 1
 
 ModelId = Annotated[str, Field(min_length=1, max_length=64)]
 SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
-Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
-Numbers = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", max_length=64)]
 WeightsPath = Annotated[str, Field(min_length=1, max_length=256)]
 Linear = Annotated[str, Field(min_length=1, max_length=64)]
-
-
-class TextChunk(RequestModel):
-    type: Literal["encoded_text"] = "encoded_text"
-    tokens: Tokens
-
-
-class ChunkedInput(RequestModel):
-    """Tinker's ModelInput. Images are not served."""
-
-    chunks: Annotated[list[TextChunk], Field(min_length=1, max_length=1024)]
-
-
-ModelInput = ChunkedInput | Tokens
-
-
-def token_ids(given: ModelInput) -> list[int]:
-    if isinstance(given, ChunkedInput):
-        return [token for chunk in given.chunks for token in chunk.tokens]
-    return given
-
-
-class FlatTensor(RequestModel):
-    """Tinker's TensorData: flat, of one dimension."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"sparse_crow_indices": (), "sparse_col_indices": ()}
-
-    shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]], Field(min_length=1, max_length=1)] | None = None
-
-    @property
-    def numbers(self) -> Sequence[float]:
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def _has_its_shape(self) -> Self:
-        if self.shape is not None and self.shape != [len(self.numbers)]:
-            raise ValueError(f"the shape is {self.shape}, but there are {len(self.numbers)} numbers")
-        return self
-
-
-class NumberTensor(FlatTensor):
-    data: Numbers
-    dtype: Literal["int64", "float32"] = "float32"
-
-    @property
-    def numbers(self) -> Sequence[float]:
-        return self.data
-
-
-class TokenTensor(FlatTensor):
-    data: Tokens
-    dtype: Literal["int64"] = "int64"
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return self.data
-
-
-class LossFnInputs(RequestModel):
-    """One number for each token of the model_input."""
-
-    target_tokens: TokenTensor | Tokens
-    weights: NumberTensor | Numbers | None = None
-    logprobs: NumberTensor | Numbers | None = None
-    advantages: NumberTensor | Numbers | None = None
-
-    def packed(self, name: str) -> bytes | None:
-        given: NumberTensor | list[float] | None = getattr(self, name)
-        if given is None:
-            return None
-        return array("f", given.data if isinstance(given, NumberTensor) else given).tobytes()
-
-
-class Datum(RequestModel):
-    model_input: ModelInput
-    loss_fn_inputs: LossFnInputs
-
-    def packed(self) -> PackedDatum:
-        inputs = self.loss_fn_inputs
-        targets = inputs.target_tokens
-        return PackedDatum(
-            tokens=array("i", token_ids(self.model_input)).tobytes(),
-            targets=array("i", targets.data if isinstance(targets, TokenTensor) else targets).tobytes(),
-            weights=inputs.packed("weights"),
-            logprobs=inputs.packed("logprobs"),
-            advantages=inputs.packed("advantages"),
-        )
 
 
 class LoraConfigRequest(RequestModel):

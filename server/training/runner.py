@@ -5,16 +5,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
-from pathlib import Path
-
-import msgspec
 
 from server.errors import (
     InsufficientStorage,
     InvalidRequest,
     LongwaveError,
-    ModelNotFound,
-    QuotaExceeded,
     RequestFailedError,
     TrainingDiverged,
     TrainingMissing,
@@ -37,13 +32,12 @@ from server.training.calls import (
     Unloaded,
 )
 from server.training.child import Child, ChildEndedError, WorkFailedError
-from server.training.config import TrainingConfig
 from server.training.futures import Future
 from server.training.live import LiveModel
 from server.training.messages import Done, FailureKind, Load, Remove, Save, Work
 from server.training.sampling import Serving, Snapshot, Snapshots, sample
+from server.training.saving import Saving
 from server.training.stats import TrainingStats
-from server.training.weights import LABEL, Label, WeightsStore
 
 logger = logging.getLogger("longwave")
 
@@ -61,19 +55,19 @@ class Runner:
         self,
         model: LiveModel,
         child: Child,
-        config: TrainingConfig,
-        store: WeightsStore,
+        saving: Saving,
         snapshots: Snapshots,
         serving: Serving,
         stats: TrainingStats,
+        gap_seconds: float,
     ) -> None:
         self.model = model
         self.child = child
-        self._config = config
-        self._store = store
+        self._saving = saving
         self._snapshots = snapshots
         self._serving = serving
         self._stats = stats
+        self._gap_seconds = gap_seconds
         self._snapshot: tuple[int, Snapshot] | None = None  # of which version
         self._samples: set[asyncio.Task[None]] = set()
 
@@ -85,7 +79,7 @@ class Runner:
             if isinstance(model.creating.outcome, LongwaveError):
                 model.finish(model.creating.outcome)
             while model.end is None:
-                future = await model.sequence.next(self._config.gap_seconds)
+                future = await model.sequence.next(self._gap_seconds)
                 call = future.call
                 assert call is not None
                 if isinstance(call, Sample):
@@ -109,31 +103,10 @@ class Runner:
         except (ChildEndedError, WorkFailedError) as error:
             logger.info("%s was not removed: %s", self.model.id, error)
 
-    async def save(self, call: SaveWeights) -> Saved:
-        """Raises LongwaveError, ChildEndedError."""
-        model = self.model
-        path = self._store.path(model.id, call.kind, call.name)
-        before = [saved for saved in await asyncio.to_thread(self._store.of, model.owner) if saved.label.path == path]
-        if before and not call.overwrite:
-            raise InvalidRequest(f"There are weights {path} already; `overwrite` replaces them.", param="path")
-        if not before:
-            await self._check_quota()
-        folder = await asyncio.to_thread(self._prepare, path)
-        label = Label(
-            path=path,
-            kind=call.kind,
-            owner=model.owner,
-            base_model=self._config.source,
-            rank=model.create.rank,
-            steps=model.steps,
-            served=call.serve,
-            created_at=int(time.time()),
-        )
-        files = {LABEL: msgspec.json.encode(label).decode()}
-        await self._ask(Save(str(folder), call.kind == "weights", files))
-        await self._serve(path, folder, call.serve, was_served=bool(before) and before[0].label.served)
-        saved = Saved(path, call.kind, model.steps)
-        model.remember(saved)
+    async def save(self, call: SaveWeights, *, always: bool = False) -> Saved:
+        """`always`: whatever the quota says. Raises LongwaveError, ChildEndedError."""
+        saved = await self._saving.save(self.model, call, self._ask, always=always)
+        self.model.remember(saved)
         return saved
 
     async def _settle(self, future: Future, work: Awaitable[Outcome]) -> None:
@@ -180,9 +153,7 @@ class Runner:
         raise TypeError(f"{type(call).__name__} is no call of a live model")
 
     async def _load(self, call: LoadWeights) -> Loaded:
-        saved = await asyncio.to_thread(self._store.find, call.path, self.model.owner)
-        if saved.label.base_model != self._config.source:
-            raise InvalidRequest(f"{call.path} was trained on another base model.", param="path")
+        saved = await self._saving.find(call.path, self.model.owner)
         done = await self._ask(Load(str(saved.folder), call.optimizer))
         self.model.version += 1
         self.model.steps = done.steps
@@ -225,37 +196,6 @@ class Runner:
             self._snapshot = None
             snapshot.is_current = False
             await self._snapshots.release(snapshot)
-
-    async def _check_quota(self) -> None:
-        kept = len(await asyncio.to_thread(self._store.of, self.model.owner))
-        if kept >= self._config.max_saved:
-            raise QuotaExceeded(
-                f"{kept} weights are saved, as many as this server keeps for one owner (max_saved_weights): delete "
-                "some first.",
-                param="path",
-            )
-
-    def _prepare(self, path: str) -> Path:
-        try:
-            return self._store.prepare(path)
-        except OSError as error:
-            logger.error("weights cannot be saved: %s", error)
-            raise InsufficientStorage("The server cannot keep weights: its data directory cannot be used.") from error
-
-    async def _serve(self, path: str, folder: Path, serve: bool, *, was_served: bool) -> None:
-        """Under its path, or no longer."""
-        engine = self._serving.engine
-        if serve:
-            try:
-                await engine.load_adapter(path, str(folder), owner=self.model.owner, replace=True)
-            except LongwaveError:
-                await asyncio.to_thread(self._store.remove, self._store.find(path, self.model.owner))
-                raise
-        elif was_served:
-            try:
-                await engine.unload_adapter(path)
-            except ModelNotFound:
-                logger.info("%s was not served", path)
 
     async def _ask(self, work: Work) -> Done:
         try:

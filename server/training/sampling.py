@@ -18,7 +18,7 @@ from typing import Protocol
 from models.batch import SamplingParams
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, TokenDelta
-from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, RequestFailedError
+from server.errors import ContextLengthExceeded, EngineUnavailable, ModelNotFound, RequestFailedError
 from server.files.folder import make_private
 from server.text.choice import ChoiceText
 from server.text.tokenizer import TextTokenizer
@@ -73,6 +73,7 @@ class Snapshots:
         self._serving = serving
         self._mine: Path | None = None
         self._lock: int | None = None
+        self._undoing: set[asyncio.Task[None]] = set()
 
     async def make(self, model_id: str, version: int, save: Callable[[Path], Awaitable[object]]) -> Snapshot:
         """`save` writes PEFT's folder. Its name is known to this room only. Raises what `save` raises, and what loading
@@ -80,14 +81,22 @@ class Snapshots:
         folder = self._place() / f"{model_id}-{version}"
         await save(folder)
         snapshot = Snapshot(f"{SCHEME}{model_id}/current/{version}", folder)
+        loading = asyncio.ensure_future(
+            self._serving.engine.load_adapter(snapshot.name, str(folder), owner=f"training {secrets.token_hex(8)}")
+        )
         try:
-            await self._serving.engine.load_adapter(
-                snapshot.name, str(folder), owner=f"training {secrets.token_hex(8)}", replace=True
-            )
-        except LongwaveError:
-            shutil.rmtree(folder, ignore_errors=True)
+            await asyncio.shield(loading)
+        except BaseException:  # cancelled, too: then the engine may have it in a moment
+            undoing = asyncio.create_task(self._undo(snapshot, loading))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
             raise
         return snapshot
+
+    async def _undo(self, snapshot: Snapshot, loading: "asyncio.Future[AdapterInfo]") -> None:
+        await asyncio.wait([loading])
+        snapshot.is_current = False
+        await self.release(snapshot)
 
     async def release(self, snapshot: Snapshot) -> None:
         """A sample of it has ended, or it is current no longer."""
@@ -133,6 +142,12 @@ async def sample(serving: Serving, adapter: str, call: Sample, salt: bytes) -> S
     door = serving.accepting(None)
     with door.reserve(call.num_samples):
         limit = call.max_tokens or max(1, door.ready.max_model_len - len(call.prompt))
+        if len(call.prompt) + limit > door.ready.max_model_len:
+            raise ContextLengthExceeded(
+                f"The prompt has {len(call.prompt)} tokens and {limit} are to be sampled; this model's maximum context "
+                f"length is {door.ready.max_model_len}.",
+                param="prompt",
+            )
         request_id = f"sample-{secrets.token_hex(16)}"
         requests = [
             AddRequest(

@@ -4,7 +4,6 @@ must not know HTTP or tensors. All of it runs on one event loop."""
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import time
 from collections.abc import Coroutine
@@ -27,9 +26,10 @@ from server.training.child import Child, ChildEndedError
 from server.training.config import TrainingConfig
 from server.training.futures import Future
 from server.training.live import LiveModel
-from server.training.messages import Arguments, Ready
 from server.training.runner import Runner
 from server.training.sampling import Serving, Snapshots
+from server.training.saving import Saving
+from server.training.shared import SharedChild
 from server.training.stats import TrainingStats
 from server.training.weights import SavedWeights, WeightsStore
 
@@ -44,15 +44,15 @@ class Training:
     def __init__(self, root: Path, config: TrainingConfig, serving: Serving) -> None:
         self.config = config
         self.stats = TrainingStats()
+        self.shared = SharedChild(config, self._lose)
         self._serving = serving
         self._store = WeightsStore(root / "saved")
+        self._saving = Saving(config, self._store, serving)
         self._snapshots = Snapshots(root / "snapshots", serving)
         self._models: dict[str, LiveModel] = {}
         self._runners: dict[str, tuple[Runner, asyncio.Task[None]]] = {}
         self._keys: dict[tuple[str, str], str] = {}  # idempotency keys of an owner -> model
-        self._child: Child | None = None
         self._num_leaving = 0  # models that are being saved or removed
-        self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -82,8 +82,7 @@ class Training:
             await asyncio.wait(tasks)
         for model in self.live():
             model.finish(ServerDraining("The server was shut down."))
-        if self._child is not None:
-            await self._child.close()
+        await self.shared.end()
         self._snapshots.close()
 
     async def create(
@@ -118,8 +117,8 @@ class Training:
         """Raises what ended the model, SequenceConflict, InvalidRequest, ServerOverloaded."""
         known = None if seq_id is None else model.sequence.find(seq_id)
         if known is None and model.end is not None:
-            raise model.end
-        check(call, self.config, self.ready)
+            raise model.end.with_traceback(None)  # it is raised often, and would remember each time
+        check(call, self.config, self.shared.ready)
         model.last_used = time.monotonic()
         return model.sequence.submit(seq_id, call)
 
@@ -148,14 +147,6 @@ class Training:
     def live(self, owner: str | None = None) -> list[LiveModel]:
         return [model for model in self._models.values() if model.end is None and owner in (None, model.owner)]
 
-    @property
-    def ready(self) -> Ready | None:
-        """What the process knows of the base model; None while there is none that knows."""
-        child = self._child
-        if child is None or child.ended.done() or not child.ready.done():
-            return None
-        return child.ready.result()
-
     async def delete(self, model: LiveModel) -> None:
         """At once: its calls fail. What was saved stays."""
         if model.end is None:
@@ -176,14 +167,16 @@ class Training:
     async def _begin(self, model: LiveModel) -> None:
         """Brings up the process if there is none; then the model's runner has it, to its end."""
         try:
-            child = await self._ready_child()
+            child = await self.shared.get()
         except ChildEndedError as error:
             model.finish(RequestFailedError(f"{error}."))
         except OSError as error:
             logger.error("no training process could be started: %s", error)
             model.finish(RequestFailedError("The server could not start a training process."))
         if model.end is None:
-            runner = Runner(model, child, self.config, self._store, self._snapshots, self._serving, self.stats)
+            runner = Runner(
+                model, child, self._saving, self._snapshots, self._serving, self.stats, self.config.gap_seconds
+            )
             task = asyncio.create_task(runner.run(), name=model.id)
             self._runners[model.id] = (runner, task)
             await asyncio.wait([task])
@@ -191,28 +184,9 @@ class Training:
                 del self._runners[model.id]
         await self._end_child_if_idle()
 
-    async def _ready_child(self) -> Child:
-        async with self._starting:
-            if self._child is None or self._child.ended.done():
-                self._child = await Child.start(
-                    self._arguments(),
-                    self.config.worker,
-                    silence_limit=self.config.silence_limit,
-                    call_seconds=self.config.call_seconds,
-                )
-                self._spawn(self._mourn(self._child), "training-process")
-            child = self._child
-        await asyncio.shield(child.ready)
-        return child
-
-    async def _mourn(self, child: Child) -> None:
-        """When the process ends by itself, every model in it is lost."""
-        reason = await asyncio.shield(child.ended)
-        if child is not self._child:  # we have ended it
-            return
-        self._child = None
+    def _lose(self, child: Child, reason: str) -> None:
+        """The process ended by itself: every model in it is lost."""
         self.stats.crashes += 1
-        logger.error("%s", reason)
         for runner, task in list(self._runners.values()):
             if runner.child is child:
                 runner.model.finish(runner.model.lost(reason))
@@ -221,16 +195,16 @@ class Training:
     async def _end_child_if_idle(self) -> None:
         """Nobody's memory is held for nothing."""
         self.stats.models = len(self.live())
-        child = self._child
-        if child is not None and not self.live() and not self._runners and not self._num_leaving:
-            self._child = None
-            await child.close()
+        if not self.live() and not self._runners and not self._num_leaving:
+            await self.shared.end()
 
     async def _put_away(self, model: LiveModel, reason: str) -> None:
-        """Saves and unloads it. `reason`: a sentence."""
-        call = SaveWeights("autosave", "weights", serve=False, overwrite=True)
-        path = self._store.path(model.id, call.kind, call.name)
-        model.finish(TrainingMissing(f"{reason} The weights of {model.id} were saved as {path}.", param="model_id"))
+        """Saves what it has learnt, and unloads it. `reason`: a sentence."""
+        call = SaveWeights("autosave", "weights", serve=False, overwrite=True) if model.version else None
+        kept = "It had learnt nothing."
+        if call is not None:
+            kept = f"Its weights were saved as {self._store.path(model.id, call.kind, call.name)}."
+        model.finish(TrainingMissing(f"The model {model.id} was unloaded. {reason} {kept}", param="model_id"))
         await self._leave(model, call)
 
     async def _leave(self, model: LiveModel, save: SaveWeights | None = None) -> None:
@@ -244,7 +218,7 @@ class Training:
             await asyncio.wait([task])
             if save is not None:
                 try:
-                    await runner.save(save)
+                    await runner.save(save, always=True)
                 except (LongwaveError, ChildEndedError) as error:
                     logger.error("%s could not be saved: %s", model.id, error)
                     model.end = TrainingMissing(f"{model.id} was unloaded, and could not be saved.", param="model_id")
@@ -260,7 +234,7 @@ class Training:
             for model in list(self._models.values()):
                 model.sequence.forget(now - self.config.result_seconds)
                 if model.end is None and model.is_idle and now - model.last_used > self.config.idle_seconds:
-                    await self._put_away(model, f"It had no call for {self.config.idle_seconds:g} s.")
+                    await self._put_away(model, f"There was no call for {self.config.idle_seconds:g} s.")
                 if model.end is not None and now - model.ended_at > self.config.result_seconds:
                     del self._models[model.id]
             self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
@@ -280,16 +254,3 @@ class Training:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("low-level training failed", exc_info=error)
-
-    def _arguments(self) -> Arguments:
-        config = self.config
-        return Arguments(
-            model=config.source,
-            device=config.device,
-            cache_dir=None if config.cache_dir is None else str(config.cache_dir),
-            model_image_dir=None if config.model_image_dir is None else str(config.model_image_dir),
-            max_length=config.max_length,
-            micro_batch_tokens=config.micro_batch_tokens,
-            parent_pid=os.getpid(),
-            log_level=logging.getLogger().getEffectiveLevel(),
-        )

@@ -100,7 +100,7 @@ class Work:
 
     @property
     def pid(self) -> int | None:
-        child = self.training._child
+        child = self.training.shared.child
         return None if child is None else child.pid
 
     def log(self) -> list[str]:

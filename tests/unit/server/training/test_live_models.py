@@ -194,22 +194,24 @@ def test_the_process_ends_with_its_last_model(run: Run) -> None:
 def test_an_idle_model_is_saved_and_unloaded(run: Run) -> None:
     async def main(work: Work) -> None:
         model = await work.create()
-        await work.do(model, compute(), STEP)
+        await work.do(model, compute(), STEP, save())
         pid = work.pid
         assert pid is not None
         await until(lambda: model.end is not None)
-        with pytest.raises(TrainingMissing, match=r"no call for 0\.5 s\. .* saved as longwave://.*/weights/autosave"):
+        with pytest.raises(TrainingMissing, match=r"no call for 0\.5 s\. .*saved as longwave://.*/weights/autosave"):
             work.training.submit(model, None, STEP)
         await until(lambda: not is_running(pid))
         again = await work.create()
         assert await work.do(again, load(model, "autosave")) == [Loaded(f"longwave://{model.id}/weights/autosave", 1)]
 
-    run(main, idle_seconds=0.5)
+    run(main, idle_seconds=0.5, max_saved=1)  # what would be lost is saved beyond the quota
 
 
 def test_drain_lets_what_was_taken_end_and_saves_every_model(run: Run, tmp_path: Path) -> None:
     async def main(work: Work) -> None:
         models = [await work.create(), await work.create("you")]
+        fresh = await work.create("you")  # has nothing that could be lost
+        await work.do(models[1], STEP)
         futures = work.submit(models[0], compute(), STEP)
         draining = asyncio.create_task(work.training.drain())
         await until(lambda: work.log()[-1].endswith("Compute"))
@@ -220,9 +222,11 @@ def test_drain_lets_what_was_taken_end_and_saves_every_model(run: Run, tmp_path:
         for owner, model in zip(("me", "you"), models, strict=True):
             (saved,) = await work.training.saved(owner)
             assert saved.label.path == f"longwave://{model.id}/weights/autosave"
+        assert fresh.end is not None
+        assert "It had learnt nothing." in fresh.end.message
         assert work.pid is None
 
-    run(main, scripted={"hold": "Compute"})
+    run(main, scripted={"hold": "Compute"}, max_saved=1)
 
 
 def test_deleting_a_model_fails_its_calls_and_leaves_the_others(run: Run, tmp_path: Path) -> None:
