@@ -71,7 +71,7 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(512, ge=0, le=1_000_000)
     queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
 
-    enable_lora: bool = Field(False, description="Serve LoRA adapters; fine-tuning and low-level training do so in any case.")
+    enable_lora: bool = Field(False, description="Serve LoRA adapters; training of any kind does so in any case.")
     max_loras: int = Field(4, ge=1, le=256, description="Adapters of one step.")
     max_lora_rank: int = Field(16, ge=1, le=512, description="Largest rank of an adapter.")
     max_cpu_loras: int = Field(64, ge=1, le=100_000, description="Adapters loaded, in host memory.")

@@ -168,6 +168,28 @@ def test_what_the_engine_refuses_is_told_and_the_model_goes_on(run: Callable[...
     run(main)
 
 
+def test_an_adapter_that_loads_while_its_model_is_deleted_does_not_stay(run: Callable[..., None]) -> None:
+    async def main(work: Work) -> None:
+        load_now, loading = asyncio.Event(), asyncio.Event()
+        load_adapter = work.engine.load_adapter
+
+        async def load_slowly(*arguments: Any, **options: Any) -> Any:
+            loading.set()
+            await load_now.wait()
+            return await load_adapter(*arguments, **options)
+
+        work.engine.load_adapter = load_slowly  # type: ignore[method-assign]
+        model = await work.create()
+        work.submit(model, SAMPLE)
+        await loading.wait()
+        await work.training.delete(model)
+        load_now.set()
+        folder = work.folder / "training" / "snapshots"
+        await until(lambda: not work.engine.infos and not list(folder.glob("*/train-*")))
+
+    run(main)
+
+
 def test_served_weights_are_their_owners_models_also_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
