@@ -6,7 +6,14 @@ Importing this room is light: torch comes in with `Trainer` and `TrainingSession
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from models.training.calls import AdamParams, ClipRange, LossName, SessionSettings
+from models.training.calls import (
+    ALLOWED_INPUTS,
+    REQUIRED_INPUTS,
+    AdamParams,
+    ClipRange,
+    LossName,
+    SessionSettings,
+)
 from models.training.errors import (
     CheckpointError,
     DivergedError,
@@ -34,6 +41,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ALLOWED_INPUTS",
+    "REQUIRED_INPUTS",
     "AdamParams",
     "CheckpointError",
     "ClipRange",

@@ -1,9 +1,10 @@
 """What a caller may say to low-level training: Tinker's requests. Their data are in schemas.training_data."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from models.training import LossName
 from server.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS, MAX_TOP_K, TokenCount
 from server.schemas.training_data import MAX_NUMBER, Datum, ModelInput, token_ids
 from server.schemas.wire import ModelName, RequestModel, TokenId
@@ -78,7 +79,7 @@ class PpoConfig(RequestModel):
 
 class ComputeRequest(OrderedRequest):
     data: Annotated[list[Datum], Field(fail_fast=True, min_length=1, max_length=MAX_DATA)]
-    loss_fn: Literal["cross_entropy", "importance_sampling", "ppo"] = "cross_entropy"
+    loss_fn: LossName = "cross_entropy"
     loss_fn_config: PpoConfig | None = None
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from models.training import REQUIRED_INPUTS
 from server.schemas.wire import WireModel
 from server.training import LiveModel, SavedWeights, TrainingConfig
 
@@ -107,7 +108,7 @@ class Capabilities(WireModel):
     def of(cls, config: TrainingConfig, names: tuple[str, ...]) -> "Capabilities":
         return cls(
             supported_models=[SupportedModel(model_name=name) for name in names],
-            loss_fns=["cross_entropy", "importance_sampling", "ppo"],
+            loss_fns=list(REQUIRED_INPUTS),
             max_models=config.max_models,
             max_lora_rank=config.max_rank,
             max_call_tokens=config.max_call_tokens,

@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-LossName = Literal["cross_entropy", "importance_sampling", "ppo"]
+from models.training import LossName
+
 Kind = Literal["weights", "sampler_weights"]
 
 

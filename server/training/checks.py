@@ -6,9 +6,9 @@ The process checks again: it knows the base model, which may still be loading wh
 from array import array
 from collections.abc import Sequence
 
-from models.training.calls import ALLOWED_INPUTS, REQUIRED_INPUTS
+from models.training import ALLOWED_INPUTS, REQUIRED_INPUTS, LossName
 from server.errors import InvalidRequest
-from server.training.calls import Call, Compute, LossName, PackedDatum, Sample
+from server.training.calls import Call, Compute, PackedDatum, Sample
 from server.training.config import TrainingConfig
 from server.training.messages import Ready
 
