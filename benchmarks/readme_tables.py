@@ -59,10 +59,19 @@ def times(ratio: float | None) -> str:
 
 def forward() -> str | None:
     """TFLOP/s of the forward beside the best peer of each cell."""
-    reports = attention_results.with_section(attention_results.runs(RESULTS), "forward")
+    return beside_peers("forward", "Forward")
+
+
+def backward() -> str | None:
+    """TFLOP/s of the whole backward beside the best peer of each cell."""
+    return beside_peers("backward", "Backward, all its kernels")
+
+
+def beside_peers(section: str, what: str) -> str | None:
+    reports = attention_results.with_section(attention_results.runs(RESULTS), section)
     lines: list[list[str]] = []
     timed: set[str] = set()
-    for row in attention_results.rows(reports, "forward"):
+    for row in attention_results.rows(reports, section):
         cell, best = row.cell, row.best_peer()
         if cell.seqlen_k not in FORWARD_SEQLENS or cell.heads != cell.kv_heads or best is None:
             continue
@@ -74,7 +83,7 @@ def forward() -> str | None:
         return None
     header = ["head_dim", "mask", "length", "batch x heads", "ours", "best peer", "ours / best", "ours / cuDNN"]
     peers = ", ".join(label for name, label in attention_results.LABELS.items() if name in timed)
-    return f"Forward, TFLOP/s; peers timed: {peers} ({origins(reports)}):\n\n" + table(header, lines)
+    return f"{what}, TFLOP/s; peers timed: {peers} ({origins(reports)}):\n\n" + table(header, lines)
 
 
 def decode() -> str | None:
@@ -172,6 +181,7 @@ def cpu() -> str:
 
 TABLES: dict[str, Callable[[], str | None]] = {
     "forward": forward,
+    "backward": backward,
     "decode": decode,
     "goals": goals,
     "linear": linear,
