@@ -36,6 +36,7 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
     KeyTile& tile = shared.tiles[slot.at];
 #pragma unroll 1
     for (;;) {
+      __syncwarp();  // all lanes have read what was there
       if (lane == 0) describe(tile, p, index);
       __syncwarp();
       if (tile.tiles < 0 || tile.first_key < tile.seqlen_k) break;
@@ -44,13 +45,12 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
     if (tile.tiles < 0) break;
 #pragma unroll 1
     for (int r = lane; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.full_tile + 8 * slot.at);
+    barrier_arrive(shared.full_tile + 8 * slot.at);  // every lane for what it wrote
     wanted.wait_full(shared.wanted_tile);
     wanted.next();
     index = draw(p);
   }
-  if (lane == 0) barrier_arrive(shared.full_tile + 8 * slot.at);  // there is no more
+  barrier_arrive(shared.full_tile + 8 * slot.at);  // there is no more
   // The last block to get here leaves the counters as it found them.
   if (lane == 0) {
     __threadfence();

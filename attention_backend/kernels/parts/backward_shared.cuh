@@ -63,7 +63,7 @@ struct Shared {
       barrier_init(empty_o + 8 * i, kConsumers);
     }
     for (int i = 0; i < TILE_SLOTS; i++) {
-      barrier_init(full_tile + 8 * i, 1);
+      barrier_init(full_tile + 8 * i, 32);  // the lanes that describe it
       barrier_init(empty_tile + 8 * i, kReadersOfTiles);
     }
     for (int i = 0; i < kSpaces; i++) barrier_init(free_space + 8 * i, 1);
