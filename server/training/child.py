@@ -77,12 +77,16 @@ class Child:
     async def start(cls, arguments: Arguments, worker: str, *, silence_limit: float, call_seconds: float) -> "Child":
         """Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = None
         try:
             with theirs:
                 process = _spawn(arguments, worker, theirs)
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
+            if process is not None:
+                process.kill()
+                process.wait()
             raise
         return cls(process, reader, writer, silence_limit=silence_limit, call_seconds=call_seconds)
 

@@ -184,9 +184,7 @@ class Runner:
         version = self.model.version
         if self._snapshot is None or self._snapshot[0] != version:
             await self._drop_snapshot()
-            made = await self._snapshots.make(
-                self.model.id, version, lambda folder: self._ask(Save(str(folder), False, {}))
-            )
+            made = await self._snapshots.make(self.model.id, lambda folder: self._ask(Save(str(folder), False, {})))
             self._snapshot = (version, made)
         return self._snapshot[1]
 

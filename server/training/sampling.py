@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing, suppress
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -73,14 +74,16 @@ class Snapshots:
         self._serving = serving
         self._mine: Path | None = None
         self._lock: int | None = None
+        self._numbers = count(1)
         self._undoing: set[asyncio.Task[None]] = set()
 
-    async def make(self, model_id: str, version: int, save: Callable[[Path], Awaitable[object]]) -> Snapshot:
+    async def make(self, model_id: str, save: Callable[[Path], Awaitable[object]]) -> Snapshot:
         """`save` writes PEFT's folder. Its name is known to this room only. Raises what `save` raises, and what loading
         an adapter does."""
-        folder = self._place() / f"{model_id}-{version}"
+        number = next(self._numbers)  # never used again: what is being removed is not what is being made
+        folder = self._place() / f"{model_id}-{number}"
         await save(folder)
-        snapshot = Snapshot(f"{SCHEME}{model_id}/current/{version}", folder)
+        snapshot = Snapshot(f"{SCHEME}{model_id}/current/{number}", folder)
         loading = asyncio.ensure_future(
             self._serving.engine.load_adapter(snapshot.name, str(folder), owner=f"training {secrets.token_hex(8)}")
         )

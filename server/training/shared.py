@@ -20,6 +20,7 @@ class SharedChild:
         self._on_death = on_death
         self._child: Child | None = None
         self._starting = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def child(self) -> Child | None:
@@ -49,10 +50,14 @@ class SharedChild:
         return child
 
     async def end(self) -> None:
-        """Gives its memory back."""
+        """Gives its memory back; returns when no process is left, whoever ended it."""
         child, self._child = self._child, None
         if child is not None:
-            await child.close()
+            ending = asyncio.create_task(child.close(), name="training-process-ending")
+            self._ending.add(ending)  # goes on when its caller is cancelled
+            ending.add_done_callback(self._ending.discard)
+        if self._ending:
+            await asyncio.wait(self._ending)
 
     def _mourn(self, child: Child, reason: str) -> None:
         if child is self._child:  # else we have ended it

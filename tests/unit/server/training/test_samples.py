@@ -235,7 +235,7 @@ def test_folders_of_servers_that_are_no_more_are_swept_and_those_of_others_are_n
 
         root = tmp_path / "snapshots"
         living, starting = Snapshots(root, Serving()), Snapshots(root, Serving())
-        snapshot = await living.make("train-1", 0, write)
+        snapshot = await living.make("train-1", write)
         dead = root / "server-dead"
         shutil.copytree(snapshot.folder.parent, dead)
         starting.sweep()
