@@ -16,6 +16,7 @@ from models.training.calls import (
 )
 from models.training.errors import (
     CheckpointError,
+    DiskFullError,
     DivergedError,
     ExampleError,
     OutOfMemoryError,
@@ -47,6 +48,7 @@ __all__ = [
     "CheckpointError",
     "ClipRange",
     "Datum",
+    "DiskFullError",
     "DivergedError",
     "Example",
     "ExampleError",

@@ -21,6 +21,10 @@ class CheckpointError(TrainingError):
     """A folder whose checkpoints belong to another run, or cannot be written."""
 
 
+class DiskFullError(CheckpointError):
+    """There is no room for a checkpoint or the result."""
+
+
 class DivergedError(TrainingError):
     """The gradient was not finite several steps in a row."""
 

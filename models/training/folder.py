@@ -3,6 +3,7 @@
 The order (Pillai et al. 2014): files, their sync, the manifest, its sync, the folder's, the rename, the parent's.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from models.training.errors import CheckpointError
+from models.training.errors import CheckpointError, DiskFullError
 
 MANIFEST = "manifest.json"
 
@@ -22,7 +23,8 @@ MANIFEST = "manifest.json"
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """`fill` writes the files into the folder it is given; then `target` appears, with a manifest, in one instant.
 
-    A folder that stands there is replaced. Raises CheckpointError when the disk refuses; nothing is left behind then.
+    A folder that stands there is replaced. Raises CheckpointError when the disk refuses, DiskFullError when it is full;
+    nothing is left behind then.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,15 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
+        reason = DiskFullError if _is_full_disk(error) else CheckpointError
+        raise reason(f"{target} cannot be written: {error}") from error
+
+
+def _is_full_disk(error: OSError | SafetensorError) -> bool:
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in full
+    return any(f"os error {number}" in str(error) for number in full)  # safetensors only quotes the number
 
 
 def is_whole(folder: Path) -> bool:

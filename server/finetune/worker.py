@@ -18,6 +18,7 @@ import msgspec
 
 from models.errors import ModelLoadError
 from models.training import (
+    DiskFullError,
     DivergedError,
     ExampleError,
     Outcome,
@@ -101,7 +102,8 @@ def _reason(error: Exception) -> str:
     """For the job's owner: no paths and no details of ours. The log has the rest."""
     if isinstance(error, OutOfMemoryError | MemoryError):
         return "The device has too little memory for the job's batches"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if no_room or isinstance(error, DiskFullError):
         return "The server's disk is full"
     if isinstance(error, ModelLoadError):
         return "The model could not be loaded"

@@ -1,11 +1,13 @@
 """A folder is whole or it is not there, and what was changed afterwards is found out."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from models.training import CheckpointError
+from models.training import CheckpointError, DiskFullError
 from models.training.folder import MANIFEST, is_whole, remove_unfinished, write_folder
 
 
@@ -55,10 +57,28 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(folder: Path) -> None:
         fill(new)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"one cannot be written: .*No space left"):
+    with pytest.raises(DiskFullError, match=r"one cannot be written: .*No space left"):
         write_folder(folder, fail)
     assert is_whole(folder)
     assert [path.name for path in folder.parent.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EROFS, "Read-only file system"), False),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), True),
+        (SafetensorError("I/O error: Input/output error (os error 5)"), False),
+    ],
+)
+def test_a_full_disk_is_told_from_other_refusals(folder: Path, error: Exception, full: bool) -> None:
+    def fail(new: Path) -> None:
+        raise error
+
+    with pytest.raises(CheckpointError) as caught:
+        write_folder(folder, fail)
+    assert isinstance(caught.value, DiskFullError) is full
 
 
 def test_what_a_killed_process_left_is_removed(folder: Path) -> None:

@@ -13,14 +13,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from models.training import DivergedError, Example, Outcome, StepReport, TrainingPlan, Verdict
+from models.training import DiskFullError, DivergedError, Example, Outcome, StepReport, TrainingPlan, Verdict
 from server.finetune import worker
 from server.finetune.dataset import Dataset, DatasetError
 from server.finetune.folders import TRAINING, JobFolder
 from server.finetune.hyperparameters import total_steps
 from server.finetune.messages import Arguments
 
-ERRORS = {"diverged": DivergedError("the gradient was not finite"), "full": OSError(28, "No space left on device")}
+ERRORS = {
+    "diverged": DivergedError("the gradient was not finite"),
+    "full": OSError(28, "No space left on device"),
+    "full for a checkpoint": DiskFullError("checkpoints/3 cannot be written"),
+}
 
 
 class ScriptedTrainer:

@@ -131,6 +131,7 @@ def test_a_job_that_kills_every_trainer_fails_with_the_reason(tmp_path: Path, mo
     [
         ("diverged", "training_diverged", "the gradient was not finite"),
         ("full", "trainer_crashed", "The server's disk is full"),
+        ("full for a checkpoint", "trainer_crashed", "The server's disk is full"),
     ],
 )
 def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(
