@@ -19,6 +19,7 @@ FORKS = multiprocessing.get_context("forkserver")
 EVERY = 2  # steps
 SYNCS = 7  # of a checkpoint
 STEPS = 6
+STRIDE = 6  # of the syncs that a session kills at; 1 takes minutes
 
 PLANS: dict[str, dict[str, Any]] = {
     "lora with dropout": {"lora": LoraSettings(4, 8, dropout=0.2)},
@@ -103,16 +104,17 @@ def test_killed_while_writing_a_checkpoint_or_the_result(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # about 100 processes
+@pytest.mark.timeout(1800)  # about 100 processes with STRIDE = 1
 @pytest.mark.parametrize("name", PLANS)
-def test_killed_before_and_after_every_sync(
+def test_killed_before_and_after_syncs(
     name: str, tiny_folder: Path, tmp_path: Path, uninterrupted: dict[str, bytes]
 ) -> None:
-    """Of all checkpoints, of the result, and with "dpo full" of the reference before them."""
-    kills = 0
-    while survives(tiny_folder, tmp_path / str(kills), name, kills + 1, uninterrupted[name]):
+    """Of all checkpoints, of the result, and with "dpo full" of the reference before them: every STRIDE-th one, from a
+    first one that differs from session to session."""
+    first, kills = random.randint(1, STRIDE), 0
+    while survives(tiny_folder, tmp_path / str(kills), name, first + kills * STRIDE, uninterrupted[name]):
         kills += 1
-    assert kills >= 40
+    assert kills >= 40 // STRIDE, f"from sync {first} on"
 
 
 @pytest.mark.parametrize("name", PLANS)
