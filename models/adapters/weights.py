@@ -45,7 +45,7 @@ def read_weights(
         raise AdapterError(f"adapter_model.safetensors is damaged: {error!s:.200}") from None
     pairs = _pairs(tensors)
     layers = {}
-    for module, (a, b) in pairs.items():
+    for module, (a, b) in sorted(pairs.items()):  # a file has no order
         _check(module, a, b, linears, config, max_rank)
         scaled = b.float().T * config.scaling(module)
         factors = (a.to(dtype), scaled.to(dtype))

@@ -21,7 +21,7 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperPar
     Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     line.draw(index, tile, p);
     const bool more = tile.steps > 0;
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.full_tile + 8 * stage<kTileSlots>(t));
+    barrier_arrive(shared.full_tile + 8 * stage<kTileSlots>(t));  // every lane for what it wrote
     if (!more) break;
   }
   // The last block to get here leaves the counters as it found them.

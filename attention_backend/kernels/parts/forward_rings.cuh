@@ -56,7 +56,7 @@ struct Shared {
       barrier_init(empty_v + 8 * i, kConsumers);
     }
     for (int i = 0; i < kTileSlots; i++) {
-      barrier_init(full_tile + 8 * i, 1);
+      barrier_init(full_tile + 8 * i, 32);  // the lanes that describe it
       barrier_init(empty_tile + 8 * i, kConsumers * 4 + kLoaders);
     }
     barrier_init(wanted_tile, 1);

@@ -91,7 +91,7 @@ def test_missing_pieces_are_named(batch: PackedBatch, folder: Path, tmp_path: Pa
         ({"something_new": 3}, "something_new is 3"),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa"'),
         ({"init_lora_weights": "olora"}, 'init_lora_weights is "olora"'),
-        ({"r": 4}, "rank 4 need [4, 64]"),
+        ({"r": 4}, "rank 4 need [4, 96]"),
         ({"r": 17}, "its rank is 17"),
         ({"r": True}, "r is true, not a rank"),
         ({"r": "8"}, 'r is "8", not a rank'),
@@ -155,7 +155,7 @@ def test_an_adapter_of_another_model_says_whose_it_is(batch: PackedBatch, tmp_pa
     change_config(tmp_path, base_model_name_or_path="someone/another-model")
     said = refused(batch, tmp_path)
     assert "(it was trained for someone/another-model)" in said
-    assert "[8, 64]" in said
+    assert "[8, 96]" in said
 
 
 def test_damaged_and_oversized_files_are_refused(batch: PackedBatch, folder: Path) -> None:
