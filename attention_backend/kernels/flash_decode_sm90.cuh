@@ -4,7 +4,7 @@
 //
 // A tile is made of lines of 128 bytes, as the TMA's 128-byte swizzle wants them: 16-byte chunk c of line i stands at chunk
 // c ^ (i & 7), so that ldmatrix meets few banks twice. With WHOLE_ROWS the lines of a row follow each other, and a copy
-// takes whole rows, one piece of memory where a page of a head is one; that reads 1 % faster. Otherwise lines are rows,
+// takes whole rows, one piece of memory where a page of a head is one. Otherwise lines are rows,
 // slab after slab of 64 columns. Columns past head_dim, and keys past the tensor, are zeros.
 //
 // Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, NUM_WARPS (4, 8 or 12), ROWS (8, 16 or 32), STAGES, MERGE_WIDTH, PAGED

@@ -5,7 +5,8 @@ import os
 import socket
 import threading
 
-from server.finetune.messages import HEADER, Beat, FromTrainer, Recorded, Stepped, Stop, body_size, frame, to_trainer
+from server.finetune.messages import MAX_FRAME_BYTES, Beat, FromTrainer, Recorded, Stepped, Stop, to_trainer
+from server.frames import HEADER, body_size, frame
 
 logger = logging.getLogger("server.finetune.link")
 
@@ -58,7 +59,7 @@ class TrainerLink:
 
     def _receive(self) -> Recorded | Stop:
         header = self._read(HEADER.size)
-        return to_trainer(self._read(body_size(header)))
+        return to_trainer(self._read(body_size(header, MAX_FRAME_BYTES)))
 
     def _read(self, size: int) -> bytes:
         data = b""

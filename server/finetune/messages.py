@@ -3,12 +3,9 @@
 Every frame is four bytes of length (big-endian), then one msgpack message.
 """
 
-import struct
-
 import msgspec
 
 MAX_FRAME_BYTES = 2**20
-HEADER = struct.Struct(">I")
 
 
 class Arguments(msgspec.Struct, frozen=True):
@@ -97,22 +94,8 @@ FromTrainer = Beat | Validated | Started | Stepped | Finished | Stopped | Busy |
 ToTrainer = Recorded | Stop
 LastWord = Validated | Finished | Stopped | Busy | Refused | Crashed
 
-_encoder = msgspec.msgpack.Encoder()
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer)
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)
-
-
-def frame(message: FromTrainer | ToTrainer) -> bytes:
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body)) + body
-
-
-def body_size(header: bytes) -> int:
-    """Raises msgspec.DecodeError for what cannot be a frame."""
-    (size,) = HEADER.unpack(header)
-    if size > MAX_FRAME_BYTES:
-        raise msgspec.DecodeError(f"a frame of {size} bytes")
-    return int(size)
 
 
 def from_trainer(body: bytes) -> FromTrainer:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from server.finetune.messages import HEADER, Arguments, FromTrainer, ToTrainer, body_size, frame, from_trainer
+from server.finetune.messages import MAX_FRAME_BYTES, Arguments, FromTrainer, ToTrainer, from_trainer
+from server.frames import HEADER, body_size, frame
 
 REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
 
@@ -50,7 +51,7 @@ class TrainerProcess:
         """The next message; None when there will be none. Raises msgspec.DecodeError."""
         try:
             header = await self._reader.readexactly(HEADER.size)
-            return from_trainer(await self._reader.readexactly(body_size(header)))
+            return from_trainer(await self._reader.readexactly(body_size(header, MAX_FRAME_BYTES)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 

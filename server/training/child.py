@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
+from server.frames import HEADER, body_size, frame
 from server.training.messages import (
-    HEADER,
+    MAX_FRAME_BYTES,
     Arguments,
     Command,
     Done,
@@ -26,8 +27,6 @@ from server.training.messages import (
     Ready,
     Unable,
     Work,
-    body_size,
-    frame,
     from_worker,
 )
 
@@ -139,7 +138,7 @@ class Child:
     async def _receive(self) -> FromWorker | None:
         try:
             header = await self._reader.readexactly(HEADER.size)
-            return from_worker(await self._reader.readexactly(body_size(header)))
+            return from_worker(await self._reader.readexactly(body_size(header, MAX_FRAME_BYTES)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 

@@ -4,7 +4,8 @@ import contextlib
 import socket
 import threading
 
-from server.training.messages import HEADER, Beat, Command, FromWorker, body_size, command, frame
+from server.frames import HEADER, body_size, frame
+from server.training.messages import MAX_FRAME_BYTES, Beat, Command, FromWorker, command
 
 BEAT_SECONDS = 1.0
 
@@ -21,7 +22,7 @@ class WorkerLink:
     def receive(self) -> Command | None:
         """The next command, as long as it takes; None when the API process is gone."""
         header = self._read(HEADER.size)
-        body = None if header is None else self._read(body_size(header))
+        body = None if header is None else self._read(body_size(header, MAX_FRAME_BYTES))
         return None if body is None else command(body)
 
     def send(self, message: FromWorker) -> None:

@@ -3,7 +3,6 @@
 Every frame is four bytes of length (big-endian), then one msgpack message.
 """
 
-import struct
 from typing import Literal
 
 import msgspec
@@ -11,7 +10,6 @@ import msgspec
 from server.training.calls import Compute, Create, OptimStep
 
 MAX_FRAME_BYTES = 2**30
-HEADER = struct.Struct(">I")
 
 FailureKind = Literal["invalid", "weights", "diverged", "memory", "storage", "internal"]
 
@@ -92,22 +90,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 FromWorker = Beat | Ready | Unable | Done | Failed
 
-_encoder = msgspec.msgpack.Encoder()
 _command = msgspec.msgpack.Decoder(Command)
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
-
-
-def frame(message: Command | FromWorker) -> bytes:
-    body = _encoder.encode(message)
-    return HEADER.pack(len(body)) + body
-
-
-def body_size(header: bytes) -> int:
-    """Raises msgspec.DecodeError for what cannot be a frame."""
-    (size,) = HEADER.unpack(header)
-    if size > MAX_FRAME_BYTES:
-        raise msgspec.DecodeError(f"a frame of {size} bytes")
-    return int(size)
 
 
 def command(body: bytes) -> Command:

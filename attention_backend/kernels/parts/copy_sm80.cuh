@@ -4,7 +4,7 @@
 #include "parts/element.cuh"
 
 // The L2 policy of what is read once: it goes first when room is needed. (A policy of normal eviction, given in the same
-// way, costs a fifth of the bandwidth on an H200: what is read again is better copied without one.)
+// way, costs bandwidth on an H200, docs/log.md: what is read again is better copied without one.)
 __device__ __forceinline__ uint64 evict_first_policy() {
   uint64 policy = 0;
 #if __CUDA_ARCH__ >= 800

@@ -4,7 +4,7 @@
 #include "forward_rings.cuh"
 
 // How many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than needed is
-// one that a block which is done sooner cannot take: two tiles ahead cost up to a seventh of a causal 16k.
+// one that a block which is done sooner cannot take.
 constexpr int kDrawAhead = 1;
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {

@@ -7,16 +7,14 @@ import msgspec
 import pytest
 
 from server.finetune.messages import (
-    HEADER,
     MAX_FRAME_BYTES,
     Beat,
     Finished,
     Recorded,
-    body_size,
-    frame,
     from_trainer,
     to_trainer,
 )
+from server.frames import HEADER, body_size, frame
 
 HEAVY = "import sys, server.finetune, server.api.fine_tuning; print(sorted({'torch', 'peft'} & set(sys.modules)))"
 
@@ -29,12 +27,12 @@ def test_the_api_process_gets_no_torch_from_fine_tuning() -> None:
 def test_messages_cross_in_both_directions() -> None:
     for message, read in ((Finished(7, "/x"), from_trainer), (Beat(), from_trainer), (Recorded(), to_trainer)):
         sent = frame(message)
-        assert body_size(sent[: HEADER.size]) == len(sent) - HEADER.size
+        assert body_size(sent[: HEADER.size], MAX_FRAME_BYTES) == len(sent) - HEADER.size
         assert read(sent[HEADER.size :]) == message
 
 
 def test_what_is_no_frame_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        body_size(HEADER.pack(MAX_FRAME_BYTES + 1))
+        body_size(HEADER.pack(MAX_FRAME_BYTES + 1), MAX_FRAME_BYTES)
     with pytest.raises(msgspec.DecodeError):
         from_trainer(frame(Recorded())[HEADER.size :])
