@@ -16,8 +16,8 @@ from attention_backend.problem import UNBOUNDED, AttentionArgs
 
 def paged_attention(
     q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: PagedMetadata,
@@ -31,7 +31,8 @@ def paged_attention(
     """Stores this step's keys and values in their pages, then causal attention of every row through the block table.
 
     q `[T, Hq, D]`, k_new `[T, Hkv, D]`, v_new `[T, Hkv, Dv]`; caches `[num_blocks, Hkv, block_size, D or Dv]`, changed
-    in place. Returns `[T, Hq, Dv]`. Not differentiable.
+    in place. Without k_new and v_new they are in their pages already (`layers.rotary_store`).
+    Returns `[T, Hq, Dv]`. Not differentiable.
     """
     _check_paged(q, k_new, v_new, k_cache, v_cache, metadata)
     check_window("window_left", window_left)
@@ -130,29 +131,25 @@ def flash_attn_with_kvcache(
 
 
 def _check_paged(
-    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: PagedMetadata
+    q: Tensor, k_new: Tensor | None, v_new: Tensor | None, k_cache: Tensor, v_cache: Tensor, metadata: PagedMetadata
 ) -> None:
-    if q.dim() != 3 or k_new.dim() != 3 or v_new.dim() != 3:
-        raise ValueError(
-            f"q, k_new and v_new must be [tokens, heads, dim], got {tuple(q.shape)}, {tuple(k_new.shape)}, "
-            f"{tuple(v_new.shape)}"
-        )
+    if (k_new is None) != (v_new is None):
+        raise ValueError("k_new and v_new go together")
+    for name, rows in (("q", q), ("k_new", k_new), ("v_new", v_new)):
+        if rows is not None and rows.dim() != 3:
+            raise ValueError(f"{name} must be [tokens, heads, dim], got {tuple(rows.shape)}")
     if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             "k_cache and v_cache must be [num_blocks, num_kv_heads, block_size, dim], "
             f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
-    fits = k_new.shape[1:] == (k_cache.shape[1], k_cache.shape[3]) and v_new.shape[1:] == (
-        v_cache.shape[1],
-        v_cache.shape[3],
-    )
-    if not fits:
-        raise ValueError(
-            f"new keys {tuple(k_new.shape)} and values {tuple(v_new.shape)} do not fit caches "
-            f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
-    if q.shape[2] != k_new.shape[2] or q.shape[1] % k_new.shape[1]:
-        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(k_new.shape)}: head_dim, or head ratio")
+    for name, rows, cache in (("keys", k_new, k_cache), ("values", v_new, v_cache)):
+        if rows is not None and rows.shape != (q.shape[0], cache.shape[1], cache.shape[3]):
+            raise ValueError(
+                f"new {name} {tuple(rows.shape)} of {q.shape[0]} queries do not fit caches {tuple(cache.shape)}"
+            )
+    if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(k_cache.shape)}: head_dim, or head ratio")
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         raise TypeError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
     if metadata.block_table.dtype != torch.int32 or metadata.slot_mapping.dtype != torch.int64:
@@ -163,5 +160,5 @@ def _check_paged(
     for name in ("cu_seqlens_q", "seq_lens", "slot_mapping"):
         if not getattr(metadata, name).is_contiguous():
             raise ValueError(f"{name} must be contiguous")
-    if metadata.slot_mapping.shape[0] != k_new.shape[0]:
-        raise ValueError(f"slot_mapping has {metadata.slot_mapping.shape[0]} slots for {k_new.shape[0]} new keys")
+    if metadata.slot_mapping.shape[0] != q.shape[0]:
+        raise ValueError(f"slot_mapping has {metadata.slot_mapping.shape[0]} slots for {q.shape[0]} new keys")

@@ -210,8 +210,8 @@ def _rotate_and_store_fake(q: Tensor, *others: Any) -> Tensor:  # noqa: ARG001
 @operator("paged_attention", mutates_args=_CACHES)
 def paged_attention_op(
     q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     cu_seqlens_q: Tensor,
@@ -228,7 +228,8 @@ def paged_attention_op(
     sinks: Tensor | None,
 ) -> Tensor:
     """See `attention_backend.paged_attention`."""
-    _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping)
+    if k_new is not None and v_new is not None:
+        _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping)
     num_seqs, k, v = seq_lens.shape[0], k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
     def attend(rows: Tensor, first: int, last: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -265,8 +266,10 @@ def paged_attention_op(
 @paged_attention_op.register_fake
 def _paged_attention_fake(
     q: Tensor,
-    k_new: Tensor,  # noqa: ARG001
-    v_new: Tensor,
+    k_new: Tensor | None,  # noqa: ARG001
+    v_new: Tensor | None,  # noqa: ARG001
+    k_cache: Tensor,  # noqa: ARG001
+    v_cache: Tensor,
     *options: Any,  # noqa: ARG001
 ) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v_new.shape[-1]))
+    return q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
