@@ -34,6 +34,11 @@ class Optimizer:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that learn."""
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
     def step(self, learning_rate: float) -> float:
         """One update; returns the gradient's norm. When that is not finite, nothing is changed."""
         masters = list(self._masters.values())

@@ -7,7 +7,7 @@ HTTP, no owners and no order of calls.
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from models.training import order
 from models.training.adam import StepwiseAdam
 from models.training.calls import PPO_CLIP, AdamParams, ClipRange, LossName, SessionSettings
 from models.training.datum import Datum
-from models.training.errors import DivergedError, OutOfMemoryError, PlanError
+from models.training.errors import DivergedError, PlanError
 from models.training.losses import loss_sum
+from models.training.out_of_memory import enough_memory
 from models.training.plan import LoraSettings, TrainingPlan
 from models.training.self_check import check_packed_path
 from models.training.session_weights import WeightsFolder
@@ -90,7 +91,8 @@ class TrainingSession:
         return int(self._base.config.vocab_size)
 
     def create(self, name: str, lora: LoraSettings, seed: int) -> int:
-        """A new model that gives the base's answers. How many parameters learn. Raises PlanError.
+        """A new model that gives the base's answers. How many parameters learn. Raises PlanError, OutOfMemoryError, and
+        has then kept nothing.
 
         Its first weights are a function of `lora` and `seed`.
         """
@@ -107,6 +109,16 @@ class TrainingSession:
             lora_dropout=lora.dropout,
             target_modules=sorted(targets),
         )
+        with enough_memory(f"{self.device} has too little memory for another model: unload one, or lower its rank"):
+            try:
+                self._models[name] = _Model(lora, seed, self._add_adapter(name, config, seed))
+            except Exception:
+                self._peft.peft_config.setdefault(name, config)  # PEFT forgets the name, and leaves it in the layers
+                self._delete_adapter(name)
+                raise
+        return self._models[name].optimizer.num_parameters
+
+    def _add_adapter(self, name: str, config: LoraConfig, seed: int) -> StepwiseAdam:
         with _seeded(seed, self.device):
             self._peft.add_adapter(name, config, autocast_adapter_dtype=False)
         self._peft.peft_config[name].base_model_name_or_path = self.settings.model
@@ -116,20 +128,21 @@ class TrainingSession:
             for key, parameter in self._peft.named_parameters()
             if f".{name}." in key
         }
-        optimizer = StepwiseAdam(parameters, weight_decay=0.0, max_grad_norm=0.0)
-        self._models[name] = _Model(lora, seed, optimizer)
-        return sum(parameter.numel() for parameter in parameters.values())
+        return StepwiseAdam(parameters, weight_decay=0.0, max_grad_norm=0.0)
+
+    def _delete_adapter(self, name: str) -> None:
+        self._peft.set_adapter("default")
+        self._peft.delete_adapter(name)
 
     def remove(self, name: str) -> None:
         """Frees what only this model has. Raises KeyError."""
         del self._models[name]
-        self._peft.set_adapter("default")
-        self._peft.delete_adapter(name)
+        self._delete_adapter(name)
 
     def forward(self, name: str, data: Sequence[Datum], loss: LossName, clip: ClipRange = PPO_CLIP) -> LossReport:
         """Without gradient and dropout. Raises KeyError, ExampleError, OutOfMemoryError, DivergedError."""
         self._prepare(name, data, loss)
-        with self._base.evaluating(), self._enough_memory():
+        with self._enough_memory(), self._base.evaluating():
             return self._losses(data, loss, clip, backward=False)
 
     def forward_backward(
@@ -140,7 +153,7 @@ class TrainingSession:
         model = self._models[name]
         try:
             self._prepare(name, data, loss)
-            with _seeded(order.step_seed(model.calls, model.seed), self.device), self._enough_memory():
+            with self._enough_memory(), _seeded(order.step_seed(model.calls, model.seed), self.device):
                 report = self._losses(data, loss, clip, backward=True)
         except Exception as error:
             model.optimizer.discard_gradients()
@@ -223,15 +236,11 @@ class TrainingSession:
         ordered = tuple(outputs[index] for index in range(len(data)))
         return LossReport(total, tokens, clipped if loss == "ppo" else None, ordered)
 
-    @contextmanager
-    def _enough_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"{self.device} has too little memory for this call: send shorter sequences (they are packed into "
-                f"forwards of {self.settings.micro_batch_tokens} tokens)"
-            ) from error
+    def _enough_memory(self) -> AbstractContextManager[None]:
+        return enough_memory(
+            f"{self.device} has too little memory for this call: send shorter sequences (they are packed into forwards "
+            f"of {self.settings.micro_batch_tokens} tokens)"
+        )
 
 
 @contextmanager

@@ -18,10 +18,11 @@ from models import registry
 from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.checkpoint import Checkpoints, Identity, Progress
-from models.training.errors import CheckpointError, DivergedError, OutOfMemoryError
+from models.training.errors import CheckpointError, DivergedError
 from models.training.folder import is_whole, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
+from models.training.out_of_memory import enough_memory
 from models.training.packing import PackedBatch
 from models.training.plan import TrainingPlan
 from models.training.reference import References
@@ -74,15 +75,13 @@ class Trainer:
         Raises TrainingError and what loading a model raises.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        with _only_process(self._folder / "lock"), _deterministic(self._plan.deterministic):
-            try:
-                return self._run(on_step)
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemoryError(
-                    f"{self._device} has too little memory for this plan: lower micro_batch_tokens "
-                    f"({self._plan.micro_batch_tokens}) and max_length ({self._plan.max_length}), or turn on "
-                    "gradient_checkpointing"
-                ) from error
+        advice = (
+            f"{self._device} has too little memory for this plan: lower micro_batch_tokens "
+            f"({self._plan.micro_batch_tokens}) and max_length ({self._plan.max_length}), or turn on "
+            "gradient_checkpointing"
+        )
+        with _only_process(self._folder / "lock"), enough_memory(advice), _deterministic(self._plan.deterministic):
+            return self._run(on_step)
 
     def _run(self, on_step: OnStep) -> Outcome:
         saved = self._checkpoints.newest()
