@@ -34,12 +34,16 @@ class TrainerProcess:
     async def start(cls, arguments: Arguments, worker: str) -> "TrainerProcess":
         """Raises OSError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        process = None
         try:
             with theirs:
                 process = _spawn(arguments, worker, theirs)
             reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
+        except BaseException:  # cancelled, too
             ours.close()
+            if process is not None:
+                process.kill()
+                process.wait()
             raise
         return cls(process, reader, writer)
 

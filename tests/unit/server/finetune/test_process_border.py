@@ -1,19 +1,25 @@
 """Torch stays on the trainer's side of the border, and frames cross it whole."""
 
+import asyncio
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from server.finetune.messages import (
     MAX_FRAME_BYTES,
+    Arguments,
     Beat,
     Finished,
     Recorded,
     from_trainer,
     to_trainer,
 )
+from server.finetune.process import TrainerProcess
 from server.frames import HEADER, body_size, frame
 
 HEAVY = "import sys, server.finetune, server.api.fine_tuning; print(sorted({'torch', 'peft'} & set(sys.modules)))"
@@ -36,3 +42,27 @@ def test_what_is_no_frame_is_refused() -> None:
         body_size(HEADER.pack(MAX_FRAME_BYTES + 1), MAX_FRAME_BYTES)
     with pytest.raises(msgspec.DecodeError):
         from_trainer(frame(Recorded())[HEADER.size :])
+
+
+def children() -> set[str]:
+    """Of this thread, the dead that nobody has waited for included."""
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    arguments = Arguments(
+        "train", "base", "supervised", str(tmp_path), "cpu", None, None, None, None, False, os.getpid(), 20
+    )
+    before = children()
+
+    async def main() -> set[str]:
+        starting = asyncio.create_task(TrainerProcess.start(arguments, "server.finetune.worker"))
+        while children() == before:
+            await asyncio.sleep(0)
+        assert not starting.done()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        return children()
+
+    assert asyncio.run(main()) == before
