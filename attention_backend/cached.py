@@ -11,6 +11,7 @@ from attention_backend.cache_store import Caches, Rotary, cache_lengths, store_n
 from attention_backend.checks import check_tensor, check_window
 from attention_backend.interface import Window, attention_with_lse, default_scale, is_local, window_right
 from attention_backend.metadata import PagedMetadata
+from attention_backend.paged_cascade import Layer, paged_cascade
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 
 
@@ -31,11 +32,17 @@ def paged_attention(
     """Stores this step's keys and values in their pages, then causal attention of every row through the block table.
 
     q `[T, Hq, D]`, k_new `[T, Hkv, D]`, v_new `[T, Hkv, Dv]`; caches `[num_blocks, Hkv, block_size, D or Dv]`, changed
-    in place. Without k_new and v_new they are in their pages already (`layers.rotary_store`).
+    in place. Without k_new and v_new they are in their pages already (`layers.rotary_store`). Pages that the step's
+    sequences share are read once for all of them, but by layers with windows or chunks, whose rows see different keys.
     Returns `[T, Hq, Dv]`. Not differentiable.
     """
     _check_paged(q, k_new, v_new, k_cache, v_cache, metadata)
     check_window("window_left", window_left)
+    shared = metadata.shared_decodes is not None or metadata.shared_prefills is not None
+    if shared and window_left == UNBOUNDED and chunk_size == 0:
+        if k_new is not None and v_new is not None:
+            ops.store_kv_op(k_new, v_new, k_cache, v_cache, metadata.slot_mapping)
+        return paged_cascade(q, Layer(k_cache, v_cache, softmax_scale, softcap, sinks), metadata)
     return ops.paged_attention_op(
         q,
         k_new,

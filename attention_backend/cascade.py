@@ -38,12 +38,17 @@ def cascade_attention_op(
     softmax_scale: float,
     softcap: float,
     sinks: Tensor | None,
+    prefix_starts: Sequence[Tensor | None],
+    suffix_starts: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> State:
     """One entry of the `prefix_*` per level; see `attention_backend.shared_prefix.cascade_attention`."""
     states: list[State] = []
     partials: list[State] = []
     rows, page = q if q.dim() == 3 else q.flatten(0, 1), k_cache.shape[1]
-    for table, lens, cu_rows, max_rows in zip(prefix_tables, prefix_lens, prefix_rows, prefix_max_rows, strict=True):
+    levels = zip(prefix_tables, prefix_lens, prefix_rows, prefix_max_rows, prefix_starts, strict=True)
+    for table, lens, cu_rows, max_rows, starts in levels:
         if table.shape[1] == 0:
             continue
         args = AttentionArgs(
@@ -55,8 +60,11 @@ def cascade_attention_op(
             max_seqlen_q=0 if cu_rows is None else max_rows,
             max_seqlen_k=table.shape[1] * page,
             seqused_k=lens,
+            leftpad_k=starts,
             block_table=table,
             softcap=softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         args = with_plain_strides(args)
         if dispatch.select(args).kernel == _HOPPER:
@@ -73,9 +81,12 @@ def cascade_attention_op(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=suffix_table.shape[1] * page,
             seqused_k=suffix_lens,
+            leftpad_k=suffix_starts,
             block_table=suffix_table,
             window_right=0,
             softcap=softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         states.append(dispatch.run(with_plain_strides(args)))
     out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))

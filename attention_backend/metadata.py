@@ -4,6 +4,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attention_backend.shared_prefix import PrefixGroups
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPages:
+    """Which pages at the beginnings of their block tables some sequences of a step share, level by level."""
+
+    prefixes: tuple[PrefixGroups, ...]  # rows are counted from the first sequence's first
+    own_starts: Tensor  # int32 [num_seqs]: the first key of each sequence that no level covers
+
 
 @dataclass(frozen=True, slots=True)
 class PagedMetadata:
@@ -19,6 +29,8 @@ class PagedMetadata:
     num_decodes: int
     max_seqlen_q: int  # the largest number of new tokens of a sequence
     max_seqlen_k: int  # the largest of seq_lens (an upper bound is allowed)
+    shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
+    shared_prefills: SharedPages | None = None  # of the others
 
     @property
     def num_seqs(self) -> int:

@@ -23,8 +23,8 @@ MAX_LEVELS = 6
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """One level of sharing: the query rows `cu_rows[g]` to `cu_rows[g + 1]` begin with the first `lens[g]` keys of the
-    pages `block_table[g]`.
+    """One level of sharing: the query rows `cu_rows[g]` to `cu_rows[g + 1]` share the keys `starts[g]` (or 0) to
+    `lens[g]` of the pages `block_table[g]`.
 
     Rows are counted over all requests in their order, and every row is in exactly one group: requests that share
     nothing make a group of length 0. Without `cu_rows` there is one group, of all rows.
@@ -34,6 +34,7 @@ class PrefixGroups:
     lens: Tensor  # int32 [groups]
     cu_rows: Tensor | None = None  # int32 [groups + 1]
     max_rows: int = 0  # rows of the largest group (an upper bound is allowed); 0: all rows
+    starts: Tensor | None = None  # int32 [groups]: keys before it belong to other levels
 
 
 def shared_prefix_attention(
@@ -85,12 +86,15 @@ def cascade_attention(
     *,
     suffix_block_table: Tensor,
     suffix_lens: Tensor,
+    suffix_starts: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int = 0,
     softmax_scale: float | None = None,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of requests whose keys are, one after the other, a shared run of each level of `prefixes` and a suffix
@@ -98,7 +102,9 @@ def cascade_attention(
 
     q `[requests, rows, num_heads, head_dim]`, or `[total_q, num_heads, head_dim]` with `cu_seqlens_q` and
     `max_seqlen_q`; caches `[num_blocks, page_size, num_kv_heads, *]` (any strides: the engine's pool fits as a
-    transposed view); suffix_block_table int32 `[requests, max_pages]`, suffix_lens int32 `[requests]`.
+    transposed view); suffix_block_table int32 `[requests, max_pages]`, suffix_lens int32 `[requests]`. With
+    `suffix_starts` int32 `[requests]` a request's own keys are those from there to `suffix_lens` of its table: so one
+    block table of all its keys serves every pass. Float8 caches come with scales, as in flash_attn_with_kvcache.
 
     A request's n rows are its last: row t sees all of its prefixes, and of its suffix the keys up to
     `suffix_lens - n + t`. Returns out like q, or (out, lse) with lse `[requests, num_heads, rows]` or
@@ -123,9 +129,12 @@ def cascade_attention(
             cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
             seqused_k=suffix_lens,
+            leftpad_k=suffix_starts,
             block_table=suffix_block_table,
             sinks=sinks,
             softcap=softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     )
     rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
@@ -145,6 +154,10 @@ def cascade_attention(
         scale,
         softcap,
         sinks,
+        [level.starts for level in prefixes],
+        suffix_starts,
+        k_scale,
+        v_scale,
     )
     return (out, lse) if return_lse else out
 
@@ -186,6 +199,8 @@ def _check_prefixes(prefixes: Sequence[PrefixGroups], device: torch.device) -> N
         check_tensor("the block_table of a prefix", level.block_table, torch.int32, (None, None), device)
         groups = level.block_table.shape[0]
         check_tensor("the lens of a prefix", level.lens, torch.int32, (groups,), device)
+        if level.starts is not None:
+            check_tensor("the starts of a prefix", level.starts, torch.int32, (groups,), device)
         if level.max_rows < 0:
             raise ValueError(f"max_rows must be at least 0, got {level.max_rows}")
         if level.cu_rows is not None:

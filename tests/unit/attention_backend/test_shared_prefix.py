@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_backend import AttentionArgs, UnsupportedError, shared_prefix
 from attention_backend.cascade import cascade_attention_op, merge_states_op
-from attention_backend.heuristics.prefix import prefix_splits
+from attention_backend.heuristics.prefix import least_saved_keys, prefix_splits
 from attention_backend.reference import standard
 from attention_backend.shared_prefix import PrefixGroups, merge_states
 
@@ -113,6 +113,32 @@ def test_groups_within_groups_equal_joined_keys(packed: bool) -> None:
     out, lse = cascade_attention(
         q if packed else q.unflatten(0, (6, 2)), pool.k, pool.v, prefixes, suffix_block_table=suffix,
         suffix_lens=i32(*suffix_lens), return_lse=True, **layout,
+    )  # fmt: skip
+    torch.testing.assert_close(out if packed else out.flatten(0, 1), want)
+    torch.testing.assert_close(lse if packed else lse.transpose(0, 1).flatten(1), want_lse)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_one_table_of_all_keys_serves_every_pass(packed: bool) -> None:
+    """As the engine has it: levels and suffixes are stretches of the same tables, told by where they start."""
+    pool, rows = Pool(), [2, 1, 3, 1] if packed else [2] * 4
+    shared, own = pool.table([16])[0], pool.table([7, 2, 4, 9])
+    tables = torch.stack(
+        [torch.cat((shared[: 4 if r < 2 else 2 if r < 3 else 0], own[r], i32(0, 0, 0, 0)))[:7] for r in range(4)]
+    )
+    starts, lens = i32(16, 16, 8, 0), i32(23, 18, 12, 9)
+    total = [0, *torch.tensor(rows).cumsum(0).tolist()]
+    runs = [([pool.keys(tables[r], int(lens[r]) - rows[r] + t + 1)]) for r in range(4) for t in range(rows[r])]
+    q = torch.randn(total[-1], HEADS, DIM, dtype=F64)
+    want, want_lse = plain(q, runs)
+    prefixes = [
+        PrefixGroups(tables[[0, 3]], i32(8, 0), i32(0, total[3], total[4]), 6),
+        PrefixGroups(tables[[1, 2]], i32(16, 0), i32(0, total[2], total[4]), 4, i32(8, 0)),
+    ]
+    layout: dict[str, Any] = {"cu_seqlens_q": i32(*total), "max_seqlen_q": 3} if packed else {}
+    out, lse = cascade_attention(
+        q if packed else q.unflatten(0, (4, 2)), pool.k, pool.v, prefixes, suffix_block_table=tables, suffix_lens=lens,
+        suffix_starts=starts, return_lse=True, **layout,
     )  # fmt: skip
     torch.testing.assert_close(out if packed else out.flatten(0, 1), want)
     torch.testing.assert_close(lse if packed else lse.transpose(0, 1).flatten(1), want_lse)
@@ -267,9 +293,12 @@ def test_gradients_may_be_off() -> None:
 def test_operators_keep_torch_librarys_contract() -> None:
     c = call()
     rest = (c["suffix_block_table"], c["suffix_lens"], None, 0, 0.25, 0.0, torch.randn(HEADS))
+    starts = ([None, i32(1)], i32(0, 1, 2), None, None)
     caches = (c["q"], c["k_cache"].nan_to_num(), c["v_cache"].nan_to_num())
     tables, lens = [c["prefix_block_table"].unsqueeze(0)] * 2, [i32(9), i32(5)]
-    torch.library.opcheck(cascade_attention_op.overload, (*caches, tables, lens, [None, i32(0, 6)], [6, 6], *rest))
+    torch.library.opcheck(
+        cascade_attention_op.overload, (*caches, tables, lens, [None, i32(0, 6)], [6, 6], *rest, *starts)
+    )
     torch.library.opcheck(merge_states_op.overload, (*states(3, (5, HEADS, DIM)), torch.randn(HEADS, dtype=F64)))
 
 
@@ -286,3 +315,20 @@ def test_splits_fill_the_device_and_no_more() -> None:
     assert prefix_splits(64, 1, 32, 8, 600, 132) == 1  # too short to share out
     assert prefix_splits(1, 1, 8, 8, 1 << 17, 132) == 16
     assert prefix_splits(1, 1, 1, 1, 1 << 20, 132) <= 128
+
+
+@pytest.mark.parametrize("rows", [17, 32, 64, 128, 256])
+def test_splits_suit_few_groups_where_many_are_possible(rows: int) -> None:
+    """A graph has room for as many groups as rows; one document, or a few, must not pay for that."""
+    splits, keys = prefix_splits(rows, rows, 32, 8, 131_072, 132), 100_000
+    for groups in (1, 2, 3, 4):
+        tiles = (-(-rows * 4 // 128) + groups - 1) * 8
+        assert -(-tiles * splits // 132) * (keys / splits + 256) < 1.15 * tiles * keys / 132
+
+
+def test_a_level_pays_for_documents_and_not_for_system_prompts() -> None:
+    least = least_saved_keys("cuda", 4096)  # 8 heads of 128, keys and values of 16 bits
+    assert least > 3 * 100  # 4 requests, 100 tokens
+    assert least > 7 * 1000
+    assert 100 * least < 63 * 100_000
+    assert least < 7 * 10_000

@@ -1,0 +1,26 @@
+"""Which sequences of a step begin with the same pages, as the scheduler tells the runner."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Sequences `first` to `end - 1` of their part of a step have the same blocks at places `start` to `stop - 1` of
+    their tables, and at all places before."""
+
+    first: int
+    end: int
+    start: int
+    stop: int
+
+
+#: A level's runs follow one another, and each lies within one run of the level before it and starts where that stops.
+Levels = tuple[tuple[SharedRun, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSharing:
+    """Levels of the sequences with one token, and of the others. Sequences are counted from the first of their part."""
+
+    decodes: Levels = ()
+    prefills: Levels = ()
