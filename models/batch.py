@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 #: The base model alone.
 NO_ADAPTER = -1
+#: In place of a token id: what the step launched before samples for this slot, which only the device knows yet.
+IN_FLIGHT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class ScheduledSeq:
     """One sequence's share of a step."""
 
     slot: int  # row of the runner's persistent tables; fixed while the request is known to the runner
-    token_ids: Sequence[int]  # tokens to run now
+    token_ids: Sequence[int]  # tokens to run now; IN_FLIGHT alone where it is not known yet
     num_computed: int  # tokens already in the KV cache
     block_ids: Sequence[int]  # the whole block table, new tokens' blocks included
     sample: bool  # whether the last of token_ids gives a next token (false for all but a prompt's last chunk)

@@ -1,6 +1,8 @@
-"""A step's sequences -> the flat tensors of one forward. Vectorised: no Python work per token. Knows no model."""
+"""A step's sequences -> the flat tensors of one forward. Vectorised: no Python work per token. Knows no model.
 
-from collections.abc import Sequence
+Input tokens that the host does not know yet come from `last_tokens`, where the step before leaves them.
+"""
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +10,9 @@ import torch
 from torch import Tensor
 
 from attention_backend.metadata import PagedMetadata
-from models.batch import NO_ADAPTER, ScheduledSeq, StepBatch
+from models.batch import IN_FLIGHT, NO_ADAPTER, StepBatch
+from models.block_tables import BlockTables
+from models.copies import to_device
 
 #: Sections of the staging buffer start at multiples of this many bytes (a cache line; more than any dtype needs).
 _ALIGNMENT = 64
@@ -23,13 +27,48 @@ class StepTensors:
     sample_rows: Tensor  # int64 [num_samples]: rows of the flat batch whose logits are wanted
     metadata: PagedMetadata
     sample_slots: np.ndarray  # int64 [num_samples]
+    sample_slots_on_device: Tensor  # the same
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
     adapter_rows: Tensor | None  # int32 [num_tokens]: each row's adapter slot; None: no row has one
     num_adapter_slots: int  # all of adapter_rows are below
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """A batch as arrays, one entry a sequence: int64, `sampled` bool, `adapters` int32."""
+
+    slots: np.ndarray
+    lengths: np.ndarray  # new tokens
+    computed: np.ndarray  # tokens in the cache before
+    sampled: np.ndarray
+    adapters: np.ndarray
+    first_tokens: np.ndarray  # the first new token's id, or IN_FLIGHT
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "StepRows":
+        seqs, count = batch.seqs, len(batch.seqs)
+        return cls(
+            slots=np.fromiter((seq.slot for seq in seqs), np.int64, count),
+            lengths=np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, count),
+            computed=np.fromiter((seq.num_computed for seq in seqs), np.int64, count),
+            sampled=np.fromiter((seq.sample for seq in seqs), np.bool_, count),
+            adapters=np.fromiter((seq.adapter_slot for seq in seqs), np.int32, count),
+            first_tokens=np.fromiter((seq.token_ids[0] for seq in seqs), np.int64, count),
+        )
+
+    @property
+    def totals(self) -> np.ndarray:
+        return self.computed + self.lengths
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with one token, which come first."""
+        longer = self.lengths != 1
+        return int(np.argmax(longer)) if longer.any() else len(longer)
+
+
 class StepInputs:
-    """Keeps a block table row per slot and one staging buffer (pinned for CUDA), copied once per step."""
+    """Keeps each slot's block table and last token, and one staging buffer (pinned for CUDA), copied once per step."""
 
     def __init__(
         self,
@@ -40,15 +79,16 @@ class StepInputs:
         block_size: int,
         device: torch.device,
     ) -> None:
+        self.tables = BlockTables(max_num_seqs, max_blocks_per_seq, device)
+        #: int64 [max_num_seqs + 1], on the device: what was sampled last for each slot; the last is for padding
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._block_size = block_size
+        self._max_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._device = device
-        self._tables = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
-        self._written = np.zeros(max_num_seqs, np.int64)  # entries of each table row that are valid
-        self._next_position = np.full(max_num_seqs, -1, np.int64)  # where a slot goes on if nothing interrupted it
         bytes_needed = (
-            8 * (3 * max_num_batched_tokens + max_num_seqs)
-            + 4 * (2 * max_num_seqs + 1 + self._tables.size + max_num_batched_tokens)
+            8 * (3 * max_num_batched_tokens + 3 * max_num_seqs)
+            + 4 * (2 * max_num_seqs + 1 + max_num_batched_tokens)
             + 9 * _ALIGNMENT
         )
         self._staging = torch.empty(bytes_needed, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -57,24 +97,37 @@ class StepInputs:
 
     def forget(self, slot: int) -> None:
         """The next sequence in this slot has other blocks."""
-        self._next_position[slot] = -1
+        self.tables.forget(slot)
 
-    def build(self, batch: StepBatch) -> StepTensors:
+    def note(self, slots: Tensor, token_ids: Tensor) -> None:
+        """The tokens that a step has sampled: a later step may name them as IN_FLIGHT."""
+        self.last_tokens.index_copy_(0, slots, token_ids)
+
+    def update_tables(self, batch: StepBatch, rows: StepRows) -> None:
+        """Before the step, in the order of the current stream."""
+        places, blocks = self.tables.update(batch.seqs, rows.slots, rows.computed, rows.totals)
+        if len(places) and self._device.type == "cuda":
+            self.tables.apply(to_device(places, self._device), to_device(blocks, self._device))
+
+    def slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where the KV cache keeps tokens: int64 like `slots`. The tables are up to date."""
+        block, offset = np.divmod(positions, self._block_size)
+        mapping = self.tables.host[slots, block].astype(np.int64)
+        mapping *= self._block_size
+        mapping += offset
+        return mapping
+
+    def build(self, batch: StepBatch, rows: StepRows | None = None) -> StepTensors:
         """Raises ValueError for a batch larger than the limits given at the start."""
-        seqs = batch.seqs
-        num_seqs = len(seqs)
-        slots = np.fromiter((seq.slot for seq in seqs), np.int64, num_seqs)
-        lengths = np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, num_seqs)
-        computed = np.fromiter((seq.num_computed for seq in seqs), np.int64, num_seqs)
-        sampled = np.fromiter((seq.sample for seq in seqs), np.bool_, num_seqs)
-        adapters = np.fromiter((seq.adapter_slot for seq in seqs), np.int32, num_seqs)
-        num_adapter_slots = int(adapters.max()) - NO_ADAPTER
+        rows = StepRows.of(batch) if rows is None else rows
+        seqs, slots, lengths, totals, sampled = batch.seqs, rows.slots, rows.lengths, rows.totals, rows.sampled
+        num_seqs, num_decodes = len(seqs), rows.num_decodes
+        num_adapter_slots = int(rows.adapters.max()) - NO_ADAPTER
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
-        if num_tokens > self._max_tokens or num_seqs > self._tables.shape[0]:
+        if num_tokens > self._max_tokens or num_seqs > self._max_seqs:
             raise ValueError(f"a step of {num_tokens} tokens in {num_seqs} sequences is larger than this runner's")
-        totals = computed + lengths
-        self._update_tables(seqs, slots, computed, totals)
+        self.update_tables(batch, rows)
         if self._copied is not None:
             # A step that samples nothing waits for no device: its copy may still stand in line behind the step before.
             self._copied.synchronize()
@@ -83,64 +136,57 @@ class StepInputs:
         ids = layout.take(np.int64, num_tokens)
         positions = layout.take(np.int64, num_tokens)
         slot_mapping = layout.take(np.int64, num_tokens)
+        all_slots = layout.take(np.int64, num_seqs)
         sample_rows = layout.take(np.int64, int(sampled.sum()))
+        sample_slots = layout.take(np.int64, len(sample_rows))
         cu_seqlens = layout.take(np.int32, num_seqs + 1)
         seq_lens = layout.take(np.int32, num_seqs)
-        width = -(-int(totals.max()) // self._block_size)
-        block_table = layout.take(np.int32, num_seqs * width).reshape(num_seqs, width)
         adapter_rows = layout.take(np.int32, num_tokens if num_adapter_slots else 0)
 
-        num_decodes = int(np.argmax(lengths != 1)) if (lengths != 1).any() else num_seqs
-        ids[:num_decodes] = np.fromiter((seq.token_ids[0] for seq in seqs[:num_decodes]), np.int64, num_decodes)
+        ids[:num_decodes] = rows.first_tokens[:num_decodes]
         for seq, end, length in zip(seqs[num_decodes:], ends[num_decodes:], lengths[num_decodes:], strict=True):
             ids[end - length : end] = seq.token_ids
-        positions[:] = np.arange(num_tokens) + np.repeat(computed - (ends - lengths), lengths)
-        block, offset = np.divmod(positions, self._block_size)
-        slot_mapping[:] = self._tables[np.repeat(slots, lengths), block]
-        slot_mapping *= self._block_size
-        slot_mapping += offset
+        positions[:] = np.arange(num_tokens) + np.repeat(rows.computed - (ends - lengths), lengths)
+        slot_mapping[:] = self.slot_mapping(np.repeat(slots, lengths), positions)
+        all_slots[:] = slots
         sample_rows[:] = ends[sampled] - 1
+        sample_slots[:] = slots[sampled]
         cu_seqlens[0] = 0
         cu_seqlens[1:] = ends
         seq_lens[:] = totals
-        np.take(self._tables[:, :width], slots, axis=0, out=block_table)
         if num_adapter_slots:
-            adapter_rows[:] = np.repeat(adapters, lengths)
+            adapter_rows[:] = np.repeat(rows.adapters, lengths)
 
         staged = self._staging[: layout.used].to(self._device, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
+        input_ids, on_device = layout.tensor(staged, ids), layout.tensor(staged, all_slots)
+        if (rows.first_tokens == IN_FLIGHT).any():
+            input_ids[:num_decodes] = self.known(input_ids[:num_decodes], on_device[:num_decodes])
+        width = -(-int(totals.max()) // self._block_size)
         return StepTensors(
-            input_ids=layout.tensor(staged, ids)[None],
+            input_ids=input_ids[None],
             position_ids=layout.tensor(staged, positions)[None],
             sample_rows=layout.tensor(staged, sample_rows),
             metadata=PagedMetadata(
                 cu_seqlens_q=layout.tensor(staged, cu_seqlens),
                 seq_lens=layout.tensor(staged, seq_lens),
-                block_table=layout.tensor(staged, block_table),
+                block_table=self.tables.device[:, :width].index_select(0, on_device),
                 slot_mapping=layout.tensor(staged, slot_mapping),
                 num_decodes=num_decodes,
                 max_seqlen_q=int(lengths.max()),
                 max_seqlen_k=int(totals.max()),
             ),
             sample_slots=slots[sampled],
+            sample_slots_on_device=layout.tensor(staged, sample_slots),
             sample_positions=totals[sampled],
             adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
             num_adapter_slots=num_adapter_slots,
         )
 
-    def _update_tables(
-        self, seqs: Sequence[ScheduledSeq], slots: np.ndarray, computed: np.ndarray, totals: np.ndarray
-    ) -> None:
-        """Writes new entries only; a slot that does not go on where it stopped (preempted, reused) is written anew."""
-        self._written[slots[self._next_position[slots] != computed]] = 0
-        self._next_position[slots] = totals
-        grown = np.fromiter((len(seq.block_ids) for seq in seqs), np.int64, len(seqs)) - self._written[slots]
-        for i in np.flatnonzero(grown):
-            slot, block_ids = slots[i], seqs[int(i)].block_ids
-            start = self._written[slot]
-            self._tables[slot, start : len(block_ids)] = block_ids[start:]
-            self._written[slot] = len(block_ids)
+    def known(self, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """token_ids int64 `[n]` with what was sampled last for the slots in place of IN_FLIGHT."""
+        return torch.where(token_ids == IN_FLIGHT, self.last_tokens.index_select(0, slots), token_ids)
 
 
 class _Layout:

@@ -12,7 +12,8 @@ from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch, StepOutput
 from models.forward import PagedForward
-from models.inputs import StepInputs
+from models.graphs import DecodeGraphs
+from models.inputs import StepInputs, StepRows
 from models.kv_pool import (
     KVCaches,
     MemoryBudget,
@@ -24,7 +25,7 @@ from models.kv_pool import (
 )
 from models.loader import LoadedModel
 from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
-from models.sampling import Sampler
+from models.sampling import LaunchedSample, Sampler
 from models.self_test import check_engine_path
 
 #: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
@@ -52,12 +53,13 @@ class ModelRunner:
         num_blocks: int | None = None,
         memory_budget: MemoryBudget | None = None,
         lora: LoraLimits | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
         request of max_model_len tokens fits.
 
         `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
-        and its memory is taken before the pool is measured.
+        and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs of decode steps.
         """
         self.block_size = block_size
         self.device = loaded.device
@@ -65,6 +67,7 @@ class ModelRunner:
         self._max_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._dtype = loaded.dtype
+        self._use_graphs = self.device.type == "cuda" and not enforce_eager
         check_supported_for_serving(loaded.model, max_model_len)
         fix_longrope(loaded.model, max_model_len)
         self._sites = find_attention_sites(loaded.model)
@@ -85,6 +88,7 @@ class ModelRunner:
             device=self.device,
         )
         self._warm = False
+        self._graphs: DecodeGraphs | None = None
         self._kv_caches: KVCaches = []
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
@@ -93,7 +97,25 @@ class ModelRunner:
         self.kernels = self._select_kernels()
 
     def warm_up(self) -> None:
-        """Rehearses long and short prefills, a full decode step and sampling, so that every kernel exists. Once."""
+        """Everything that a first request would have to wait for: kernels exist, decode steps are recorded. Once."""
+        self._rehearse_all()
+        if self._use_graphs and self._graphs is None:
+            self._graphs = self._make_graphs()
+            self._graphs.capture()
+
+    def _make_graphs(self) -> DecodeGraphs:
+        if self.adapters is not None:
+            self.adapters.select(None, 0)
+        return DecodeGraphs(
+            lambda step: self._forward.every_row(step, self._kv_caches),
+            self._inputs,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
+            device=self.device,
+        )
+
+    def _rehearse_all(self) -> None:
+        """Long and short prefills, a full decode step and sampling. Once."""
         if self._warm:
             return
         with nullcontext() if self.adapters is None else self.adapters.rehearsing():
@@ -118,15 +140,41 @@ class ModelRunner:
         self._sampler.remove_request(slot)
         self._inputs.forget(slot)
 
-    @torch.inference_mode()
     def execute(self, batch: StepBatch) -> StepOutput:
-        step = self._inputs.build(batch)
+        """As `launch`, and waits."""
+        return self.launch(batch).collect()
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch) -> LaunchedSample:
+        """Queues the step on the device and waits for nothing, unless this CPU is the device."""
+        rows = StepRows.of(batch)
+        try:
+            if self._graphs is not None and self._graphs.serves(rows):
+                return self._replay(self._graphs, batch, rows)
+            return self._run(batch, rows)
+        except BaseException:
+            for slot in rows.slots.tolist():  # what was to be written to their tables may not have been
+                self._inputs.forget(slot)
+            raise
+
+    def _run(self, batch: StepBatch, rows: StepRows) -> LaunchedSample:
+        step = self._inputs.build(batch, rows)
         if self.adapters is not None:
             self.adapters.select(step.adapter_rows, step.num_adapter_slots)
         elif step.adapter_rows is not None:
             raise ValueError("a step names an adapter's slot, but this runner was made without adapters")
         logits = self._forward.sampled_rows(step, self._kv_caches)
-        return self._sampler.sample(logits, step.sample_slots, step.sample_positions)
+        token_ids, launched = self._sampler.launch(logits, step.sample_slots, step.sample_positions)
+        self._inputs.note(step.sample_slots_on_device, token_ids)
+        return launched
+
+    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, rows: StepRows) -> LaunchedSample:
+        self._inputs.update_tables(batch, rows)
+        positions = rows.totals  # of the tokens to be sampled
+        out = graphs.replay(rows, *self._sampler.choice_parameters(rows.slots, positions))
+        launched = self._sampler.complete(out.logits, out.token_ids, out.finite, rows.slots, positions)
+        self._inputs.note(out.slots, out.token_ids)
+        return launched
 
     def _make_adapter_slots(self, model: PreTrainedModel, lora: LoraLimits) -> AdapterSlots:
         linears = find_linears(model)
@@ -151,13 +199,25 @@ class ModelRunner:
         self._kv_caches = allocate(self._sites, 1, self.block_size, self._dtype, self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.warm_up()
+        self._rehearse_all()
         free, total = torch.cuda.mem_get_info(self.device)
         outside_torch = total - free - torch.cuda.memory_reserved(self.device)
-        peak = outside_torch + torch.cuda.max_memory_allocated(self.device)
+        peak = outside_torch + torch.cuda.max_memory_allocated(self.device) + self._graph_bytes()
         self._kv_caches = []
         torch.cuda.empty_cache()
         return cuda_pool_bytes(budget, total=total, peak=peak)
+
+    def _graph_bytes(self) -> int:
+        """What the recorded decode steps keep: the largest one's memory serves the smaller ones."""
+        if not self._use_graphs:
+            return 0
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        graphs = self._make_graphs()
+        graphs.capture([self._max_num_seqs])
+        taken = torch.cuda.memory_reserved(self.device) - before
+        graphs.drop()
+        return taken
 
     def _largest_prefill(self) -> StepBatch:
         """max_num_batched_tokens new tokens, each sequence at the end of the longest context."""

@@ -68,6 +68,7 @@ class Settings(BaseSettings):
     num_gpu_blocks_override: int | None = Field(None, ge=2, le=2**31 - 1)
     block_size: int = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
     enable_prefix_caching: bool = True
+    enforce_eager: bool = Field(False, description="Run decode steps without CUDA graphs.")
     max_queued_requests: int = Field(512, ge=0, le=1_000_000)
     queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
 
@@ -220,6 +221,7 @@ class Settings(BaseSettings):
             num_gpu_blocks_override=self.num_gpu_blocks_override,
             kv_cache_dtype=self.kv_cache_dtype,
             enable_prefix_caching=self.enable_prefix_caching,
+            enforce_eager=self.enforce_eager,
             max_queued_requests=self.max_queued_requests,
             queue_timeout=self.queue_timeout,
             enable_lora=self.serves_adapters,

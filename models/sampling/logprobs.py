@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from models.batch import TokenLogprobs
+from models.copies import to_host
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Still on the device: read back together with the tokens."""
-
     chosen: Tensor  # float32 [m]
     rank: Tensor  # int64 [m], 1 = most likely
     top_ids: Tensor  # int64 [m, k]
     top_logprobs: Tensor  # float32 [m, k]
+
+    def on_host(self) -> "LogprobRows":
+        """Copies that are complete when the current stream comes to here."""
+        return LogprobRows(*(to_host(x) for x in (self.chosen, self.rank, self.top_ids, self.top_logprobs)))
 
 
 def logprob_rows(raw_logits: Tensor, token_ids: Tensor, k: int) -> LogprobRows:
@@ -34,8 +37,8 @@ def logprob_rows(raw_logits: Tensor, token_ids: Tensor, k: int) -> LogprobRows:
     )
 
 
-def to_host(rows: LogprobRows, wanted: list[int]) -> list[TokenLogprobs]:
-    """wanted: alternatives of each row, `[m]`, each at most the k of `logprob_rows`."""
+def to_rows(rows: LogprobRows, wanted: list[int]) -> list[TokenLogprobs]:
+    """Of rows on the host. wanted: alternatives of each row, `[m]`, each at most the k of `logprob_rows`."""
     ids, values = rows.top_ids.tolist(), rows.top_logprobs.tolist()
     packed = torch.stack([rows.chosen.double(), rows.rank.double()]).tolist()
     return [

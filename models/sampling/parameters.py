@@ -47,6 +47,21 @@ class SlotParameters:
         self.has_bias[slot] = bool(sampling.logit_bias)
         self._set_stop_ids(slot, (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)))
 
+    def need_more(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Rows, bool `[n]`, that ask for more than temperature and seed. `positions`: of the tokens to be sampled."""
+        return (
+            self.filtered(slots)
+            | self.penalised(slots)
+            | self.has_bias[slots]
+            | (self.num_logprobs[slots] != NO_LOGPROBS)
+            | (positions - self.prompt_len[slots] < self.min_tokens[slots])
+        )
+
+    def filtered(self, slots: np.ndarray) -> np.ndarray:
+        """Greedy rows are not: the most likely token stays."""
+        filters = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
+        return filters & ~self.greedy(slots)
+
     def greedy(self, slots: np.ndarray) -> np.ndarray:
         return self.temperature[slots] < GREEDY_TEMPERATURE
 

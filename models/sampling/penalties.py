@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.copies import to_device
 from models.sampling.parameters import SlotParameters
 from models.sampling.vocabulary_rows import VocabularyRows
 
@@ -23,7 +24,7 @@ class Penalties:
         if not self._parameters.penalised(np.array([slot]))[0]:
             return
         self._generated.claim(slot)
-        ids = torch.from_numpy(np.asarray(prompt_token_ids, np.int64)).to(self._device)
+        ids = to_device(np.asarray(prompt_token_ids, np.int64), self._device)
         self._prompt.claim(slot).index_fill_(0, ids, True)
 
     def remove_request(self, slot: int) -> None:
@@ -33,7 +34,7 @@ class Penalties:
     def append_known(self, slot: int, token_ids: Sequence[int]) -> None:
         row = self._generated.find(slot)
         if row is not None:
-            ids = torch.from_numpy(np.asarray(token_ids, np.int64)).to(self._device)
+            ids = to_device(np.asarray(token_ids, np.int64), self._device)
             row.index_add_(0, ids, torch.ones_like(ids, dtype=row.dtype))
 
     def apply(self, logits: Tensor, slots: np.ndarray) -> None:
@@ -60,4 +61,4 @@ class Penalties:
             self._generated.table.index_put_(where, self._generated.table.new_ones(()), accumulate=True)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)

@@ -1,30 +1,21 @@
 """One batch of logits in, one token per row out. What requests choose is data in rows, never a branch in a loop."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.batch import SamplingParams, StepOutput, TokenLogprobs
+from models.batch import SamplingParams, StepOutput
+from models.copies import to_device
+from models.sampling.choice import MAX_LOGITS_PER_PIECE, choose
 from models.sampling.filters import apply_min_p, apply_top_k_top_p
-from models.sampling.logprobs import LogprobRows, logprob_rows, to_host
-from models.sampling.noise import log_exponential, row_keys
-from models.sampling.parameters import SlotParameters
+from models.sampling.launched import LaunchedSample, WantedLogprobs
+from models.sampling.logprobs import logprob_rows
+from models.sampling.noise import row_keys
+from models.sampling.parameters import NO_LOGPROBS, SlotParameters
 from models.sampling.penalties import Penalties
 from models.sampling.vocabulary_rows import VocabularyRows
-
-#: Rows are sampled in pieces of at most this many logits, which bounds the float32 temporaries (128 MiB each).
-MAX_LOGITS_PER_PIECE = 1 << 25
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    token_ids: Tensor  # int64 [n]
-    finite: Tensor  # bool [n]
-    logprob_rows: np.ndarray  # rows of the batch that want log probabilities
-    logprobs: LogprobRows | None
 
 
 class Sampler:
@@ -52,8 +43,8 @@ class Sampler:
         self._parameters.set(slot, sampling, len(prompt_token_ids), self._eos_token_ids)
         self._penalties.add_request(slot, prompt_token_ids)
         if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=self._device)
-            values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device)
+            ids = self._on_device(np.fromiter(sampling.logit_bias, np.int64))
+            values = self._on_device(np.fromiter(sampling.logit_bias.values(), np.float32))
             self._bias.claim(slot).index_put_((ids,), values)
 
     def append_known(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -65,42 +56,64 @@ class Sampler:
         self._bias.release(slot)
 
     def sample(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> StepOutput:
-        """logits `[n, vocab]` (any float dtype; may be overwritten), slots and positions of the new tokens int64 `[n]`.
+        """As `launch`, and waits for the tokens."""
+        return self.launch(logits, slots, positions)[1].collect()
 
-        Waits for the device once, when the tokens are read.
+    def launch(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> tuple[Tensor, LaunchedSample]:
+        """The tokens on the device, int64 `[n]`, and on their way back. Waits for nothing, unless a CPU computes.
+
+        logits `[n, vocab]` (any float dtype, not changed), slots and positions of the new tokens int64 `[n]`.
         """
-        starts = range(0, len(slots), self._rows_per_piece)
-        pieces = [
-            self._sample_piece(logits[a : (b := a + self._rows_per_piece)], slots[a:b], positions[a:b]) for a in starts
-        ]
-        for start, piece in zip(starts, pieces, strict=True):  # only now: a piece that fails must leave no trace
-            self._penalties.count(slots[start : start + len(piece.token_ids)], piece.token_ids)
-        token_ids = [token for piece in pieces for token in piece.token_ids.tolist()]
-        finite = [ok for piece in pieces for ok in piece.finite.tolist()]
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for start, piece in zip(starts, pieces, strict=True):
-            if piece.logprobs is not None:
-                wanted = self._parameters.num_logprobs[slots[start + piece.logprob_rows]].tolist()
-                for row, value in zip(piece.logprob_rows, to_host(piece.logprobs, wanted), strict=True):
-                    logprobs[start + row] = value
-        return StepOutput(token_ids=token_ids, logprobs=logprobs, finite=finite)
+        temperature, keys = self.choice_parameters(slots, positions)
+        temperature[self._parameters.need_more(slots, positions)] = 0  # chosen again by `complete`
+        token_ids, finite = choose(logits, temperature, keys)
+        return token_ids, self.complete(logits, token_ids, finite, slots, positions)
 
-    def _sample_piece(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> _Piece:
+    def choice_parameters(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What a choice by temperature and noise alone needs: float32 `[n]`, and keys int32 `[n, 2]`."""
+        return self._parameters.temperature[slots], row_keys(self._parameters.seed[slots], positions)
+
+    def complete(
+        self, logits: Tensor, token_ids: Tensor, finite: Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> LaunchedSample:
+        """Chooses anew, in place, for the rows that ask for more than temperature and noise."""
+        special = np.flatnonzero(self._parameters.need_more(slots, positions))
+        logprobs = []
+        for start in range(0, len(special), self._rows_per_piece):
+            rows = special[start : start + self._rows_per_piece]
+            wanted = self._choose_again(logits, token_ids, rows, slots[rows], positions[rows])
+            if wanted is not None:
+                logprobs.append(wanted)
+        self._penalties.count(slots, token_ids)  # only now: a piece that fails must leave no trace
+        return LaunchedSample(token_ids, finite, logprobs)
+
+    def _choose_again(
+        self, logits: Tensor, token_ids: Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> WantedLogprobs | None:
         parameters = self._parameters
-        finite = logits.sum(-1, dtype=torch.float32).isfinite()  # NaN and Inf both survive a sum
-        logits = logits.float()
-        wants_logprobs = np.flatnonzero(parameters.num_logprobs[slots] >= 0)
-        raw = logits[self._on_device(wants_logprobs)] if wants_logprobs.size else None
+        where = self._on_device(rows)
+        values = logits[where].float()
+        wants = np.flatnonzero(parameters.num_logprobs[slots] != NO_LOGPROBS)
+        raw = values[self._on_device(wants)] if wants.size else None
 
-        self._forbid_and_bias(logits, slots, positions)
-        self._penalties.apply(logits, slots)
-        token_ids = self._choose(logits, slots, positions)
-
-        logprobs = None
-        if raw is not None:
-            chosen = token_ids[self._on_device(wants_logprobs)]
-            logprobs = logprob_rows(raw, chosen, int(parameters.num_logprobs[slots].max()))
-        return _Piece(token_ids, finite, wants_logprobs, logprobs)
+        self._forbid_and_bias(values, slots, positions)
+        self._penalties.apply(values, slots)
+        temperature, keys = self.choice_parameters(slots, positions)
+        filtered = np.flatnonzero(parameters.filtered(slots))
+        if filtered.size:
+            # Filters look at probabilities, so these rows are divided here; a division by one then changes nothing.
+            picked = self._on_device(filtered)
+            values[picked] = self._filter(
+                values[picked] / self._on_device(temperature[filtered])[:, None], slots[filtered]
+            )
+            temperature[filtered] = 1
+        chosen, _ = choose(values, temperature, keys)
+        token_ids.index_copy_(0, where, chosen)
+        if raw is None:
+            return None
+        most = int(parameters.num_logprobs[slots].max())
+        logprobs = logprob_rows(raw, chosen[self._on_device(wants)], most).on_host()
+        return WantedLogprobs(rows[wants].tolist(), parameters.num_logprobs[slots[wants]].tolist(), logprobs)
 
     def _forbid_and_bias(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
         rows, ids = self._parameters.forbidden_stops(slots, positions)
@@ -111,41 +124,18 @@ class Sampler:
             bias = self._bias.table[self._on_device(self._bias.rows(slots[biased]))]
             logits.index_add_(0, self._on_device(biased), bias)
 
-    def _choose(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> Tensor:
-        greedy = self._parameters.greedy(slots)
-        if greedy.all():
-            return logits.argmax(-1)
-        if not greedy.any():
-            return self._draw(logits, slots, positions)
-        token_ids = logits.argmax(-1)
-        random = np.flatnonzero(~greedy)
-        where = self._on_device(random)
-        return token_ids.index_copy_(0, where, self._draw(logits[where], slots[random], positions[random]))
-
-    def _draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> Tensor:
+    def _filter(self, logits: Tensor, slots: np.ndarray) -> Tensor:
+        """In place. Rows are divided by their temperature."""
         parameters = self._parameters
-        logits.div_(self._on_device(parameters.temperature[slots])[:, None])
         if (parameters.min_p[slots] > 0).any():
             apply_min_p(logits, self._on_device(parameters.min_p[slots]))
-        self._filter(logits, slots)
-        keys = self._on_device(row_keys(parameters.seed[slots], positions))
-        return logits.sub_(log_exponential(keys, self._vocab_size)).argmax(-1)
-
-    def _filter(self, logits: Tensor, slots: np.ndarray) -> None:
-        top_k, top_p = self._parameters.top_k[slots], self._parameters.top_p[slots]
-        filtered = np.flatnonzero((top_k > 0) | (top_p < 1))
-        if filtered.size == 0:
-            return
-        top_k, top_p = top_k[filtered], top_p[filtered]
+        top_k, top_p = parameters.top_k[slots], parameters.top_p[slots]
+        if not ((top_k > 0) | (top_p < 1)).any():
+            return logits
         bounded = bool((top_k > 0).all())
         top_k = np.where(top_k > 0, np.minimum(top_k, self._vocab_size), self._vocab_size)
-        arguments = (self._on_device(top_k), self._on_device(top_p))
         largest_k = int(top_k.max()) if bounded else None
-        if filtered.size == len(slots):
-            apply_top_k_top_p(logits, *arguments, largest_k=largest_k)
-        else:
-            where = self._on_device(filtered)
-            logits[where] = apply_top_k_top_p(logits[where], *arguments, largest_k=largest_k)
+        return apply_top_k_top_p(logits, self._on_device(top_k), self._on_device(top_p), largest_k=largest_k)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64, 128)  # pages the kernels read: one page is one tile of a head
-STEP_TOKENS = {"cuda": 2048, "cpu": 512}
+STEP_TOKENS = {"cuda": 8192, "cpu": 512}
 SMALLEST_MAX_MODEL_LEN = 2  # one prompt token, one answer token
 
 
@@ -28,6 +28,7 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False  # no CUDA graphs
     max_queued_requests: int = 512
     enable_lora: bool = False
     max_loras: int = 4  # adapters in one step

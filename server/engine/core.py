@@ -1,14 +1,14 @@
-"""The engine's loop: receive, schedule, execute, postprocess, send. Knows no sockets (a Link has them), no text, and
+"""The engine's loop: receive, schedule, launch, collect, send. Knows no sockets (a Link has them), no text, and
 nothing of the model but the Runner in front of it. Decides what a failure costs: a request, a batch or the process."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Protocol
 
-from models.batch import NO_ADAPTER, ScheduledSeq, StepBatch
+from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, StepBatch
 from server.engine.adapter_loading import AdapterLoading
 from server.engine.messages import (
     AbortRequests,
@@ -23,8 +23,8 @@ from server.engine.messages import (
     UnloadAdapter,
 )
 from server.engine.request import Request, RequestState
-from server.engine.runner import LoadedRunner
-from server.engine.scheduler import Event, ScheduledStep, Scheduler
+from server.engine.runner import LaunchedStep, LoadedRunner
+from server.engine.scheduler import Event, LaunchedRow, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,12 @@ class Link(Protocol):
     def send(self, messages: list[FromEngine]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    launched: LaunchedStep
+    rows: list[LaunchedRow]
+
+
 class EngineCore:
     def __init__(
         self, loaded: LoadedRunner, scheduler: Scheduler, link: Link, clock: Callable[[], float] = time.monotonic
@@ -58,6 +64,7 @@ class EngineCore:
         self.clock = clock
         self.loading = AdapterLoading(self.runner.adapters, scheduler.adapters)
         self.draining = False
+        self._in_flight: _InFlight | None = None
         self._failed_steps = 0
         self._step_tokens = 0
         self._num_placements = 0
@@ -81,13 +88,17 @@ class EngineCore:
     def run(self) -> None:
         """Until a Shutdown has come and all that was accepted before it is answered. Raises EngineLost."""
         self.link.send([self.ready()])
-        while not self.draining or self.scheduler.has_work:
+        while not self.draining or self.has_work:
             self.turn()
         self.scheduler.check_integrity()
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
     def turn(self) -> None:
         """One round: everything that has arrived, at most one step, one message back."""
-        idle = not self.scheduler.has_work
+        idle = not self.has_work
         timeout = max(0.0, self._next_stats - self.clock()) if idle else 0.0
         if self.loading.is_busy:
             timeout = min(timeout, LOADING_INTERVAL)
@@ -96,16 +107,16 @@ class EngineCore:
             outbox += self._accept(message)
         outbox += self.loading.finished()
         outbox += self.scheduler.expire()
-        outbox += self._step()
+        outbox += self._advance()
         now = self.clock()
-        if idle and self.scheduler.has_work:
+        if idle and self.has_work:
             self._next_stats = min(self._next_stats, now + STATS_INTERVAL)
         if now >= self._next_stats:
-            if not self.scheduler.has_work and not self._checked:
+            if not self.has_work and not self._checked:
                 self.scheduler.check_integrity()
                 self._checked = True
             outbox.append(self.stats())
-            self._next_stats = now + (STATS_INTERVAL if self.scheduler.has_work else IDLE_INTERVAL)
+            self._next_stats = now + (STATS_INTERVAL if self.has_work else IDLE_INTERVAL)
         if outbox:
             self.link.send(outbox)
 
@@ -150,25 +161,35 @@ class EngineCore:
                 replies = [message]
         return replies
 
-    def _step(self) -> list[Event]:
+    def _advance(self) -> list[Event]:
+        """Launches a step, then takes the results of the one before, which ran meanwhile; without overlap, its own."""
         step = self.scheduler.schedule()
-        if step is None:
-            self._step_tokens = 0
-            return []
-        self._checked = False
-        self._step_tokens = step.total_tokens
+        self._step_tokens = 0 if step is None else step.total_tokens
+        events: list[Event] = []
+        launched: _InFlight | None = None
+        if step is not None:
+            self._checked = False
+            step, events = self._introduce_all(step)
+            if step.requests:
+                launched, failures = self._launch(step)
+                events += failures
+            self._forget_slots()
+        if not self.loaded.overlaps:
+            events += self._collect(launched)
+            launched = None
+        events += self._collect(self._in_flight)
+        self._in_flight = launched
+        self._forget_slots()
+        return events
+
+    def _introduce_all(self, step: ScheduledStep) -> tuple[ScheduledStep, list[Event]]:
         events: list[Event] = []
         for request in step.admitted:
             try:
                 self._introduce(request)
             except Exception as error:  # of this request alone: its parameters, or no memory for its tables
                 events += self._fail([request], error)
-        if events:
-            step = _rows(step, [request.state is RequestState.RUNNING for request in step.requests])
-        if step.requests:
-            events += self._execute(step)
-        self._forget_slots()
-        return events
+        return _living(step) if events else step, events
 
     def _introduce(self, request: Request) -> None:
         """Gives the runner what it must know of a request in a new slot."""
@@ -183,27 +204,59 @@ class EngineCore:
         if request.num_generated:  # it was preempted
             self.runner.append_known(request.slot, request.token_ids[split:])
 
-    def _execute(self, step: ScheduledStep) -> list[Event]:
-        """Nothing of a step that failed counts as computed, so its rows can simply run again in smaller batches."""
+    def _launch(self, step: ScheduledStep) -> tuple["_InFlight | None", list[Event]]:
+        """Nothing of a step that was not launched counts as computed, so its rows can simply run again in smaller
+        batches, after the step in flight."""
         try:
-            output = self.runner.execute(_batch(step))
+            launched = self.runner.launch(_batch(step))
         except self.loaded.out_of_memory as error:
             logger.warning("out of memory in a step of %d rows: %s", len(step.requests), type(error).__name__)
         except Exception as error:
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                raise EngineLost(f"{self._failed_steps} steps failed in a row: {type(error).__name__}") from error
-            return self._fail(step.requests, error)
+            self._count_failure(error)
+            events = self._land()
+            return None, events + self._fail(_living(step).requests, error)
         else:
-            self._failed_steps = 0
-            return self.scheduler.postprocess(step, output)
+            return _InFlight(launched, self.scheduler.launched(step)), []
         # Outside the except block: the error's traceback would keep the failed step's tensors alive.
+        events = self._land()
         self.loaded.free_memory()
+        return None, events + self._run_in_halves(_living(step))
+
+    def _run_in_halves(self, step: ScheduledStep) -> list[Event]:
+        if not step.requests:
+            return []
         if len(step.requests) == 1:
             message = "The server has not enough memory for this request now."
             return self.scheduler.fail(step.requests, "server_is_overloaded", message)
+        events: list[Event] = []
         first_half = [row < len(step.requests) // 2 for row in range(len(step.requests))]
-        return self._execute(_rows(step, first_half)) + self._execute(_rows(step, [not row for row in first_half]))
+        for wanted in (first_half, [not row for row in first_half]):
+            launched, failures = self._launch(_rows(step, wanted))
+            events += failures + self._collect(launched)
+        return events
+
+    def _land(self) -> list[Event]:
+        """The results of the step in flight, if there is one."""
+        in_flight, self._in_flight = self._in_flight, None
+        return self._collect(in_flight)
+
+    def _collect(self, step: "_InFlight | None") -> list[Event]:
+        if step is None:
+            return []
+        try:
+            output = step.launched.collect()
+        except Exception as error:
+            self._count_failure(error)
+            return self._fail(
+                [row.request for row in step.rows if row.request.state is not RequestState.FINISHED], error
+            )
+        self._failed_steps = 0
+        return self.scheduler.postprocess(step.rows, output)
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failed_steps += 1
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineLost(f"{self._failed_steps} steps failed in a row: {type(error).__name__}") from error
 
     def _fail(self, requests: list[Request], error: Exception) -> list[Event]:
         """Fails these requests. Raises EngineLost instead when the device is past use."""
@@ -223,16 +276,21 @@ class EngineCore:
 
 
 def _batch(step: ScheduledStep) -> StepBatch:
-    """Block tables are passed by reference: the step is over before the scheduler touches them again."""
+    """Block tables are passed by reference: the runner has read them before the scheduler touches them again."""
     seqs = []
     for request, count in zip(step.requests, step.num_tokens, strict=True):
         start = request.num_computed
         end = start + count
-        tokens = request.token_ids
+        known = request.token_ids[start:end]
         adapter_slot = NO_ADAPTER if request.adapter is None else request.adapter.slot
-        samples = end == len(tokens)
-        seqs.append(ScheduledSeq(request.slot, tokens[start:end], start, request.block_ids, samples, adapter_slot))
+        samples = end == request.num_tokens
+        seqs.append(ScheduledSeq(request.slot, known or [IN_FLIGHT], start, request.block_ids, samples, adapter_slot))
     return StepBatch(tuple(seqs))
+
+
+def _living(step: ScheduledStep) -> ScheduledStep:
+    """Without rows whose requests have ended since it was scheduled."""
+    return _rows(step, [request.state is RequestState.RUNNING for request in step.requests])
 
 
 def _rows(step: ScheduledStep, wanted: Sequence[bool]) -> ScheduledStep:

@@ -44,6 +44,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         num_blocks=config.num_gpu_blocks_override,
         memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
         lora=LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
+        enforce_eager=config.enforce_eager,
     )
     on_gpu = device.type == "cuda"
     return LoadedRunner(
@@ -55,6 +56,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         max_num_batched_tokens=step_tokens,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        overlaps=on_gpu,
         out_of_memory=(torch.OutOfMemoryError, MemoryError),
         probe=torch.cuda.synchronize if on_gpu else _host_is_there,
         free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,

@@ -35,6 +35,9 @@ class Request:
         "num_bypassed",
         "num_cached_tokens",
         "num_computed",
+        "num_filled",
+        "num_in_flight",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
         "num_slot_bypassed",
@@ -73,12 +76,15 @@ class Request:
         self.state = RequestState.WAITING
         self.slot = -1  # row in the runner's tables while it runs
         self.block_ids: list[int] = []
-        self.num_computed = 0  # tokens whose K and V are in the blocks
+        self.num_computed = 0  # tokens whose K and V are in the blocks, or will be when the launched steps have run
+        self.num_filled = 0  # of these, the ones of steps that have come back
+        self.num_in_flight = 0  # sampled by a launched step and not read back yet
         self.num_registered = 0  # blocks already offered to the prefix cache
         self.block_hashes: list[tuple[bytes, bytes]] = []  # (chained hash, the block's token ids) of full blocks
         self.chain = (b"", 0)  # hash and serial number of the cache entry that the next block is chained onto
         self.num_cached_tokens = -1  # prefix hit of the first admission; -1 before it
 
+        self.num_preemptions = 0
         self.num_bypassed = 0  # younger requests admitted while this one did not fit
         self.num_slot_bypassed = 0  # younger requests with adapters admitted while this one's had no slot
         self.blocks_missed = 0  # free blocks that the last try to admit it would have needed
@@ -104,9 +110,19 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """With those that the host has not read yet."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
     def num_remaining(self) -> int:
         """Tokens to run before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def awaits_its_end(self) -> bool:
+        """Whether the token in flight is its last, whichever it is."""
+        return self.num_in_flight > 0 and self.num_tokens >= self.max_length
 
     def finish_reason(self) -> FinishReason | None:
         """Looks at the last generated token. Stop tokens count from min_tokens on; `stop` wins over `length`."""

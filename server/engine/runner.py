@@ -22,8 +22,14 @@ class AdapterSlots(Protocol):
     def drop(self, adapter_id: int) -> None: ...
 
 
+class LaunchedStep(Protocol):
+    def collect(self) -> StepOutput:
+        """Waits for the step. Once, in the order of the launches."""
+        ...
+
+
 class Runner(Protocol):
-    """Slots are added before the first step that names them and removed after the last one. A preempted request comes
+    """Slots are added before the first launch that names them and removed after the last one. A preempted request comes
     back in a new slot: with its prompt, and with append_known() for what it had generated."""
 
     @property
@@ -46,7 +52,10 @@ class Runner(Protocol):
 
     def remove_request(self, slot: int) -> None: ...
 
-    def execute(self, batch: StepBatch) -> StepOutput: ...
+    def launch(self, batch: StepBatch) -> LaunchedStep:
+        """Hands the step to the device and, where that is another one than this CPU, waits for nothing. A token id of
+        models.batch.IN_FLIGHT is the one that the step launched before samples for the slot."""
+        ...
 
 
 class CannotServeError(Exception):
@@ -69,6 +78,7 @@ class LoadedRunner:
     max_num_batched_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    overlaps: bool = False  # a step is launched while the one before runs: worth it where the device is not this CPU
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more
     free_memory: Callable[[], None] = _nothing  # gives cached memory back before a retry

@@ -1,5 +1,7 @@
-"""Which tokens run in the next step, and what their results mean: schedule() and postprocess(). Plain data structures:
-knows no tensors, no sockets, no clock but the one it is given, and nothing asynchronous.
+"""Which tokens run in the next step, and what their results mean: schedule(), launched() and postprocess(). Plain data
+structures: knows no tensors, no sockets, no clock but the one it is given, and nothing asynchronous.
+
+A step may be scheduled while the one before still runs: its tokens count as there, though nobody knows them yet.
 
 Every running decode has its token in every step; prompts share what is left of the step's token budget (prefill.py).
 A request is admitted only when its whole prompt and one more block fit. When a decode finds no block, the youngest
@@ -33,6 +35,16 @@ class ScheduledStep:
     @property
     def total_tokens(self) -> int:
         return sum(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRow:
+    """What a row of a launched step was, when its result comes: the request may have ended or lost its blocks since."""
+
+    request: Request
+    end: int  # tokens of the request that were in its blocks after the step
+    samples: bool
+    num_preemptions: int  # of the request, at the launch
 
 
 class Scheduler:
@@ -141,28 +153,41 @@ class Scheduler:
                 decodes, counts = [decodes[row] for row in order], [counts[row] for row in order]
         return ScheduledStep(decodes, counts, admitted)
 
-    def postprocess(self, step: ScheduledStep, output: StepOutput) -> list[Event]:
-        """Takes the step's results: marks tokens as computed, appends the sampled ones, ends what is finished."""
+    def launched(self, step: ScheduledStep) -> list[LaunchedRow]:
+        """Counts the step's tokens as computed: from here on the device does what it was told, in order."""
+        rows = []
+        for request, count in zip(step.requests, step.num_tokens, strict=True):
+            request.num_computed += count
+            samples = request.num_remaining == 0
+            request.num_in_flight += samples
+            rows.append(LaunchedRow(request, request.num_computed, samples, request.num_preemptions))
+        return rows
+
+    def postprocess(self, rows: Sequence[LaunchedRow], output: StepOutput) -> list[Event]:
+        """Takes a step's results: appends the sampled tokens, offers full blocks for reuse, ends what is finished.
+
+        Rows whose request has ended meanwhile are dropped; one that lost its blocks keeps its token."""
         events: list[Event] = []
         now = self.clock()
         block_size = self.cache.block_size
-        row = 0  # of output: rows that sampled
+        sampled = zip(output.token_ids, output.logprobs, output.finite, strict=True)
         ended = False
-        for request, count in zip(step.requests, step.num_tokens, strict=True):
-            before = request.num_computed
-            request.num_computed = before + count
-            samples = request.num_computed == len(request.token_ids)
-            if samples and not output.finite[row]:
-                row += 1
+        for row in rows:
+            request = row.request
+            token_id, logprobs, finite = next(sampled) if row.samples else (0, None, True)
+            request.num_in_flight -= row.samples
+            if request.state is RequestState.FINISHED:
+                continue
+            if not finite:
                 self.cache.withdraw(request)
                 events += self.fail([request], "server_error", "The model's output for this request was not finite.")
                 continue
-            if request.num_computed // block_size != before // block_size:
-                self.cache.register(request)
-            if not samples:
+            if row.num_preemptions == request.num_preemptions:
+                before, request.num_filled = request.num_filled, row.end
+                if row.end // block_size != before // block_size:
+                    self.cache.register(request)
+            if not row.samples:
                 continue
-            token_id, logprobs = output.token_ids[row], output.logprobs[row]
-            row += 1
             request.token_ids.append(token_id)
             request.last_token_time = now
             if request.num_generated == 1:
@@ -206,8 +231,10 @@ class Scheduler:
         while index < len(running):  # preemption takes from the end, and rows before `index` are older
             request = running[index]
             index += 1
-            if len(request.token_ids) - request.num_computed > 1:
+            if request.num_remaining > 1:
                 prefills.append(request)
+            elif request.awaits_its_end:
+                continue
             elif request.num_computed < len(request.block_ids) * block_size or self._find_block(request):
                 decodes.append(request)
         return decodes, prefills
@@ -217,6 +244,7 @@ class Scheduler:
         while not self.cache.grow(request):
             victim = self.running.pop()
             self._free(victim)
+            victim.num_preemptions += 1
             victim.state = RequestState.WAITING
             self.waiting.add(victim)
             self.num_preemptions += 1

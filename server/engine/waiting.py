@@ -53,6 +53,7 @@ class WaitingQueue:
         bypassed: Request | None = None  # the oldest that found no blocks
         slotless: Request | None = None  # the oldest whose adapter found no slot
         block_size = self.cache.block_size
+        computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
         num_hashed = num_looked_at = 0
         for request in self._requests:
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
@@ -79,7 +80,7 @@ class WaitingQueue:
                 continue
             if not fits_budget(request, length - len(hits) * block_size, prefills, budget):
                 continue
-            if self._twin_is_ahead(request, len(hits), prefills):
+            if self._twin_is_ahead(request, len(hits), computing):
                 continue
             if bypassed is not None:
                 bypassed.num_bypassed += 1
@@ -87,6 +88,7 @@ class WaitingQueue:
                 slotless.num_slot_bypassed += 1
             num_slots -= 1
             yield request, hits
+            computing.append(request)
 
     def _may_have_slot(self, request: Request, slotless: Request | None) -> bool:
         """Whether its adapter has a slot or can have one; not past an older request that has waited long for a slot, so
@@ -106,17 +108,18 @@ class WaitingQueue:
         request.blocks_missed = 0 if needed <= free else needed
         return hits if needed <= free else None
 
-    def _twin_is_ahead(self, request: Request, num_hits: int, prefills: Sequence[Request]) -> bool:
+    def _twin_is_ahead(self, request: Request, num_hits: int, computing: Sequence[Request]) -> bool:
         """Whether an older prompt is just computing the very block that this one needs next: then waiting for it is
         cheaper than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
-        for twin in prefills:
+        for twin in computing:
             if (
                 twin.sequence_number < request.sequence_number
                 and num_hits < min(len(twin.block_hashes), len(request.block_hashes))
-                and twin.num_computed < (num_hits + 1) * self.cache.block_size
+                and twin.num_filled < (num_hits + 1) * self.cache.block_size
                 and twin.block_hashes[num_hits][0] == request.block_hashes[num_hits][0]
             ):
-                stands_still = request.twin_progress == twin.num_computed
-                request.twin_progress = twin.num_computed
+                progress = twin.num_computed + twin.num_filled  # a step in flight is progress too
+                stands_still = request.twin_progress == progress
+                request.twin_progress = progress
                 return not stands_still
         return False

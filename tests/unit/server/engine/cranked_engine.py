@@ -52,6 +52,8 @@ class ListLink:
 class Engine:
     """Core, scheduler and fake runner; the test turns the crank."""
 
+    overlaps = False  # what engines do that are not told
+
     def __init__(
         self,
         num_blocks: int = 256,
@@ -64,6 +66,7 @@ class Engine:
         queue_timeout: float | None = None,
         max_loras: int = 0,
         max_cpu_loras: int = 16,
+        overlaps: bool | None = None,
     ) -> None:
         self.runner = FakeRunner(num_blocks, block_size, max_num_batched_tokens=budget, max_loras=max_loras)
         self.adapters = AdapterTable(max_loras, max_cpu_loras)
@@ -88,6 +91,7 @@ class Engine:
             max_num_batched_tokens=budget,
             vocab_size=fake_runner.VOCAB_SIZE,
             eos_token_ids=(fake_runner.EOS,),
+            overlaps=self.overlaps if overlaps is None else overlaps,
             probe=self.runner.probe,
         )
         self.core = EngineCore(loaded, self.scheduler, self.link, clock=lambda: self.now)
@@ -133,7 +137,11 @@ class Engine:
     def turn(self) -> None:
         self.num_turns += 1
         self.now += 1.0
-        decoding = {r.request_id: len(r.token_ids) for r in self.scheduler.running if r.num_remaining == 1}
+        decoding = {
+            r.request_id: r.num_tokens
+            for r in self.scheduler.running
+            if r.num_remaining == 1 and not r.awaits_its_end
+        }
         self.core.turn()
         self._assert_decodes_went_on(decoding)
         for message in self.link.sent:
@@ -160,14 +168,14 @@ class Engine:
         for name, before in decoding.items():
             request = self.scheduler.requests.get(name)
             if request is not None and request.state is RequestState.RUNNING:
-                assert len(request.token_ids) == before + 1, "a running decode had no token in a step"
+                assert request.num_tokens == before + 1, "a running decode had no token in a step"
 
     def run(self, until: Callable[[], bool] | None = None, limit: int = 100_000) -> None:
         for _ in range(limit):
             if until is not None and until():
                 return
             self.turn()
-            if until is None and not self.scheduler.has_work:
+            if until is None and not self.core.has_work:
                 return
         pytest.fail("the engine does not come to an end")
 

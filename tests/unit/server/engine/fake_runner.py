@@ -7,12 +7,14 @@ import signal
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from models.batch import (
+    IN_FLIGHT,
     NO_ADAPTER,
     AdapterFacts,
     SamplingParams,
@@ -105,6 +107,18 @@ def make_adapter(folder: Path, key: int) -> str:
     return str(folder)
 
 
+class FakeStep:
+    """A result that can be taken once."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output: StepOutput | None = output
+
+    def collect(self) -> StepOutput:
+        output, self._output = self._output, None
+        assert output is not None, "a step was collected twice"
+        return output
+
+
 class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, max_num_batched_tokens: int, max_loras: int = 0) -> None:
         self.adapters = FakeAdapters(max_loras) if max_loras else None
@@ -115,6 +129,7 @@ class FakeRunner:
         self.memory = np.full((num_blocks, block_size), NOTHING, dtype=np.int64)
         self.slots: dict[int, SamplingParams] = {}
         self.lengths: dict[int, int] = {}  # tokens that a sampler with penalties would know
+        self.sampled: dict[int, int] = {}  # by slot
         self.batches: list[StepBatch] = []
         self.keep_batches = False
         self.num_steps = 0
@@ -137,12 +152,24 @@ class FakeRunner:
 
     def remove_request(self, slot: int) -> None:
         self.slots.pop(slot, None)
+        self.sampled.pop(slot, None)
 
     def probe(self) -> None:
         if self.lost:
             raise DeviceLostError("the device is gone")
 
-    def execute(self, batch: StepBatch) -> StepOutput:
+    def launch(self, batch: StepBatch) -> "FakeStep":
+        return FakeStep(self._run(self._known(batch)))
+
+    def _known(self, batch: StepBatch) -> StepBatch:
+        """With the tokens that the step before sampled, in case the engine has not seen them."""
+        seqs = [
+            replace(seq, token_ids=[self.sampled[seq.slot]]) if list(seq.token_ids) == [IN_FLIGHT] else seq
+            for seq in batch.seqs
+        ]
+        return StepBatch(tuple(seqs))
+
+    def _run(self, batch: StepBatch) -> StepOutput:
         self.num_steps += 1
         if self.keep_batches:
             self.batches.append(batch)
@@ -178,6 +205,7 @@ class FakeRunner:
         self.lengths[seq.slot] += 1
         seen = self.memory[list(seq.block_ids[:last])].reshape(-1)[:length]
         token = next_token(seen)
+        self.sampled[seq.slot] = token
         output.token_ids.append(token)
         wanted = sampling.logprobs
         output.logprobs.append(None if wanted is None else TokenLogprobs(-0.5, 1, ((token, -0.5),) * wanted))

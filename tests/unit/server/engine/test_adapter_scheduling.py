@@ -11,6 +11,8 @@ from models.batch import NO_ADAPTER
 from server.engine.messages import AdapterLoaded, AdapterUnloaded, CommandFailed, LoadAdapter, UnloadAdapter
 from server.engine.waiting import LOOKAHEAD, MAX_BYPASSES
 
+pytestmark = pytest.mark.usefixtures("_overlaps")
+
 
 def with_adapters(engine: Engine, folder: Path, count: int) -> None:
     """Adapters a1, a2, ... with the numbers 1, 2, ..."""

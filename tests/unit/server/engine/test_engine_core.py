@@ -11,6 +11,8 @@ from models.batch import StepBatch
 from server.engine.core import MAX_FAILED_STEPS, EngineLost
 from server.engine.messages import Shutdown
 
+pytestmark = pytest.mark.usefixtures("_overlaps")
+
 
 def answers(engine: Engine, names: list[str], prompts: dict[str, list[int]], count: int) -> bool:
     return all(engine.tokens[name] == expected(prompts[name], count) for name in names)

@@ -54,6 +54,7 @@ class Model:
             if request.num_computed == len(request.block_ids) * BLOCK_SIZE and not self.cache.grow(request):
                 return
             request.num_computed += 1
+            request.num_filled += 1
             count -= 1
             if request.num_computed % BLOCK_SIZE == 0:
                 index = request.num_computed // BLOCK_SIZE - 1
@@ -150,7 +151,7 @@ def request(prompt: list[int], number: int = 0) -> Request:
 def fill(cache: KVCache, prompt: list[int]) -> Request:
     made = request(prompt)
     cache.allocate(made, cache.blocks_for(len(prompt)), cache.match(made))
-    made.num_computed = len(prompt)
+    made.num_computed = made.num_filled = len(prompt)
     cache.register(made)
     return made
 
@@ -178,7 +179,7 @@ def test_nothing_is_in_the_cache_before_its_step_has_run() -> None:
     first = request([1] * 16)
     cache.allocate(first, 4, cache.match(first))
     assert not cache.match(request([1] * 16))
-    first.num_computed = 16
+    first.num_computed = first.num_filled = 16
     cache.register(first)
     assert len(cache.match(request([1] * 16))) == 3
 

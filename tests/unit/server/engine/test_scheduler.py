@@ -13,6 +13,8 @@ from models.batch import StepOutput
 from server.engine import kv_cache
 from server.engine.limits import SchedulerConfig
 
+pytestmark = pytest.mark.usefixtures("_overlaps")
+
 
 def test_one_request_gets_its_tokens() -> None:
     engine = Engine()
@@ -206,7 +208,7 @@ def test_twins_of_an_aborted_prompt_go_on_where_it_stopped() -> None:
     engine.abort("a")
     engine.run()
     assert engine.tokens["b"] == expected(prompt, 8)
-    assert engine.cached["b"] == 768
+    assert engine.cached["b"] == (512 if Engine.overlaps else 768)  # a step in flight comes back to nobody
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -323,7 +325,7 @@ def fastest_step(num_requests: int, context: int) -> float:
         assert len(step.requests) == num_requests
         output = StepOutput([5] * num_requests, [None] * num_requests, [True] * num_requests)
         resumed = time.perf_counter()
-        engine.scheduler.postprocess(step, output)
+        engine.scheduler.postprocess(engine.scheduler.launched(step), output)
         best = min(best, middle - start + time.perf_counter() - resumed)
     return best
 
