@@ -10,6 +10,8 @@ from attention_backend.linear import linear_attention
 from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import AttentionArgs
 from attention_backend.shared_prefix import PrefixGroups, cascade_attention, merge_states, shared_prefix_attention
+from attention_backend.skinny import skinny_linear
+from attention_backend.token_choice import choose_tokens
 
 __all__ = [
     "AttentionArgs",
@@ -22,6 +24,7 @@ __all__ = [
     "block_patterns",
     "block_sparse_attention",
     "cascade_attention",
+    "choose_tokens",
     "flash_attn_fp8_func",
     "flash_attn_func",
     "flash_attn_varlen_func",
@@ -30,4 +33,5 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "shared_prefix_attention",
+    "skinny_linear",
 ]

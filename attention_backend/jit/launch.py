@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention_backend.jit import bindings
+from attention_backend.jit import bindings, early
 from attention_backend.jit.artefact import Artefact
 from attention_backend.jit.bindings import LoadedKernel
 from attention_backend.jit.cache import default_cache
 from attention_backend.jit.errors import LaunchError, UnsupportedArchError
 from attention_backend.jit.report import CompileReport
-from attention_backend.jit.spec import KernelVariant, runs_on
+from attention_backend.jit.spec import KernelVariant, capability_of, runs_on
 
 Dim3 = tuple[int, int, int]
 Argument = torch.Tensor | np.generic | ctypes.Structure | bytes | None
 Parameters = ctypes.Structure | np.void | tuple[Argument, ...]
 
 _DEFAULT_SMEM = 48 * 1024  # dynamic plus static, unless a kernel opts in to more
+_EARLY_FROM = (9, 0)  # the compute capability from which a kernel can start before the previous one has ended
 _ONE_POINTER = ctypes.c_void_p * 1
 _ONE_BYTES = ctypes.c_char_p * 1
 
@@ -38,6 +39,10 @@ class Kernel:
     * or a tuple with one entry per parameter: a CUDA tensor (its data pointer), a numpy scalar, a structure, bytes by
       value, or None for a null pointer. Python numbers are refused, their width being unknown.
 
+    With `early=True` the kernel may start while the previous one of the stream still runs, once all of that one's
+    blocks have called let_next_start() (kernels/parts/dependent_launch.cuh) or have ended; the kernel itself must call
+    wait_for_previous(). Before sm_90 it starts as ever.
+
     `max_smem` is the most dynamic shared memory a block can have, in bytes; `report` is what the compiler said.
     Raises LaunchError when sizes do not fit the kernel's parameters or the device's shared memory.
     """
@@ -47,6 +52,7 @@ class Kernel:
         "_current_stream",
         "_driver",
         "_function",
+        "_knows_early",
         "_loaded",
         "_parameter_sizes",
         "_smem_limit",
@@ -72,25 +78,28 @@ class Kernel:
         self._loaded = loaded
         self._driver, self._function, self._context = loaded.driver, loaded.function, loaded.context
         self._current_stream = current_stream
+        self._knows_early = capability_of(variant.arch) >= _EARLY_FROM
         self.max_smem = loaded.max_smem - report.static_smem
         self._smem_limit = _DEFAULT_SMEM - report.static_smem
         self._parameter_sizes = report.parameter_sizes
         self._struct_size = report.parameter_sizes[0] if len(report.parameter_sizes) == 1 else -1
 
-    def __call__(self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int = 0) -> None:
+    def __call__(
+        self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int = 0, *, early: bool = False
+    ) -> None:
         driver = self._driver
         previous = driver.ctxGetCurrent()
         if previous == self._context:
-            self._launch(grid, block, params, smem_bytes)
+            self._launch(grid, block, params, smem_bytes, early)
             return
         # Another device is current, or this is a new thread, without a context yet.
         driver.ctxSetCurrent(self._context)
         try:
-            self._launch(grid, block, params, smem_bytes)
+            self._launch(grid, block, params, smem_bytes, early)
         finally:
             driver.ctxSetCurrent(previous)
 
-    def _launch(self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int) -> None:
+    def _launch(self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int, starts_early: bool) -> None:
         pointers: Any  # the array of pointers to parameters that cuLaunchKernel takes; it copies what they point to
         if isinstance(params, ctypes.Structure):
             if ctypes.sizeof(params) != self._struct_size:
@@ -110,6 +119,9 @@ class Kernel:
         if smem_bytes > self._smem_limit:
             self._raise_smem_limit(smem_bytes)
         stream = self._current_stream(self.device)
+        if starts_early and self._knows_early:
+            early.launch(self._function, grid, block, smem_bytes, stream, ctypes.addressof(pointers))
+            return
         self._driver.launchKernel(self._function, *grid, *block, smem_bytes, stream, ctypes.addressof(pointers), 0)
 
     def _raise_smem_limit(self, smem_bytes: int) -> None:

@@ -10,8 +10,9 @@ import torch
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import KernelVariant
-from attention_backend.kernels import flash_fwd_fp8_sm90, hopper_backward_variants, linear_variants
+from attention_backend.kernels import flash_fwd_fp8_sm90, hopper_backward_variants, linear_variants, skinny_linear
 from attention_backend.kernels.backward_covering import backward_covering_set
+from attention_backend.kernels.choose_tokens import choice_variant
 from attention_backend.kernels.decode_covering import decode_covering_set
 from attention_backend.kernels.flash_merge import merge_variant
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
@@ -34,10 +35,13 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
         yield from flash_fwd_fp8_sm90.covering_set()
         yield from hopper_backward_variants.covering_set()
     yield from linear_variants.covering(arch)
+    yield from skinny_linear.covering_set(arch)
     for head_dim in (32, 64, 128, 256):
         yield merge_variant(main, head_dim, arch)
     yield merge_variant(other, 128, arch)
     yield merge_variant(torch.float32, 128, arch)
+    for dtype in dict.fromkeys((main, other, torch.float32)):
+        yield choice_variant(dtype, arch)
     yield from decode_covering_set(arch)
     yield from backward_covering_set(arch)
     yield f32_variant(Options(torch.float32, 64, 64), arch)

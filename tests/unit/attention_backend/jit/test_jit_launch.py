@@ -1,13 +1,14 @@
 """A launch, as the driver sees it. The driver is a fake that reads the parameters as cuLaunchKernel would."""
 
 import ctypes
+import struct
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError
+from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError, early
 from attention_backend.jit.bindings import LoadedKernel
 
 VARIANT = KernelVariant("k", "sm_90a")
@@ -53,11 +54,11 @@ class FakeDriver:
 class Launcher:
     """A kernel with parameters of these sizes, on a fake driver and with a settable stream."""
 
-    def __init__(self, *sizes: int, static_smem: int = 0) -> None:
+    def __init__(self, *sizes: int, static_smem: int = 0, variant: KernelVariant = VARIANT) -> None:
         self.driver = FakeDriver(sizes)
         self.stream = 7
         self.kernel = Kernel(
-            VARIANT,
+            variant,
             0,
             CompileReport(32, 0, 0, static_smem, sizes),
             LoadedKernel(FUNCTION, CONTEXT, 232_448, self.driver, None),
@@ -141,3 +142,45 @@ def test_more_shared_memory_than_the_device_has_is_refused_with_both_numbers() -
     launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 232_000)
     with pytest.raises(LaunchError, match=r"asks for 232001 bytes.*has 232000"):
         launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 232_001)
+
+
+class EarlyDriver:
+    """Of libcuda, what an early launch calls; reads the configuration as the driver's header lays it out."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.launches: list[tuple[Any, ...]] = []
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:  # noqa: N802
+        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
+        *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", raw)
+        ids = struct.unpack("=i4xi60x", ctypes.string_at(attributes, 72))
+        (first,) = (ctypes.c_void_p * 1).from_address(parameters.value)
+        self.launches.append((tuple(sizes), stream, count, ids, function.value, ctypes.string_at(first, 16)))
+        return self.code
+
+    def cuGetErrorString(self, code: int, words: Any) -> int:  # noqa: N802
+        words._obj.value = b"too many resources"
+        return 0
+
+
+def test_an_early_launch_asks_for_programmatic_stream_serialization(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, launcher, params = EarlyDriver(), Launcher(16), Params(0xABCDEF, 3, 0.5)
+    monkeypatch.setattr(early, "_driver", lambda: driver)
+    launcher.kernel((4, 2, 1), (128, 1, 1), params, 100_000, early=True)
+    sizes, attribute = (4, 2, 1, 128, 1, 1, 100_000), (6, 1)  # the attribute's id in cuda.h, and "allowed"
+    assert driver.launches == [(sizes, 7, 1, attribute, FUNCTION, bytes(params))]
+    assert launcher.driver.smem_limits == [100_000]
+    assert launcher.driver.launches == []
+
+
+def test_an_early_launch_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "_driver", lambda: EarlyDriver(701))
+    with pytest.raises(LaunchError, match="CUDA error 701, too many resources"):
+        Launcher(16).kernel((4, 2, 1), (128, 1, 1), Params(), early=True)
+
+
+def test_gpus_before_hopper_start_no_kernel_early() -> None:
+    launcher = Launcher(16, variant=KernelVariant("k", "sm_89"))
+    launcher.kernel((1, 1, 1), (32, 1, 1), Params(), early=True)
+    assert len(launcher.driver.launches) == 1

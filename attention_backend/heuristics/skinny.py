@@ -1,0 +1,63 @@
+"""Shape of a weight -> tiles and copies of skinny_linear. Pure arithmetic: no torch, no device.
+
+`WARPS` is one for all: it orders the sums, so that a row's result is the same bits whatever else is computed with it.
+"""
+
+from dataclasses import dataclass, replace
+
+from attention_backend.heuristics.sm80 import SHARED_MEMORY
+
+WARPS = 8
+TILE_ROWS = 16
+STEP = 32  # elements of k
+#: Rows of x that a compiled kernel takes.
+COLUMNS = (8, 16)
+MAX_ROWS = COLUMNS[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """`tiles` of 16 rows of the weight at a time, `slots` steps of them under way a warp.
+
+    `ring`: they wait in shared memory (cp.async), not in registers. `prefetch`: bytes of a row that a kernel which
+    starts early asks into L2 besides.
+    """
+
+    tiles: int
+    slots: int
+    ring: bool = True
+    prefetch: int = 2048
+    blocks_per_sm: int = 2  # that registers are kept for: the next kernel's block beside this one's
+
+    def smem_bytes(self, columns: int) -> int:
+        partial = 4 * WARPS * columns * (TILE_ROWS * self.tiles + 4)
+        return partial + (WARPS * self.slots * self.tiles * TILE_ROWS * STEP * 2 if self.ring else 0)
+
+
+# From so many tiles of a block on, by columns: 64 to 96 KB in flight an SM, and room for the next kernel's block.
+_RINGS = {
+    8: ((1, SkinnyConfig(2, 4)), (3, SkinnyConfig(3, 4))),
+    16: ((1, SkinnyConfig(2, 4)),),
+}
+_TURING = SkinnyConfig(2, 2, ring=False)  # no asynchronous copies
+
+
+def skinny_config(arch: str, n: int, columns: int, num_sms: int) -> SkinnyConfig:
+    """The configuration for a weight of n rows."""
+    if arch == "sm_75":
+        return _TURING
+    tiles = -(-n // (TILE_ROWS * num_sms))
+    fitting = [c for least, c in _RINGS[columns] if tiles >= least and _fits(c, arch, columns, 1)]
+    config = fitting[-1]  # the covering set proves that there is one
+    return config if _fits(config, arch, columns, config.blocks_per_sm) else replace(config, blocks_per_sm=1)
+
+
+def _fits(config: SkinnyConfig, arch: str, columns: int, blocks: int) -> bool:
+    # An SM has 1 KiB more shared memory than a block may ask for, and each block takes 1 KiB for itself.
+    return blocks * (config.smem_bytes(columns) + 1024) <= SHARED_MEMORY[arch] + 1024
+
+
+def skinny_configs(arch: str, columns: int) -> tuple[SkinnyConfig, ...]:
+    """Every configuration that a weight may get."""
+    tallest = TILE_ROWS * max(least for least, _ in _RINGS[columns])
+    return tuple(dict.fromkeys(skinny_config(arch, n, columns, 1) for n in range(TILE_ROWS, tallest + 1, TILE_ROWS)))
