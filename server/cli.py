@@ -1,4 +1,5 @@
-"""The `longwave` command: serve, chat, kernels, doctor. Only wiring; what a command needs is imported when it runs."""
+"""The `longwave` command: serve, chat, bench, kernels, doctor. Only wiring; what a command needs is imported when it
+runs."""
 
 import json
 import logging
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from server.bench.cli import bench_app
 from server.settings import BUNDLED_MODEL, ClientSettings, ConfigurationError, Settings, load_settings
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ kernels_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="The CUDA kernels: compile them ahead of time, or list them."
 )
 app.add_typer(kernels_app, name="kernels")
+app.add_typer(bench_app, name="bench")
 
 Flag = typer.Option
 EXIT_FAILED = 1

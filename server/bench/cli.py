@@ -1,0 +1,178 @@
+"""`longwave bench`: flags to settings, figures to table, JSON and page. Only wiring; names of flags are vLLM's."""
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from server.bench.arrivals import ArrivalProcess
+from server.bench.lengths import Lengths
+from server.bench.metrics import METRICS, Measurement, parse_goodput
+from server.bench.offline_cli import latency, throughput
+from server.bench.report_html import page
+from server.bench.report_json import as_json, requests_as_json
+from server.bench.report_table import latency_table, notes, totals_table
+from server.bench.workload import Conversation, RandomPrompts, SharedDocuments, Workload
+
+Flag = typer.Option
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure a server, or the engine alone.")
+bench_app.command()(latency)
+bench_app.command()(throughput)
+
+
+@bench_app.command()
+def serve(
+    base_url: Annotated[str, Flag(help="Of any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, Flag(help="Default: the server's first.")] = None,
+    api_key: Annotated[str | None, Flag(help="Default: LONGWAVE_API_KEY.")] = None,
+    num_prompts: Annotated[int, Flag(min=1, help="Requests; with --num-turns, conversations.")] = 100,
+    request_rate: Annotated[float, Flag(help="Requests a second; inf: all at once.")] = float("inf"),
+    arrival_process: Annotated[ArrivalProcess, Flag(help="Gaps between requests.")] = "gamma",
+    burstiness: Annotated[float, Flag(help="Of gamma: 1 is Poisson, less is burstier.")] = 1.0,
+    max_concurrency: Annotated[int | None, Flag(min=1, help="Most requests at once; the others wait here.")] = None,
+    dataset_name: Annotated[
+        Literal["random", "prefix_repetition"], Flag(help="prefix_repetition: questions on shared documents.")
+    ] = "random",
+    random_input_len: Annotated[int, Flag(min=1, help="Tokens of a prompt, behind the prefix.")] = 1024,
+    random_output_len: Annotated[int, Flag(min=1, help="Tokens of an answer.")] = 128,
+    random_range_ratio: Annotated[float, Flag(help="r: lengths are uniform within 1 - r and 1 + r.")] = 0.0,
+    random_sigma: Annotated[float, Flag(help="Long tail: lengths are lognormal around the given ones.")] = 0.0,
+    random_prefix_len: Annotated[int, Flag(min=0, help="Tokens with which every prompt begins.")] = 0,
+    num_turns: Annotated[int, Flag(min=1, help="Requests of a conversation, one after the other.")] = 1,
+    prefix_repetition_num_prefixes: Annotated[int, Flag(min=1, help="Shared documents.")] = 10,
+    prefix_repetition_prefix_len: Annotated[int, Flag(min=1, help="Tokens of one.")] = 8192,
+    prefix_repetition_suffix_len: Annotated[int, Flag(min=1, help="Tokens of a question.")] = 256,
+    prefix_repetition_output_len: Annotated[int, Flag(min=1, help="Tokens of an answer.")] = 128,
+    max_len: Annotated[int | None, Flag(min=2, help="Where long tails are cut: prompt or answer, tokens.")] = None,
+    prompt_format: Annotated[Literal["token_ids", "text"], Flag(help="text needs --tokenizer.")] = "token_ids",
+    tokenizer: Annotated[str | None, Flag(help="Bundled name, folder or hub id.")] = None,
+    vocab_size: Annotated[int, Flag(min=100, help="Token ids are drawn from the upper nine tenths of it.")] = 10_000,
+    ignore_eos: Annotated[bool, Flag(help="Answers have exactly the length that was asked for.")] = True,
+    temperature: Annotated[float, Flag(min=0, max=2)] = 0.0,
+    extra_body: Annotated[str, Flag(help="More fields of each request, as a JSON object.")] = "{}",
+    num_warmups: Annotated[int, Flag(min=0, help="Requests before the clock starts.")] = 0,
+    request_timeout: Annotated[float, Flag(min=0.001, help="Seconds one request may take.")] = 6 * 3600.0,
+    seed: Annotated[int, Flag(help="Of lengths, tokens and arrivals.")] = 0,
+    goodput: Annotated[list[str] | None, Flag(help="Limits in ms, such as ttft:500 tpot:50 e2el:9000.")] = None,
+    percentile_metrics: Annotated[str, Flag(help="Some of ttft,tpot,itl,e2el.")] = ",".join(METRICS),
+    metric_percentiles: Annotated[str, Flag(help="Such as 90,99.")] = "90,99",
+    save_result: Annotated[bool, Flag("--save-result", help="Write the JSON.")] = False,
+    save_detailed: Annotated[bool, Flag("--save-detailed", help="With each request's times.")] = False,
+    result_dir: Annotated[Path, Flag(help="Where it goes.")] = Path(),
+    result_filename: Annotated[Path | None, Flag(help="Its name; implies --save-result.")] = None,
+    html: Annotated[Path | None, Flag(help="Write a page with plots.")] = None,
+) -> None:
+    """Load on any OpenAI-compatible server's /v1/completions. Exit code 1 when a request failed."""
+    from server.bench.serve import LoadShape, UnreachableError, drive, first_model
+    from server.bench.stream_client import StreamClient, Target
+    from server.settings import ClientSettings
+
+    asked = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
+
+    def around(length: int) -> Lengths:
+        return Lengths(length, random_range_ratio, random_sigma, max_len)
+
+    try:
+        metrics, percentiles = parse_metrics(percentile_metrics), parse_percentiles(metric_percentiles)
+        limits = parse_goodput(goodput or [])
+        workload: Workload
+        if dataset_name == "random":
+            sizes = around(random_input_len), around(random_output_len)
+            workload = RandomPrompts(num_prompts, *sizes, random_prefix_len, num_turns)
+        else:
+            sizes = around(prefix_repetition_suffix_len), around(prefix_repetition_output_len)
+            documents = prefix_repetition_num_prefixes, prefix_repetition_prefix_len
+            workload = SharedDocuments(num_prompts, *documents, *sizes)
+        draw = _drawing(vocab_size, tokenizer if prompt_format == "text" else None, prompt_format)
+        conversations = draw(workload, seed)
+        warmups = draw(replace(workload, count=num_warmups), seed + 1)
+        key = api_key or ClientSettings().key
+        name = model or first_model(base_url, key)
+        target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, parse_object(extra_body))
+        shape = LoadShape(request_rate, arrival_process, burstiness, max_concurrency, seed)
+        found, outcomes = asyncio.run(
+            drive(StreamClient(target), conversations, shape, warmups=[turns[0] for turns in warmups], goodput=limits)
+        )
+    except (UnreachableError, ValueError) as error:
+        typer.echo(f"longwave: {error}", err=True)
+        raise typer.Exit(EXIT_FAILED if isinstance(error, UnreachableError) else EXIT_USAGE) from None
+    show(found, metrics, percentiles)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    rate = "inf" if math.isinf(request_rate) else request_rate
+    setup: dict[str, Any] = {"date": date, "model_id": name, **asked, "request_rate": rate, "goodput": limits}
+    for unwanted in ("api_key", "model"):
+        setup.pop(unwanted, None)
+    if html is not None:
+        html.write_text(page(found, outcomes, setup, metrics, percentiles))
+    if save_result or result_filename is not None:
+        result = as_json(found, setup, metrics, percentiles) | (requests_as_json(outcomes) if save_detailed else {})
+        path = result_dir / (result_filename or f"longwave-{date.replace(':', '')}.json")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    raise typer.Exit(EXIT_FAILED if found.failed else 0)
+
+
+def _drawing(
+    vocab_size: int, tokenizer: str | None, prompt_format: str
+) -> Callable[[Workload, int], list[Conversation]]:
+    """How conversations are drawn: as token ids, or as texts of exact length. Raises ValueError."""
+    if prompt_format == "token_ids":
+        ids = range(vocab_size // 10, vocab_size)
+        return lambda workload, seed: workload.conversations(ids, random.Random(seed))
+    if tokenizer is None:
+        raise ValueError("--prompt-format text needs --tokenizer")
+    from models import loader, registry
+    from models.errors import ModelLoadError
+    from server.bench.text_prompts import ExactText
+
+    try:
+        text = ExactText(loader.load_tokenizer(registry.resolve(tokenizer)))
+    except ModelLoadError as error:
+        raise ValueError(str(error)) from error
+    words = text.vocabulary
+    return lambda workload, seed: [text.as_text(one) for one in workload.conversations(words, random.Random(seed))]
+
+
+def show(found: Measurement, metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+    console = Console()
+    console.print(totals_table(found))
+    console.print(latency_table(found.distributions, metrics, percentiles))
+    for note in notes(found):
+        console.print(f"! {note}", style="yellow", markup=False, highlight=False)
+
+
+def parse_metrics(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in METRICS]:
+        raise ValueError(f"no metric {', '.join(unknown)}; there are {', '.join(METRICS)}")
+    return names
+
+
+def parse_percentiles(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [math.nan]
+    if not all(0 <= number <= 100 for number in numbers):
+        raise ValueError(f"{text!r} is not a list of percentiles such as 90,99")
+    return numbers
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{text!r:.200} is not a JSON object")
+    return found

@@ -1,0 +1,149 @@
+"""`longwave bench latency` and `throughput`: the engine without HTTP. Only wiring; names of flags are vLLM's."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from server.bench.report_json import as_json
+from server.bench.report_table import latency_table, notes, totals_table
+from server.settings import ConfigurationError, load_settings
+
+if TYPE_CHECKING:
+    from server.bench.offline import OfflineEngine
+    from server.bench.outcome import Outcome
+
+Flag = typer.Option
+EXIT_FAILED = 1
+METRICS = ("ttft", "tpot", "itl", "e2el")
+PERCENTILES = (10.0, 90.0, 99.0)
+
+Model = Annotated[str | None, Flag(help="Bundled name, folder or hub id; default: the bundled model.")]
+LoadFormat = Annotated[str | None, Flag(help="auto, or dummy: random weights.")]
+DType = Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")]
+Device = Annotated[str | None, Flag(help="auto, cpu or cuda.")]
+MaxModelLen = Annotated[int | None, Flag(help="Longest prompt and answer together, in tokens.")]
+MaxNumSeqs = Annotated[int | None, Flag(help="Most sequences of one step.")]
+MaxNumBatchedTokens = Annotated[int | None, Flag(help="Most tokens of one step.")]
+Utilization = Annotated[float | None, Flag(help="Share of the GPU's memory to use.")]
+KvCacheDType = Annotated[str | None, Flag(help="As of `longwave serve`.")]
+PrefixCaching = Annotated[bool | None, Flag(help="Keep and share the KV of common beginnings.")]
+OutputJson = Annotated[Path | None, Flag(help="Write the figures.")]
+VocabSize = Annotated[int, Flag(min=100, help="Token ids are drawn from the upper nine tenths of it.")]
+Seed = Annotated[int, Flag(help="Of the prompts.")]
+
+
+def latency(
+    model: Model = None,
+    input_len: Annotated[int, Flag(min=1, help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, Flag(min=1, help="Tokens of each answer.")] = 128,
+    batch_size: Annotated[int, Flag(min=1, help="Requests at once.")] = 8,
+    num_iters_warmup: Annotated[int, Flag(min=0, help="Batches before the clock starts.")] = 3,
+    num_iters: Annotated[int, Flag(min=1, help="Batches that are measured.")] = 10,
+    vocab_size: VocabSize = 10_000,
+    seed: Seed = 0,
+    load_format: LoadFormat = None,
+    dtype: DType = None,
+    device: Device = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    gpu_memory_utilization: Utilization = None,
+    kv_cache_dtype: KvCacheDType = None,
+    enable_prefix_caching: PrefixCaching = None,
+    output_json: OutputJson = None,
+) -> None:
+    """One batch again and again in the engine alone: time to first token, per token, and in all."""
+    flags = locals()
+
+    async def measure(engine: "OfflineEngine") -> "tuple[list[Outcome], float]":
+        from server.bench.offline import batches
+
+        sizes = (batch_size, input_len, output_len)
+        await batches(engine, num_iters_warmup, *sizes, vocab_size, -1 - seed)
+        return await batches(engine, num_iters, *sizes, vocab_size, seed)
+
+    _report(measure, flags, output_json)
+
+
+def throughput(
+    model: Model = None,
+    input_len: Annotated[int, Flag(min=1, help="Tokens of each prompt.")] = 1024,
+    output_len: Annotated[int, Flag(min=1, help="Tokens of each answer.")] = 128,
+    num_prompts: Annotated[int, Flag(min=1, help="Requests, all at once.")] = 100,
+    vocab_size: VocabSize = 10_000,
+    seed: Seed = 0,
+    load_format: LoadFormat = None,
+    dtype: DType = None,
+    device: Device = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    gpu_memory_utilization: Utilization = None,
+    kv_cache_dtype: KvCacheDType = None,
+    enable_prefix_caching: PrefixCaching = None,
+    output_json: OutputJson = None,
+) -> None:
+    """Many requests at once in the engine alone: tokens a second."""
+    flags = locals()
+
+    async def measure(engine: "OfflineEngine") -> "tuple[list[Outcome], float]":
+        from server.bench.offline import batches
+
+        await batches(engine, 1, 1, input_len, 2, vocab_size, -1 - seed)
+        return await batches(engine, 1, num_prompts, input_len, output_len, vocab_size, seed)
+
+    _report(measure, flags, output_json)
+
+
+Measure = Callable[["OfflineEngine"], "Coroutine[Any, Any, tuple[list[Outcome], float]]"]
+ENGINE_FLAGS = (
+    "model",
+    "load_format",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "enable_prefix_caching",
+)
+
+
+def _report(measure: Measure, flags: dict[str, Any], output_json: Path | None) -> None:
+    from server.bench import metrics
+    from server.bench.offline import offline_engine
+    from server.errors import EngineUnavailable
+
+    try:
+        settings = load_settings({name: flags[name] for name in ENGINE_FLAGS if flags[name] is not None})
+    except ConfigurationError as error:
+        for problem in error.problems:
+            typer.echo(f"longwave: {problem}", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+    async def run() -> "tuple[list[Outcome], float]":
+        async with offline_engine(settings.engine_config()) as engine:
+            return await measure(engine)
+
+    try:
+        outcomes, seconds = asyncio.run(run())
+    except EngineUnavailable as error:
+        typer.echo(f"longwave: {error}", err=True)
+        raise typer.Exit(EXIT_FAILED) from None
+    found = metrics.measure(outcomes, seconds, {})
+    console = Console()
+    console.print(totals_table(found))
+    console.print(latency_table(found.distributions, METRICS, PERCENTILES))
+    for note in notes(found):
+        console.print(f"! {note}", style="yellow", markup=False, highlight=False)
+    if output_json is not None:
+        setup = {name: value for name, value in flags.items() if isinstance(value, str | int | float)}
+        setup["model"] = settings.model
+        output_json.write_text(json.dumps(as_json(found, setup, METRICS, PERCENTILES), indent=1) + "\n")
+    raise typer.Exit(EXIT_FAILED if found.failed else 0)
