@@ -14,7 +14,8 @@ class BlockPool:
     content for a later prefix hit and are given up one by one, least recently used first, when blanks run out.
 
     Idle blocks are grouped by owner (a tenant's cache salt): the owner with the most idle blocks gives up its oldest,
-    so one tenant's flood pushes out its own blocks first.
+    so one tenant's flood pushes out its own blocks first. Some may be retired ahead of time (their content has been
+    copied elsewhere, say): they go before all others.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -24,7 +25,8 @@ class BlockPool:
         self.references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))  # popped from the end: low numbers first
         self._idle: dict[bytes, OrderedDict[int, None]] = {}  # owner -> ids, least recently used first
-        self._num_idle = 0
+        self._retired: OrderedDict[int, bytes] = OrderedDict()  # id -> owner, in the order of giving up
+        self._num_idle = 0  # retired ones included
 
     @property
     def num_usable(self) -> int:
@@ -33,6 +35,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._blank) + self._num_idle
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that can be taken at no loss: blank or retired."""
+        return len(self._blank) + len(self._retired)
 
     def take(self) -> tuple[int, bool] | None:
         """A block with one reference, and whether it was idle (its old content must be forgotten). None: all in use."""
@@ -65,6 +72,19 @@ class BlockPool:
             self._idle.setdefault(owner, OrderedDict())[block] = None
             self._num_idle += 1
 
+    def next_to_retire(self) -> tuple[int, bytes] | None:
+        """The idle block that would be given up after all retired ones, and its owner."""
+        if self._num_idle == len(self._retired):
+            return None
+        owner = self._largest_owner()
+        return next(iter(self._idle[owner])), owner
+
+    def retire(self, block: int, owner: bytes) -> None:
+        """An idle block becomes the last of those that go first."""
+        self._remove_idle(block, owner)
+        self._retired[block] = owner
+        self._num_idle += 1
+
     def blank(self, block: int, owner: bytes) -> None:
         """An idle block whose content must not be found again."""
         self._remove_idle(block, owner)
@@ -74,23 +94,32 @@ class BlockPool:
         return self.references[block] == 0
 
     def _remove_idle(self, block: int, owner: bytes) -> None:
+        self._num_idle -= 1
+        if self._retired.pop(block, None) is not None:
+            return
         group = self._idle[owner]
         del group[block]
-        self._num_idle -= 1
         if not group:
             del self._idle[owner]
 
-    def _give_up(self) -> int:
+    def _largest_owner(self) -> bytes:
         groups = self._idle
-        owner = next(iter(groups)) if len(groups) == 1 else max(groups, key=lambda name: len(groups[name]))
-        block, _ = groups[owner].popitem(last=False)
+        return next(iter(groups)) if len(groups) == 1 else max(groups, key=lambda name: len(groups[name]))
+
+    def _give_up(self) -> int:
         self._num_idle -= 1
-        if not groups[owner]:
-            del groups[owner]
+        if self._retired:
+            return self._retired.popitem(last=False)[0]
+        owner = self._largest_owner()
+        group = self._idle[owner]
+        block, _ = group.popitem(last=False)
+        if not group:
+            del self._idle[owner]
         return block
 
     def idle_blocks(self) -> list[tuple[int, bytes]]:
-        return [(block, owner) for owner, group in self._idle.items() for block in group]
+        idle = [(block, owner) for owner, group in self._idle.items() for block in group]
+        return [*idle, *self._retired.items()]
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Raises IntegrityError unless free + used == total and every count equals the tables that name the block."""

@@ -5,38 +5,21 @@ A full block is found by a chained hash (parent's hash, token ids; the tenant's 
 root), so equal hashes mean equal prefixes of one model. Nothing rests on the hash alone: a hit also compares the token
 ids, and that the entry was chained onto the very entry that matched before it."""
 
-import hashlib
 import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.engine.block_pool import BlockPool, IntegrityError
+from server.engine.prefixes import Prefix, hash_block, new_serial, root_hash
 from server.engine.request import Request
 
 
-def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
-    """SHA-256: salts of other tenants and long prompts of theirs are not to be guessed or collided with."""
-    return hashlib.sha256(parent + token_bytes).digest()
-
-
-def root_hash(cache_salt: bytes, adapter_digest: str = "") -> bytes:
-    """The salt is hashed by itself: whatever its length, no salt and digest together look like another pair."""
-    salt = hashlib.sha256(cache_salt).digest()
-    return hashlib.sha256(b"longwave prefix cache\0" + salt + adapter_digest.encode()).digest()
-
-
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Prefix):
     """One full block in the cache."""
 
     block: int
-    hash: bytes
-    token_bytes: bytes  # token ids as 32-bit integers
-    parent: int  # serial number of the entry before it; 0 at the root
-    cache_salt: bytes
-    adapter_digest: str  # empty: the base model's keys and values
-    serial: int  # never reused, so that a child of an evicted parent can not match again by accident
 
 
 class KVCache:
@@ -48,7 +31,6 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._by_hash: dict[bytes, Entry] = {}
         self._by_block: list[Entry | None] = [None] * num_blocks
-        self._serials = itertools.count(1)
 
     @property
     def num_free_blocks(self) -> int:
@@ -82,7 +64,7 @@ class KVCache:
         for entry in hits:  # before any new block: taking one could evict a hit
             self.pool.share(entry.block, entry.cache_salt)
         request.block_ids = [entry.block for entry in hits]
-        request.num_computed = len(hits) * self.block_size
+        request.num_computed = request.num_filled = len(hits) * self.block_size
         request.num_registered = len(hits)
         request.chain = (hits[-1].hash, hits[-1].serial) if hits else (b"", 0)
         while len(request.block_ids) < num_blocks:
@@ -91,18 +73,26 @@ class KVCache:
 
     def grow(self, request: Request) -> bool:
         """Appends one block; false when none is free."""
-        taken = self.pool.take()
-        if taken is None:
+        block = self._take()
+        if block is None:
             return False
-        block, was_idle = taken
-        if was_idle:
-            self._forget(block)
         request.block_ids.append(block)
         return True
 
+    def fetch(self, request: Request, hits: Sequence[Entry]) -> int:  # noqa: ARG002
+        """How many blocks after `hits` are on their way from slower memory and worth waiting for. Only for a request
+        that would fit, with these hits, now."""
+        return 0
+
+    def settle(self) -> None:
+        """Begins each turn of the scheduler."""
+
+    def queue_transfers(self) -> None:
+        """Ends each turn of the scheduler, before its step is launched."""
+
     def register(self, request: Request) -> None:
-        """Offers the blocks that are full by now. Only to be called after the step that filled them has run."""
-        full = request.num_computed // self.block_size
+        """Offers the blocks that steps have filled which came back."""
+        full = request.num_filled // self.block_size
         first = request.num_registered
         if full == first:
             return
@@ -126,7 +116,7 @@ class KVCache:
             entry = self._by_block[block]
             self.pool.drop(block, None if entry is None else entry.cache_salt)
         request.block_ids = []
-        request.num_computed = 0
+        request.num_computed = request.num_filled = 0
         request.num_registered = 0
 
     def withdraw(self, request: Request) -> None:
@@ -137,7 +127,7 @@ class KVCache:
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         """Raises IntegrityError unless pool, tables and prefix cache agree. O(blocks): for idle times and tests."""
-        self.pool.check([request.block_ids for request in requests])
+        self.pool.check([*(request.block_ids for request in requests), self._own_blocks()])
         idle = dict(self.pool.idle_blocks())
         for block, entry in enumerate(self._by_block):
             if entry is None:
@@ -153,10 +143,7 @@ class KVCache:
 
     def _find(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Entry | None:
         entry = self._by_hash.get(block_hash)
-        if entry is None or entry.token_bytes != token_bytes:
-            return None
-        same_owner = entry.cache_salt == request.cache_salt and entry.adapter_digest == request.adapter_digest
-        return entry if entry.parent == parent and same_owner else None
+        return entry if entry is not None and entry.continues(parent, token_bytes, request) else None
 
     def _chain_serial(self, request: Request) -> int | None:
         """Serial number of the entry under the request's last registered block (its own or a twin's); 0 at the root."""
@@ -173,10 +160,32 @@ class KVCache:
             if self.pool.is_idle(stale.block):
                 self.pool.blank(stale.block, stale.cache_salt)
         salt, digest = request.cache_salt, request.adapter_digest
-        entry = Entry(block, block_hash, token_bytes, parent, salt, digest, next(self._serials))
+        serial = self._serial(block_hash, token_bytes, parent, request)
+        entry = Entry(block_hash, token_bytes, parent, salt, digest, serial, block)
         self._by_hash[block_hash] = entry
         self._by_block[block] = entry
         return entry
+
+    def _serial(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> int:  # noqa: ARG002
+        """Of a prefix that is new here."""
+        return new_serial()
+
+    def _own_blocks(self) -> list[int]:
+        """Blocks that belong to no request and are not free."""
+        return []
+
+    def _take(self) -> int | None:
+        taken = self.pool.take()
+        if taken is None:
+            return None
+        block, was_idle = taken
+        if was_idle:
+            self._give_up(block)
+        return block
+
+    def _give_up(self, block: int) -> None:
+        """The block is about to get another content."""
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         entry = self._by_block[block]

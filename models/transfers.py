@@ -1,0 +1,20 @@
+"""Copies between KV blocks and slots of host memory, as numbers. Knows no tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """All stores come before all loads: a block may be given up and loaded anew in one step."""
+
+    stores: Sequence[tuple[int, int]] = ()  # (block, host slot)
+    loads: Sequence[tuple[int, int]] = ()  # (host slot, block)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTransfers:
+    """What arrived since the last time this was asked."""
+
+    stored_slots: Sequence[int] = ()
+    loaded_blocks: Sequence[int] = ()

@@ -1,0 +1,149 @@
+"""One KV block as a file, and a directory of them: the format, what is checked, what is found after a restart. Knows no
+thread and no device.
+
+A file is named by its block's chained hash, in a folder of its owner's, in a folder of what computed it. Its header
+repeats all that and the block's tokens, and has a checksum of the content: a file that is short, torn or another one is
+a miss. Ancestors rest on SHA-256 alone. Nothing is synced: what a power cut tears is found by the same checks."""
+
+import fcntl
+import hashlib
+import os
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.engine.prefixes import Prefix, root_hash
+
+_MAGIC = b"LWKV\0\0\0\1"
+_HEADER = struct.Struct(
+    "<8s32s32s32sIIQ"
+)  # magic, fingerprint, root, hash, CRC-32 of the content, sizes of tokens, content
+_BLOCK = re.compile(r"[0-9a-f]{64}\.kv")
+_UNFINISHED = re.compile(r"[0-9a-f]{64}\.kv\.tmp")
+_OWNER = re.compile(r"[0-9a-f]{16}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+
+def owner_of(cache_salt: bytes) -> bytes:
+    """A tenant, as files name it."""
+    return hashlib.sha256(b"longwave kv blocks\0" + cache_salt).digest()[:8]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    """Where a prefix's last block is, and what its file must say of itself."""
+
+    path: Path
+    fingerprint: bytes
+    prefix: Prefix
+
+    def read(self, memory: memoryview) -> bool:
+        """Fills `memory`; false when the file is not this block. Raises OSError."""
+        with self.path.open("rb", buffering=0) as file:
+            head = file.read(_HEADER.size + len(self.prefix.token_bytes))
+            filled = 0
+            while filled < len(memory) and (count := file.readinto(memory[filled:])):
+                filled += count
+            is_this = filled == len(memory) and not file.read(1) and head == self._head(memory)
+            if is_this:
+                os.utime(file.fileno())  # used now: after a restart, what was used longest ago goes first
+            return is_this
+
+    def write(self, memory: memoryview) -> None:
+        """Whole or not at all, whenever the process ends. Raises OSError."""
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
+        unfinished = self.path.with_name(self.path.name + ".tmp")
+        try:
+            unfinished.touch(mode=0o600)
+            with unfinished.open("wb", buffering=0) as file:
+                for part in (memoryview(self._head(memory)), memory):
+                    written = 0
+                    while written < len(part):
+                        written += file.write(part[written:])
+            unfinished.replace(self.path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def _head(self, memory: memoryview) -> bytes:
+        prefix = self.prefix
+        root = root_hash(prefix.cache_salt, prefix.adapter_digest)
+        sizes = len(prefix.token_bytes), len(memory)
+        fields = _HEADER.pack(_MAGIC, self.fingerprint, root, prefix.hash, zlib.crc32(memory), *sizes)
+        return fields + prefix.token_bytes
+
+
+def file_bytes(block_bytes: int, block_size: int) -> int:
+    return _HEADER.size + 4 * block_size + block_bytes
+
+
+def block_path(folder: Path, owner: bytes, block_hash: bytes) -> Path:
+    return folder / owner.hex() / f"{block_hash.hex()}.kv"
+
+
+def lock(directory: Path) -> int:
+    """A descriptor to keep open: two engines would delete each other's files. Raises BlockingIOError."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    blocks: list[tuple[bytes, bytes]]  # (hash, owner), used longest ago first
+    num_places: int  # blocks that may be in the folder in all
+
+
+def sweep(directory: Path, folder: Path, *, max_bytes: int, block_file_bytes: int) -> Found:
+    """What earlier processes left in `folder`. Deletes what they left unfinished, and what is too much.
+
+    Other models' blocks in the directory may stay as long as half of `max_bytes` is left for this one's. Files that no
+    engine of ours has written are neither counted nor touched."""
+    ours: list[tuple[float, Path]] = []
+    others: list[tuple[float, int, Path]] = []
+    for path in _files(directory):
+        status = path.stat()
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink()
+        elif path.parent.parent != folder:
+            others.append((status.st_mtime, status.st_size, path))
+        elif status.st_size == block_file_bytes:
+            ours.append((status.st_mtime, path))
+        else:
+            path.unlink()
+    other_bytes = sum(size for _, size, _ in others)
+    for _, size, path in sorted(others):
+        if other_bytes <= max_bytes // 2:
+            break
+        path.unlink()
+        other_bytes -= size
+    num_places = (max_bytes - other_bytes) // block_file_bytes
+    kept = sorted(ours)
+    while len(kept) > num_places:
+        kept.pop(0)[1].unlink()
+    blocks = [(bytes.fromhex(path.stem), bytes.fromhex(path.parent.name)) for _, path in kept]
+    return Found(blocks, num_places)
+
+
+def _files(directory: Path) -> list[Path]:
+    """Blocks, finished or not."""
+    owners = [
+        owner
+        for folder in directory.iterdir()
+        if _FINGERPRINT.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+        for owner in folder.iterdir()
+        if _OWNER.fullmatch(owner.name) and owner.is_dir() and not owner.is_symlink()
+    ]
+    names = (_BLOCK.fullmatch, _UNFINISHED.fullmatch)
+    return [
+        path
+        for owner in owners
+        for path in owner.iterdir()
+        if any(matches(path.name) for matches in names) and path.is_file() and not path.is_symlink()
+    ]
