@@ -17,7 +17,7 @@ from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
 from models.inputs import StepInputs, StepTensors
 from models.kv_pool import allocate
-from models.prefix_groups import GroupArrays, group_arrays, shared_pages
+from models.prefix_groups import GraphGroups, GroupArrays, group_arrays, shared_pages
 from models.shared_runs import Levels, SharedRun, StepSharing
 
 BLOCK = 16
@@ -105,6 +105,30 @@ def test_as_many_groups_as_sequences_are_always_enough(data: Any) -> None:
     assert covered == ends
 
 
+def test_a_graph_reads_what_was_written_last() -> None:
+    """Views that were made once, as a graph holds them, follow every write of their size."""
+    table = torch.arange(24, dtype=torch.int32).view(8, 3)
+    graph = GraphGroups(8, block_size=BLOCK, device=torch.device("cpu"), num_levels=2)
+    assert graph.fits(NESTED)
+    assert not graph.fits((*NESTED, ()))
+    graph.write(NESTED, 8)
+    seen = graph.pages(8, table)
+    assert seen.own_starts.tolist() == [16, 32, 32, 16, 0, 64, 64, 0]
+    assert seen.prefixes[0].block_table[0].tolist() == [0, 1, 2]
+    graph.write((), 6)
+    six = graph.pages(6, table[:6])
+    graph.write(ONE, 6)
+    assert six.own_starts.tolist() == [32, 32, 32, 0, 0, 0]
+    assert six.prefixes[0].lens.tolist() == [32, 0, 0, 0, 0, 0]
+    assert six.prefixes[1].lens.tolist() == [0] * 6
+    assert [level.max_rows for level in six.prefixes] == [6, 6]
+    for level in six.prefixes:
+        assert level.cu_rows is not None
+        assert level.cu_rows[-1] == 6
+    graph.write((), 6)
+    assert six.own_starts.tolist() == [0] * 6
+
+
 def with_sharing(step: StepTensors, sharing: StepSharing, rows: list[int]) -> StepTensors:
     """The step with shared pages, as the runner makes it."""
     meta, first = step.metadata, step.metadata.num_decodes
@@ -154,7 +178,7 @@ def test_a_step_over_shared_pages_has_the_logits_of_the_plain_step(changes: dict
         plain = forward.every_row(step, caches)
         decodes: Levels = ((SharedRun(0, 3, 0, 2),), (SharedRun(0, 2, 2, 3),))
         prefills: Levels = ((SharedRun(0, 2, 0, 3),),)
-        for some in ((decodes, ()), ((), prefills), (decodes, prefills)):
-            shared = forward.every_row(with_sharing(step, StepSharing(*some), new), caches)
-            assert not torch.equal(shared, plain)  # it did go another way
-            torch.testing.assert_close(shared, plain, atol=2e-5, rtol=2e-5)
+        for sharing in (StepSharing(decodes), StepSharing(prefills=prefills), StepSharing(decodes, prefills)):
+            logits = forward.every_row(with_sharing(step, sharing, new), caches)
+            assert not torch.equal(logits, plain)  # it did go another way
+            torch.testing.assert_close(logits, plain, atol=2e-5, rtol=2e-5)
