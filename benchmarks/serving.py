@@ -81,7 +81,7 @@ def measure(peer: Peer, driver: str, plan: Plan, caches: Path) -> Iterator[Row]:
         phases = [("start_cold", ()), ("start_warm", cases)]
     environment = peer.environment(caches if starts else None)
     for start, chosen in phases:
-        mine = replace(plan, cases=chosen, engine=peer.arguments)
+        mine = replace(peer.prepared(plan), cases=chosen)
         if driver == HTTP:
             mine = replace(mine, command=tuple(peer.server_command(mine)), environment=environment)
         mine = replace(mine, spawned=time.monotonic())

@@ -1,7 +1,7 @@
 """The serving cases, one code for every engine: what is asked, and which figures are taken from the answers.
 
 Runs beside any engine, in its environment: the standard library only. Knows no engine and no HTTP, only a function
-that generates `out` tokens after a prompt of token ids.
+that answers a prompt of token ids with so many tokens.
 """
 
 import asyncio
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Row = dict[str, Any]
-#: (prompt, tokens to generate) -> the number of new tokens of each piece of the answer, as it arrives.
-Generate = Callable[[list[int], int], AsyncGenerator[int, None]]
 
 FIRST_TOKEN = 10  # below it tokenizers keep their special tokens
 LAST_TOKEN = 120_000
@@ -52,24 +50,19 @@ class Size:
         return self.tokens(131_072) + 1024
 
 
-class Bench:
-    """One engine under test. Prompts are drawn before clocks start, and are never the same twice."""
+#: (prompt, tokens to generate) -> the times of the answer. Raises whatever went wrong.
+Ask = Callable[[list[int], int], Awaitable[Answer]]
+#: The same, as the number of new tokens of each piece of the answer when it arrives.
+Generate = Callable[[list[int], int], AsyncGenerator[int, None]]
 
-    def __init__(self, generate: Generate, vocab_size: int, size: Size) -> None:
-        self._generate = generate
-        self._last_token = min(LAST_TOKEN, vocab_size)
-        self._random = random.Random(1)
-        self.size = size
 
-    def prompt(self, tokens: int) -> list[int]:
-        """Random token ids, `tokens` of them: not scaled."""
-        return self._random.choices(range(FIRST_TOKEN, self._last_token), k=tokens)
+def timed(generate: Generate) -> Ask:
+    """With our own clock around an engine's pieces. Raises RuntimeError when not exactly `out` tokens came."""
 
-    async def one(self, prompt: list[int], out: int) -> Answer:
-        """Raises RuntimeError when not exactly `out` tokens came."""
+    async def ask(prompt: list[int], out: int) -> Answer:
         answer = Answer()
         begin = last = time.perf_counter()
-        async for count in self._generate(prompt, out):
+        async for count in generate(prompt, out):
             if not count:
                 continue
             now = time.perf_counter()
@@ -82,6 +75,22 @@ class Bench:
         if answer.tokens != out:
             raise RuntimeError(f"{answer.tokens} tokens came, {out} were asked for")
         return answer
+
+    return ask
+
+
+class Bench:
+    """One engine under test. Prompts are drawn before clocks start, and are never the same twice."""
+
+    def __init__(self, ask: Ask, vocab_size: int, size: Size) -> None:
+        self.one = ask
+        self._last_token = min(LAST_TOKEN, vocab_size)
+        self._random = random.Random(1)
+        self.size = size
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Random token ids, `tokens` of them: not scaled."""
+        return self._random.choices(range(FIRST_TOKEN, self._last_token), k=tokens)
 
     async def together(self, prompts: Sequence[list[int]], out: int) -> tuple[list[Answer], float]:
         """All at once: the answers, and the seconds until the last one ended."""

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from benchmarks.serving_cases import Bench, Generate, Row, Size, run_cases
+from benchmarks.serving_cases import Ask, Bench, Row, Size, run_cases
 
 PORT = "PORT"  # in a server's command: the free port that its process will find
 
@@ -33,7 +33,8 @@ class Plan:
     engine: dict[str, Any] = field(default_factory=dict)  # arguments by the engine's own names
     command: tuple[str, ...] = ()  # of the server, when the cases go through HTTP
     environment: dict[str, str] = field(default_factory=dict)  # of that server
-    prompt_format: str = "token_ids"
+    prompt_format: str = "token_ids"  # or text, for a server that takes no token ids
+    ignore_eos: bool = True  # false: the server does not know the field, and `extra_body` has the same effect
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,7 +51,7 @@ class Plan:
 
 
 #: Opens the engine; gives its function and what is worth knowing of it (versions, sizes).
-OpenEngine = Callable[[Plan], AbstractAsyncContextManager[tuple[Generate, Row]]]
+OpenEngine = Callable[[Plan], AbstractAsyncContextManager[tuple[Ask, Row]]]
 
 
 def end_with_parent() -> None:
@@ -73,9 +74,9 @@ def take_stdout() -> TextIO:
 
 
 async def run(plan: Plan, open_engine: OpenEngine, emit: Callable[[Row], None]) -> None:
-    async with open_engine(plan) as (generate, facts):
+    async with open_engine(plan) as (ask, facts):
         ready = time.monotonic()
-        bench = Bench(generate, plan.vocab_size, plan.size)
+        bench = Bench(ask, plan.vocab_size, plan.size)
         await bench.one(bench.prompt(plan.size.tokens(512)), 2)
         to_first_token = time.monotonic() - plan.spawned
         emit({"case": "start", "s": round(to_first_token, 2), "ready_s": round(ready - plan.spawned, 2), **facts})

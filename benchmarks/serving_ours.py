@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-from benchmarks.serving_cases import Generate, Row
+from benchmarks.serving_cases import Ask, Row, timed
 from benchmarks.serving_child import Plan, main
 from models.batch import SamplingParams
 from server.engine.client import EngineClient
@@ -15,7 +15,7 @@ from server.engine.messages import AddRequest
 
 
 @asynccontextmanager
-async def open_engine(plan: Plan) -> AsyncIterator[tuple[Generate, Row]]:
+async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
     fields: dict[str, Any] = {
         "model": plan.model,
         "load_format": plan.load_format,
@@ -37,7 +37,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Generate, Row]]:
     try:
         ready = await client.ready()
         facts = {"device": ready.device, "dtype": ready.dtype, "num_blocks": ready.num_blocks, "kernels": ready.kernels}
-        yield generate, facts
+        yield timed(generate), facts
     finally:
         await client.shutdown()
 

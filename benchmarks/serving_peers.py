@@ -1,9 +1,10 @@
 """Which engines can be measured here, and how each is started: its process, environment and flags. Knows no cases."""
 
+import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ class Peer:
     variant: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
     import_path: str | None = None  # in front of everything else, for an engine installed in a folder of its own
+
+    def prepared(self, plan: Plan) -> Plan:
+        """The plan with this engine's arguments and with what its server understands."""
+        mine = replace(plan, engine=self.arguments)
+        if self.engine != TRANSFORMERS:
+            return mine
+        no_end = json.dumps({"do_sample": True, "eos_token_id": -1})
+        return replace(mine, prompt_format="text", ignore_eos=False, extra_body={"generation_config": no_end})
 
     def command(self, driver: str, plan: Plan) -> list[str]:
         module = "serving_http" if driver == HTTP else {OURS: "serving_ours", VLLM: "serving_vllm"}[self.engine]

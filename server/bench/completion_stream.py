@@ -99,14 +99,14 @@ class CompletionStream:
             self._fail(why.OUTPUT_MISMATCH, f"{output_tokens} instead of {asked}")
 
     def _count(self, choice: _Choice, usage: _Usage | None) -> int:
-        """Tokens of a chunk: as its token ids, its usage or its logprobs say, else one a chunk. An end without text is
-        no token here; `finish` knows better."""
+        """Tokens of a chunk: as its token ids, its logprobs or a running usage say, else one a chunk. An end without
+        text is no token here; `finish` knows better."""
         if choice.token_ids is not None:
             return len(choice.token_ids)
-        if usage is not None and usage.completion_tokens is not None:
-            return max(0, usage.completion_tokens - self._counted)
         if choice.logprobs is not None and choice.logprobs.tokens is not None:
             return len(choice.logprobs.tokens)
+        if usage is not None and usage.completion_tokens is not None and self._told:
+            return max(0, usage.completion_tokens - self._counted)
         self._told = False
         return 1 if choice.text or choice.finish_reason is None else 0
 

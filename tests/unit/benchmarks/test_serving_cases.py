@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from benchmarks import serving_cases
-from benchmarks.serving_cases import CASES, Answer, Bench, Row, Size, gaps, quantile, run_cases
+from benchmarks.serving_cases import CASES, Answer, Bench, Row, Size, gaps, quantile, run_cases, timed
 
 SMALL = Size(0.001)
 
@@ -33,14 +33,14 @@ class Engine:
 
 def rows(engine: Engine, *cases: str) -> list[Row]:
     out: list[Row] = []
-    asyncio.run(run_cases(Bench(engine.generate, 500, SMALL), cases, out.append))
+    asyncio.run(run_cases(Bench(timed(engine.generate), 500, SMALL), cases, out.append))
     return out
 
 
 def test_a_piece_of_several_tokens_is_that_many_equal_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 4.0, 5.0])
     monkeypatch.setattr(serving_cases.time, "perf_counter", lambda: next(clock))
-    answer = asyncio.run(Bench(Engine(piece=3).generate, 500, SMALL).one([1], 7))
+    answer = asyncio.run(timed(Engine(piece=3).generate)([1], 7))  # type: ignore[arg-type]
     assert answer.ttft == 1.0
     assert answer.itl == [1.0, 1.0, 1.0, 1.0]  # three tokens in three seconds, one in one
     assert answer.tokens == 7
@@ -85,7 +85,7 @@ def test_questions_on_one_document_begin_with_it_and_come_at_once() -> None:
 def test_an_answer_of_another_length_fails_its_case_and_no_other() -> None:
     engine = Engine(short=1)
     out: list[Row] = []
-    bench = Bench(engine.generate, 500, SMALL)
+    bench = Bench(timed(engine.generate), 500, SMALL)
 
     async def run() -> None:
         bench.warm_up = lambda: asyncio.sleep(0)  # type: ignore[method-assign]

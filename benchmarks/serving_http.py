@@ -1,0 +1,93 @@
+"""Any engine's OpenAI-compatible server under the serving cases, asked by `longwave bench`'s client. Started by
+benchmarks/serving.py, which gives the server's command and environment; knows no engine."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+
+from benchmarks.serving_cases import Answer, Ask, Row
+from benchmarks.serving_child import PORT, Plan, main
+from models import loader, registry
+from server.bench import StreamClient, Target, Turn
+from server.bench.text_prompts import ExactText
+
+START_TIMEOUT = 600.0
+END_GRACE = 30.0
+POLL_SECONDS = 0.05
+REQUEST_TIMEOUT = 3600.0
+
+
+@asynccontextmanager
+async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [port if part == PORT else part for part in plan.command]
+    url = f"http://127.0.0.1:{port}"
+    # It stays in this process's group, which is ended as a whole if need be.
+    process = await asyncio.create_subprocess_exec(*command, env=plan.environment, stdout=sys.stderr)
+    try:
+        name = await asyncio.wait_for(_served_model(url, process), START_TIMEOUT)
+        target = Target(
+            url, name, temperature=1.0, ignore_eos=plan.ignore_eos, timeout=REQUEST_TIMEOUT, extra_body=plan.extra_body
+        )
+        client = StreamClient(target)
+        as_turn = _texts(plan.model) if plan.prompt_format == "text" else _token_ids
+
+        async def ask(prompt: list[int], out: int) -> Answer:
+            outcome = await client.complete(as_turn(prompt, out))
+            if not outcome.completed:
+                raise RuntimeError(f"{outcome.failure} {outcome.detail}".strip())
+            if outcome.output_tokens != out:
+                raise RuntimeError(f"{outcome.output_tokens} tokens came, {out} were asked for")
+            return Answer(outcome.ttft, outcome.itls, outcome.output_tokens)
+
+        yield ask, {"served_model": name, "client": "server.bench"}
+        client.close()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), END_GRACE)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+def _token_ids(prompt: list[int], out: int) -> Turn:
+    return Turn(prompt, len(prompt), out)
+
+
+def _texts(model: str) -> Callable[[list[int], int], Turn]:
+    """As many words of one token each, in place of the token ids."""
+    text = ExactText(loader.load_tokenizer(registry.resolve(model)))
+    words = text.vocabulary
+
+    def as_turn(prompt: list[int], out: int) -> Turn:
+        ids = [words[token % len(words)] for token in prompt]
+        return text.as_text((Turn(ids, len(ids), out),))[0]
+
+    return as_turn
+
+
+async def _served_model(url: str, process: asyncio.subprocess.Process) -> str:
+    """Its first model's name, as soon as it answers. Raises RuntimeError when it ends instead."""
+    async with httpx.AsyncClient(timeout=5) as client:
+        while process.returncode is None:
+            try:
+                ready = await client.get(f"{url}/health")
+                models = await client.get(f"{url}/v1/models")
+                if ready.status_code == models.status_code == 200:
+                    return str(models.json()["data"][0]["id"])
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(POLL_SECONDS)
+    raise RuntimeError(f"the server ended with code {process.returncode} before it was ready")
+
+
+if __name__ == "__main__":
+    main(open_engine)
