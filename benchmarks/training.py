@@ -6,11 +6,15 @@ One model of random weights (Llama-3.1-8B's shape), one adapter; only attention 
 
     python -m benchmarks.training --out benchmarks/results/training_h200.json
     python -m benchmarks.training --longest --out benchmarks/results/training_longest_h200.json
+    python -m benchmarks.training --layers 4      # fewer layers, where all take too long
     python -m benchmarks.training --tiny          # a CPU-sized shape, to try the script itself
+
+It says on stderr how far it is, and `--out` holds after every step what is known by then.
 """
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +23,7 @@ import typer
 
 from benchmarks import machine, model_folder
 from benchmarks.training_longest import longest
-from benchmarks.training_steps import Contender, contenders, step_times
+from benchmarks.training_steps import Results, contenders, step_times
 from models import registry
 from models.training import LoraSettings, TrainingPlan
 from models.training.trainable import TrainableModel
@@ -33,8 +37,6 @@ TINY: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": 512,
 }
-#: Contenders compute the same function: their first losses differ by rounding only.
-LOSS_TOLERANCE = 0.02
 _MOST_POSITIONS = 2**21
 
 
@@ -48,19 +50,32 @@ def load(folder: Path, tokens: int, rank: int, device: torch.device) -> Trainabl
     return TrainableModel(plan, registry.resolve(plan.model), device, "dummy")
 
 
-def compare(model: TrainableModel, racers: dict[str, Contender], tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Per contender: tokens/s, seconds a step, peak memory in GiB and the first loss; or the reason why it has none."""
-    results = step_times(model, racers, tokens, rounds)
-    losses = [row["first_loss"] for row in results.values() if "first_loss" in row]
-    if losses and max(losses) - min(losses) > LOSS_TOLERANCE * max(losses):
-        raise SystemExit(f"the contenders do not compute the same loss: {results}")
-    return results
+class Report:
+    """The JSON, written anew whenever there is more to say: a run that is killed leaves what it had found."""
+
+    def __init__(self, facts: dict[str, Any], out: Path | None) -> None:
+        self._facts = facts
+        self._out = out
+        self._begin = time.perf_counter()
+
+    def __call__(self, text: str, results: Results) -> None:
+        self.say(text)
+        if self._out is not None:
+            self._out.write_text(self.json(results) + "\n")
+
+    def say(self, text: str) -> None:
+        typer.echo(f"{time.perf_counter() - self._begin:6.1f} s  {text}", err=True)
+
+    def json(self, results: Results) -> str:
+        return json.dumps({**self._facts, "contenders": results}, indent=1)
 
 
 def main(
     tokens: Annotated[int, typer.Option(help="Of the one sequence of a step.")] = 32768,
     rank: int = 16,
-    rounds: Annotated[int, typer.Option(help="Timed steps of each contender, in turn.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each contender, in turn: at most.")] = 3,
+    seconds: Annotated[float, typer.Option(help="No further round begins that would end after that.")] = 200.0,
+    layers: Annotated[int | None, typer.Option(help="Of the model, when all of them take too long.")] = None,
     only: Annotated[str, typer.Option(help="Contenders whose names contain this.")] = "",
     find_longest: Annotated[bool, typer.Option("--longest", help="Find the longest sequence instead.")] = False,
     tiny: Annotated[bool, typer.Option(help="A shape that a CPU runs in seconds.")] = False,
@@ -70,30 +85,29 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tiny:
         tokens = min(tokens, 128)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = model_folder.write(
-            Path(scratch) / "llama", max_position_embeddings=_MOST_POSITIONS, **(TINY if tiny else {})
-        )
-        model = load(folder, tokens, rank, device)
-        shape = json.loads((folder / "config.json").read_text())
-    racers = {name: racer for name, racer in contenders(model).items() if only in name}
-    if not racers:
-        raise typer.BadParameter(f"no contender's name contains {only!r}", param_hint="--only")
-    kind = "training_longest" if find_longest else "training"
-    result = {
-        "benchmark": kind,
+    changes = {**(TINY if tiny else {}), **({} if layers is None else {"num_hidden_layers": layers})}
+    facts: dict[str, Any] = {
+        "benchmark": "training_longest" if find_longest else "training",
         "machine": machine.facts(commit),
         "packages": {name: machine.installed(name) for name in ("transformers", "peft")},
-        "model": shape,
         "lora_rank": rank,
         "tokens": tokens,
         "rounds": rounds,
-        "contenders": longest(model, racers, tokens) if find_longest else compare(model, racers, tokens, rounds),
     }
-    text = json.dumps(result, indent=1)
-    if out is not None:
-        out.write_text(text + "\n")
-    typer.echo(text)
+    report = Report(facts, out)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = model_folder.write(Path(scratch) / "llama", max_position_embeddings=_MOST_POSITIONS, **changes)
+        facts["model"] = json.loads((folder / "config.json").read_text())
+        model = load(folder, tokens, rank, device)
+    report.say(f"{facts['model']['num_hidden_layers']} layers of random weights on {device}")
+    racers = {name: racer for name, racer in contenders(model).items() if only in name}
+    if not racers:
+        raise typer.BadParameter(f"no contender's name contains {only!r}", param_hint="--only")
+    if find_longest:
+        results = longest(model, racers, tokens, report)
+    else:
+        results = step_times(model, racers, tokens, rounds, seconds, report)
+    typer.echo(report.json(results))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.training_steps import Contender, one_step, random_example
+from benchmarks.training_steps import Contender, Results, Told, one_step, random_example
+from models.training import OutOfMemoryError
 from models.training.optimizer import Optimizer
 from models.training.trainable import TrainableModel
 
@@ -17,9 +18,14 @@ _RESERVE = 0.985  # of the free memory: the allocator's blocks are never filled 
 _CPU_BYTES = 2**30  # what is predicted for where there is no GPU: the script can be tried, the number means nothing
 
 
-def longest(model: TrainableModel, racers: dict[str, Contender], tokens: int) -> dict[str, dict[str, Any]]:
-    """Per contender: the prediction from `tokens` / 2 and `tokens`, and the longest sequence whose step was run."""
-    return {name: _of_one(model, racer, tokens) for name, racer in racers.items()}
+def longest(model: TrainableModel, racers: dict[str, Contender], tokens: int, told: Told) -> Results:
+    """Per contender: the prediction from `tokens` / 2 and `tokens`, and the longest sequence whose step was run. `told`
+    hears of every contender, with all results so far."""
+    results: Results = {}
+    for name, racer in racers.items():
+        results[name] = _of_one(model, racer, tokens)
+        told(f"{name}: {results[name]}", results)
+    return results
 
 
 def predict(short: tuple[int, int], long: tuple[int, int], capacity: int) -> int:
@@ -41,8 +47,8 @@ def _of_one(model: TrainableModel, racer: Contender, tokens: int) -> dict[str, A
 
     try:
         peaks = [(length, peak(length)) for length in (tokens // 2, tokens)]
-    except torch.OutOfMemoryError as error:
-        return {"failed": f"{tokens} tokens do not fit: {error}"[:300]}
+    except OutOfMemoryError as error:
+        return {"failed": str(error)}
     if not cuda:
         return {"peak_bytes": peaks, "predicted_tokens": predict(peaks[0], peaks[1], _CPU_BYTES)}
     capacity = int(_RESERVE * (torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)))
@@ -50,7 +56,7 @@ def _of_one(model: TrainableModel, racer: Contender, tokens: int) -> dict[str, A
     while length >= tokens:
         try:
             taken = peak(length)
-        except torch.OutOfMemoryError:
+        except OutOfMemoryError:
             length = int(length * _STEP_DOWN) // GRANULE * GRANULE
         else:
             return {

@@ -15,10 +15,15 @@ from models.attention_sites import attention_implementation
 from models.training import Example, objectives, packing
 from models.training.logprobs import chunk_rows, token_logprobs
 from models.training.optimizer import Optimizer
+from models.training.out_of_memory import enough_memory
 from models.training.trainable import TrainableModel, enable_checkpointing
 
 LEARNING_RATE = 1e-4
+#: Contenders compute the same function: their first losses differ by rounding only.
+LOSS_TOLERANCE = 0.02
 Loss = Callable[[TrainableModel, Example], Tensor]
+Results = dict[str, dict[str, Any]]  # by contender
+Told = Callable[[str, Results], None]  # what has just happened, and all results so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +95,18 @@ def random_example(tokens: int, vocab_size: int) -> Example:
 
 
 def one_step(model: TrainableModel, racer: Contender, example: Example, optimizer: Optimizer) -> Step:
-    """Raises torch.OutOfMemoryError; the gradients are gone then."""
+    """Raises OutOfMemoryError; the gradients are gone then, and the graph."""
     cuda = model.device.type == "cuda"
     if cuda:
         torch.cuda.synchronize(model.device)
         torch.cuda.reset_peak_memory_stats(model.device)
     begin = time.perf_counter()
     try:
-        with racer.active(model):
-            loss = racer.loss(model, example)
-            loss.backward()
-        optimizer.step(LEARNING_RATE)
+        with enough_memory(f"{len(example)} tokens do not fit"):
+            with racer.active(model):
+                loss = racer.loss(model, example)
+                loss.backward()
+            optimizer.step(LEARNING_RATE)
     finally:
         optimizer.discard_gradients()
     if cuda:
@@ -110,33 +116,48 @@ def one_step(model: TrainableModel, racer: Contender, example: Example, optimize
 
 
 def step_times(
-    model: TrainableModel, racers: dict[str, Contender], tokens: int, rounds: int
-) -> dict[str, dict[str, Any]]:
-    """A warm-up step of each from the same weights, then `rounds` of each in turn; medians."""
+    model: TrainableModel, racers: dict[str, Contender], tokens: int, rounds: int, seconds: float, told: Told
+) -> Results:
+    """A warm-up step of each from the same weights, then up to `rounds` of each in turn; medians. After the first, no
+    round begins that would not end within `seconds` of the start. `told` hears of every step, with all results so far.
+
+    Raises SystemExit when the first losses differ by more than rounding.
+    """
     example = random_example(tokens, model.config.vocab_size)
     optimizer = Optimizer(model.parameters, weight_decay=0.0, max_grad_norm=1.0)
-    results: dict[str, dict[str, Any]] = {}
-    steps: dict[str, list[Step]] = {}
+    results: Results = {}
+    begin = time.perf_counter()
     for name, racer in racers.items():
         start = {key: tensor.clone() for key, tensor in optimizer.state_tensors().items()}
         try:
             first = one_step(model, racer, example, optimizer)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             results[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
         else:
-            results[name] = {"first_loss": first.loss}
-            steps[name] = []
+            results[name] = {"first_loss": first.loss, "first_step_s": round(first.seconds, 4)}
         optimizer.load_state_tensors(start)  # the next one starts from the same weights
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-    for _ in range(rounds):
+        told(f"{name}: {results[name]}", results)
+    losses = [row["first_loss"] for row in results.values() if "first_loss" in row]
+    if losses and max(losses) - min(losses) > LOSS_TOLERANCE * max(losses):
+        raise SystemExit(f"the contenders do not compute the same loss: {results}")
+    steps: dict[str, list[Step]] = {name: [] for name, row in results.items() if "first_loss" in row}
+    for number in range(1, rounds + 1):
+        began = time.perf_counter()
         for name, taken in steps.items():
             taken.append(one_step(model, racers[name], example, optimizer))
-    for name, taken in steps.items():
-        seconds = statistics.median(step.seconds for step in taken)
-        results[name] |= {
-            "tokens_per_s": round(tokens / seconds, 1),
-            "step_s": [round(step.seconds, 4) for step in taken],
-            "peak_gib": round(max(step.peak_bytes for step in taken) / 2**30, 2),
-        }
+            results[name] |= _summary(taken, tokens)
+            told(f"{name}: round {number}, {taken[-1].seconds:.2f} s", results)
+        now = time.perf_counter()
+        if now + (now - began) > begin + seconds:
+            break
     return results
+
+
+def _summary(taken: list[Step], tokens: int) -> dict[str, Any]:
+    return {
+        "tokens_per_s": round(tokens / statistics.median(step.seconds for step in taken), 1),
+        "step_s": [round(step.seconds, 4) for step in taken],
+        "peak_gib": round(max(step.peak_bytes for step in taken) / 2**30, 2),
+    }

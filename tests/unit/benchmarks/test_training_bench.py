@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks import model_folder
-from benchmarks.training import TINY, compare, load
+from benchmarks.training import TINY, load
 from benchmarks.training_longest import GRANULE, predict
-from benchmarks.training_steps import contenders, one_step, random_example
+from benchmarks.training_steps import Results, contenders, one_step, random_example, step_times
 from models.training.optimizer import Optimizer
 from models.training.trainable import TrainableModel
 
@@ -42,15 +42,51 @@ def test_contenders_take_the_same_step(model: TrainableModel) -> None:
             torch.testing.assert_close(end[name], tensor, atol=2e-5, rtol=1e-3)
 
 
+def unheard(_text: str, _results: Results) -> None:
+    pass
+
+
 def test_a_contender_that_fails_is_named_and_the_others_go_on(model: TrainableModel) -> None:
     from torch.nn.attention import SDPBackend
 
     racers = contenders(model)
     racers["torch"] = type(racers["torch"])(racers["torch"].loss, "sdpa", SDPBackend.CUDNN_ATTENTION)
-    results = compare(model, racers, tokens=32, rounds=2)
+    results = step_times(model, racers, 32, 2, 60.0, unheard)
     assert "RuntimeError" in results["torch"]["failed"]
     assert results["longwave"]["tokens_per_s"] > 0
     assert len(results["longwave"]["step_s"]) == 2
+
+
+def test_every_step_is_told_with_what_is_known_by_then_and_time_ends_the_rounds(model: TrainableModel) -> None:
+    told = []
+    racers = {name: racer for name, racer in contenders(model).items() if "torch" not in name}
+
+    def hear(text: str, results: Results) -> None:
+        told.append((text.partition(":")[0], {name: len(row.get("step_s", ())) for name, row in results.items()}))
+
+    step_times(model, racers, 32, 5, 0.0, hear)
+    ours, again = racers
+    assert told == [(ours, {ours: 0}), (again, {ours: 0, again: 0}), (ours, {ours: 1, again: 0}),
+                    (again, {ours: 1, again: 1})]  # fmt: skip
+
+
+def test_contenders_that_compute_something_else_are_no_contenders(model: TrainableModel) -> None:
+    racers = contenders(model)
+    half = type(racers["torch"])(lambda *given: racers["torch"].loss(*given) / 2, "sdpa")
+    with pytest.raises(SystemExit, match="do not compute the same loss"):
+        step_times(model, {"longwave": racers["longwave"], "half": half}, 32, 1, 60.0, unheard)
+
+
+def test_memory_that_ends_is_told_and_the_next_contender_runs(model: TrainableModel) -> None:
+    racers = contenders(model)
+
+    def too_much(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    greedy = type(racers["torch"])(too_much, "sdpa")
+    results = step_times(model, {"greedy": greedy, "torch": racers["torch"]}, 32, 1, 60.0, unheard)
+    assert results["greedy"] == {"failed": "OutOfMemoryError: 32 tokens do not fit"}
+    assert results["torch"]["tokens_per_s"] > 0
 
 
 def test_the_longest_length_is_where_the_line_through_two_peaks_meets_the_memory() -> None:
@@ -64,20 +100,15 @@ def test_the_longest_length_is_where_the_line_through_two_peaks_meets_the_memory
 
 def test_the_script_writes_what_it_ran_on(tmp_path: Path) -> None:
     out = tmp_path / "training.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.training",
-        "--tiny",
-        "--rounds",
-        "1",
-        "--tokens",
-        "32",
-        "--commit",
-        "abc",
-    ]
-    subprocess.run([*command, "--only", "longwave", "--out", str(out)], cwd=ROOT, check=True, capture_output=True)
+    flags = ("--tiny", "--rounds", "1", "--tokens", "32", "--layers", "1", "--commit", "abc", "--only", "longwave")
+    command = [sys.executable, "-m", "benchmarks.training", *flags, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     result = json.loads(out.read_text())
+    assert result == json.loads(done.stdout)
     assert result["machine"]["commit"] == "abc"
     assert set(result["contenders"]) == {"longwave", "longwave, attention recomputed"}
     assert (result["tokens"], result["lora_rank"], result["rounds"]) == (32, 16, 1)
+    assert result["model"]["num_hidden_layers"] == 1
+    said = [line.partition(" s  ")[2] for line in done.stderr.splitlines()]
+    assert said[0] == "1 layers of random weights on cpu"
+    assert said[-1].startswith("longwave, attention recomputed: round 1, ")
