@@ -105,7 +105,7 @@ class Half {
     const int64 rows = (step.head * p.padded_rows + tile().padded_row) / kRows + step.m;
 #if DETERMINISTIC
     if (n == 0) {
-      if (first_thread()) turn_wait(p.turns + rows * 2 + GROUP, turn_of(tile(), step.m));
+      if (first_thread()) await_turn(p.turns + rows * 2 + GROUP, turn_of(tile(), step.m));
       named_sync(1 + GROUP, 128);
     }
 #endif
@@ -115,7 +115,7 @@ class Half {
 #if DETERMINISTIC
     if (n == kChunks - 1) {
       named_sync(1 + GROUP, 128);
-      if (first_thread()) turn_pass(p.turns + rows * 2 + GROUP);
+      if (first_thread()) pass_turn(p.turns + rows * 2 + GROUP);
     }
 #endif
   }

@@ -4,6 +4,7 @@
 //
 // Compile-time: BF16, SLABS (of 64 columns).
 #include "parts/padded_rows.cuh"
+#include "parts/transpose_quad.cuh"
 
 // The same fields, in the same order, as attention_backend/kernels/hopper_backward_params.py: RowsOfDqParams.
 struct RowsOfDqParams {
@@ -39,18 +40,7 @@ extern "C" __global__ void __launch_bounds__(128) flash_bwd_postprocess_sm90(con
     const int row = first + thread / 32 * 16 + thread % 32 / 4 + half * 8;
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      // A 4 x 4 transpose among four lanes: afterwards lane c holds the 8 columns of group i + c.
-#pragma unroll
-      for (int b = 1; b <= 2; b *= 2)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (!(j & b)) {
-            const uint32 y = __shfl_xor_sync(~0u, c & b ? x[half][i + j] : x[half][i + (j | b)], b);
-            if (c & b)
-              x[half][i + j] = y;
-            else
-              x[half][i + (j | b)] = y;
-          }
+      transpose_quad(x[half] + i, c);  // lane c holds the 8 columns of group i + c
       const int column = slab * 64 + (i + c) * 8;
       if (row < seqlen_q && column < p.head_dim)
         *reinterpret_cast<uint4*>(dq + (static_cast<int64>(q_begin) + row) * p.dq_row + column) =

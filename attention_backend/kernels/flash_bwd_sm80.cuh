@@ -87,6 +87,12 @@ __device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
+// What the block added before a barrier comes before its turn's end.
+__device__ __forceinline__ void end_turn(int* turn) {
+  __threadfence();
+  pass_turn(turn);
+}
+
 // With a causal mask the first keys have the most rows, and start first; where blocks take turns, the last keys do.
 __device__ __forceinline__ int first_key_of_block() {
   return static_cast<int>(DETERMINISTIC ? gridDim.x - 1 - block_x() : block_x()) * BLOCK_N;
@@ -123,7 +129,7 @@ struct Block {
 __device__ __forceinline__ void add_tile(float* sums, const float (&acc)[4]) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-  add_vector(sums + lane * 4, acc);
+  add4(sums + lane * 4, acc[0], acc[1], acc[2], acc[3]);
 #else
 #pragma unroll
   for (int j = 0; j < 4; j++) atomicAdd(sums + j * 32 + lane, acc[j]);
@@ -256,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const B
     __syncthreads();  // this step's tiles have arrived; all warps are done with the last step's
 #if DETERMINISTIC
     if (threadIdx.x == 0) {
-      if (walk.turn) pass_turn(walk.turn);
+      if (walk.turn) end_turn(walk.turn);
       walk.turn = p.turns + (head * p.padded_rows + walk.rows_begin + first_row) / BLOCK_M;
     }
 #endif
@@ -439,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const B
 
   __syncthreads();  // all warps are done with the keys and values, where dK and dV are staged
 #if DETERMINISTIC
-  if (any && threadIdx.x == 0) pass_turn(walk.turn);
+  if (any && threadIdx.x == 0) end_turn(walk.turn);
 #endif
   const Block again(p);  // rather than registers over the loop
   const int rows = min(BLOCK_N, again.seqlen_k - again.first_key);

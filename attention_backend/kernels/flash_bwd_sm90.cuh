@@ -239,7 +239,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
       const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
       float* to = p.dq + rows * (kSlabsK * kChunk);
 #if DETERMINISTIC
-      if (threadIdx.x % 32 == 0) turn_wait(p.turns + rows * 2, turn_of(tile, step.m));
+      if (threadIdx.x % 32 == 0) await_turn(p.turns + rows * 2, turn_of(tile, step.m));
       __syncwarp();
 #endif
 #pragma unroll 1
@@ -257,7 +257,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
 #if DETERMINISTIC
       if (threadIdx.x % 32 == 0) {  // one wait for both chunks: others wait for this block's turn to end
         bulk_wait_done();
-        turn_pass(p.turns + rows * 2);
+        pass_turn(p.turns + rows * 2);
         for (int w = 0; w < kConsumers; w++) barrier_arrive(shared.free_space + 8 * w);
       }
 #endif

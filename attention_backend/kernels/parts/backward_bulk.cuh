@@ -1,5 +1,5 @@
-// What the Hopper backward moves besides tiles: rows of floats by the bulk copy engine, sums of floats into global memory,
-// fragments into shared memory.
+// What the Hopper backward moves besides tiles: rows of floats and sums of them by the bulk copy engine, floats and
+// fragments to and from shared memory.
 #pragma once
 
 #include "parts/tma.cuh"
@@ -24,24 +24,6 @@ __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.w
 __device__ __forceinline__ void bulk_wait_done() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-// Adds four floats to four neighbours in global memory.
-__device__ __forceinline__ void add4(float* destination, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b), "f"(c),
-               "f"(d)
-               : "memory");
-}
-
-// A counter in global memory that hands an order from block to block.
-__device__ __forceinline__ void turn_wait(const int* counter, int turn) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now != turn);
-}
-__device__ __forceinline__ void turn_pass(int* counter) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 __device__ __forceinline__ float2 load_shared2(uint32 address) {

@@ -4,6 +4,7 @@
 
 #include "parts/backward_bulk.cuh"
 #include "parts/backward_tiles.cuh"
+#include "parts/turns.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);

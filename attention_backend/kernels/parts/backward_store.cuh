@@ -2,6 +2,7 @@
 #pragma once
 
 #include "parts/backward_scores.cuh"
+#include "parts/transpose_quad.cuh"
 
 // Writes 64 keys of a gradient of WIDTH columns, 16 bytes at a time: the four threads of a key swap their pairs of columns.
 // `to` is the tile's first key, `keys` how many keys of the tile the sequence has, `width` how many columns.
@@ -29,18 +30,7 @@ __device__ __forceinline__ void store_keys(const float (&acc)[WIDTH / 2], void* 
         x[j] = i + j < WIDTH / 8
                    ? pack2(acc[(i + j) * 4 + half * 2] * factor, acc[(i + j) * 4 + half * 2 + 1] * factor)
                    : 0;
-      // A 4 x 4 transpose among four lanes: afterwards lane c holds the 8 columns of group i + c.
-#pragma unroll
-      for (int b = 1; b <= 2; b *= 2)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (!(j & b)) {
-            const uint32 y = __shfl_xor_sync(~0u, c & b ? x[j] : x[j | b], b);
-            if (c & b)
-              x[j] = y;
-            else
-              x[j | b] = y;
-          }
+      transpose_quad(x, c);  // lane c holds the 8 columns of group i + c
       if (key < keys && (i + c) * 8 < width)
         *reinterpret_cast<uint4*>(row + (i + c) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
     }

@@ -4,6 +4,7 @@
 #include "forward_masks.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
+#include "transpose_quad.cuh"
 
 #if OVERLAP
 constexpr float kSlack = 8.f;  // log2
@@ -160,18 +161,7 @@ __device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], c
         x[j] = i + j < HEAD_DIM_V / 8 ? pack2(acc[(i + j) * 4 + half * 2] * factor[half],
                                               acc[(i + j) * 4 + half * 2 + 1] * factor[half])
                                       : 0;
-      // A 4 x 4 transpose among four lanes: afterwards lane c holds the 8 columns of group i + c.
-#pragma unroll
-      for (int b = 1; b <= 2; b *= 2)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-          if (!(j & b)) {
-            const uint32 y = __shfl_xor_sync(~0u, c & b ? x[j] : x[j | b], b);
-            if (c & b)
-              x[j] = y;
-            else
-              x[j | b] = y;
-          }
+      transpose_quad(x, c);  // lane c holds the 8 columns of group i + c
       if (real && (i + c) * 8 < f.head_dim_v)
         *reinterpret_cast<uint4*>(f.out + offset + (i + c) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
     }

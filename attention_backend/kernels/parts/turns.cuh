@@ -3,28 +3,24 @@
 
 #include "parts/element.cuh"
 
-// The turns are a count in device memory that begins at 0. One thread of a block waits until it is `mine`; a barrier of
-// the block then lets the other threads go.
+// The turns are a count in device memory that begins at 0. One thread waits until it is `mine`; a barrier then lets the
+// other threads go.
 __device__ __forceinline__ void await_turn(const int* turn, int mine) {
   int now;
   do {
-#if __CUDA_ARCH__ >= 700
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-#endif
   } while (now != mine);
 }
 
-// Lets the next block go: after a barrier of the block behind all it added.
+// Lets the next block go: by one thread, after a barrier behind all that was added.
 __device__ __forceinline__ void pass_turn(int* turn) {
-  __threadfence();
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900
 // Adds four floats at a 16-byte aligned address; each of them is added atomically.
-__device__ __forceinline__ void add_vector(float* address, const float (&x)[4]) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-               "f"(x[3])
+__device__ __forceinline__ void add4(float* address, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
 }
 #endif
