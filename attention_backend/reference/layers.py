@@ -1,0 +1,55 @@
+"""The layers around attention in plain torch, rounded where Hugging Face's modules round. Knows no device."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_backend.reference import kv_cache
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """x `[..., width]`, weight `[width]`; `unit_offset`: 1 + weight, rounded once (Gemma)."""
+    floats = x.float()
+    normed = floats * torch.rsqrt(floats.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[tokens, heads, head_dim]`, its first elements turned by halves; cos, sin `[tokens, rotary_dim / 2]`."""
+    half = cos.shape[-1]
+    c, s = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = (first * c - second * s, second * c + first * s)
+    return torch.cat(turned if 2 * half == x.shape[-1] else (*turned, x[..., 2 * half :]), -1)
+
+
+def rotary_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """See `attention_backend.layers.rotary_store`."""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps, unit_offset), rms_norm(k, k_norm, eps, unit_offset)
+    kv_cache.store(rotated(k, cos, sin), v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return rotated(q, cos, sin)
+
+
+def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up."""
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
