@@ -5,35 +5,51 @@ import inspect
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from models.fusing import FusedDecoder, FusionReport, NotFusedError, fuse, report
 from models.inputs import StepTensors
 from models.kv_pool import KVCaches
 
 
 class PagedForward:
-    """Keys and values travel through the attention function's keyword arguments; no Cache object, no mask."""
+    """Fused layers for the families that have them; else the model's own modules, to whose attention function keys and
+    values travel as keyword arguments: no Cache object, no mask."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, fused: bool = True) -> None:
+        """`fused=False` keeps to the modules. Fusing packs weights in place; see `models.fusing.fuse`."""
         self._model = model
         # A few families compute logits for every row whatever is asked.
         self._selects_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._decoder: FusedDecoder | None = None
+        self._reason = "the modules were asked for"
+        if fused:
+            try:
+                self._decoder = fuse(model)
+            except NotFusedError as error:
+                self._reason = str(error)
+
+    @property
+    def fused(self) -> FusionReport:
+        """What is fused, and why the rest is not."""
+        return FusionReport(unfused={"model": self._reason}) if self._decoder is None else report(self._decoder)
 
     def sampled_rows(self, step: StepTensors, kv_caches: KVCaches) -> Tensor:
-        """Logits of `step.sample_rows`: `[num_samples, vocab_size]`, in the model's dtype."""
-        if self._selects_rows:
-            return self._run(step, kv_caches, logits_to_keep=step.sample_rows)
-        return self._run(step, kv_caches)[step.sample_rows]
+        """Logits of `step.sample_rows` (None: of every row): `[num_samples, vocab_size]`, in the model's dtype."""
+        return self._run(step, kv_caches, step.sample_rows)
 
     def every_row(self, step: StepTensors, kv_caches: KVCaches) -> Tensor:
         """Logits of all rows: `[num_tokens, vocab_size]`."""
-        return self._run(step, kv_caches)
+        return self._run(step, kv_caches, None)
 
-    def _run(self, step: StepTensors, kv_caches: KVCaches, **rows: Tensor) -> Tensor:
+    def _run(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
+        if self._decoder is not None and self._decoder.intact():
+            return self._decoder.logits(step, kv_caches, rows)
+        some = {"logits_to_keep": rows} if rows is not None and self._selects_rows else {}
         logits: Tensor = self._model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,
             use_cache=False,
             paged_metadata=step.metadata,
             kv_caches=kv_caches,
-            **rows,
-        ).logits
-        return logits[0]
+            **some,
+        ).logits[0]
+        return logits if rows is None or self._selects_rows else logits[rows]

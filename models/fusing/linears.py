@@ -1,0 +1,102 @@
+"""Linear layers over the same rows as one product over one packed weight, of which their own weights become views.
+
+Whatever is not a plain nn.Linear (adapters, quantised weights, oneDNN layouts, hooks) is called as the module it is.
+Every call looks at that, because adapters come after a model was loaded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention_backend import layers
+from models.fusing.plain import is_plain
+
+
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """x `[rows, in_features]` -> `[rows, out_features]`."""
+    if isinstance(module, nn.Linear) and is_plain(module, nn.Linear):
+        return layers.linear(x, module.weight, module.bias)
+    y: Tensor = module(x)
+    return y
+
+
+class JoinedLinears:
+    """Several linear layers of the same input, or one that is several already (Phi-3)."""
+
+    def __init__(self, modules: Sequence[nn.Module], sizes: Sequence[int], *, pack: bool) -> None:
+        """`sizes`: of the outputs, which are one a module, or all of the only module's."""
+        self.modules: tuple[Any, ...] = tuple(modules)
+        self._sizes = list(sizes)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._pointers: tuple[int, ...] = ()
+        if pack and len(self.modules) > 1 and self.refuses() is None:
+            self._weight = packed([module.weight for module in self.modules])
+            if self.modules[0].bias is not None:
+                self._bias = packed([module.bias for module in self.modules])
+            self._pointers = self._present_pointers()
+
+    def refuses(self) -> str | None:
+        """Why these are not one product; None: they can be."""
+        for module in self.modules:
+            if not is_plain(module, nn.Linear):
+                kind = type(module).__name__
+                return f"{kind} with hooks or an adapter" if type(module) is nn.Linear else f"they are {kind}"
+        first = self.modules[0]
+        for module in self.modules[1:]:
+            weight = module.weight
+            if (weight.dtype, weight.device, weight.shape[1]) != (
+                first.weight.dtype,
+                first.weight.device,
+                first.weight.shape[1],
+            ):
+                return "their weights differ in dtype, device or width"
+            if (module.bias is None) != (first.bias is None):
+                return "some have a bias and some have none"
+        return None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x `[rows, in_features]` -> `[rows, size]` of each size, views of one tensor where it is one."""
+        if len(self.modules) == 1:
+            return apply_linear(self.modules[0], x).split(self._sizes, dim=1)
+        if self._weight is not None and self._still_packed():
+            return layers.linear(x, self._weight, self._bias).split(self._sizes, dim=1)
+        return tuple(apply_linear(module, x) for module in self.modules)
+
+    def _still_packed(self) -> bool:
+        plain = all(is_plain(module, nn.Linear) for module in self.modules)
+        return plain and self._present_pointers() == self._pointers
+
+    def _present_pointers(self) -> tuple[int, ...]:
+        return tuple(x.data_ptr() for module in self.modules for x in (module.weight, module.bias) if x is not None)
+
+
+@torch.no_grad()
+def packed(parameters: Sequence[Tensor]) -> Tensor:
+    """The parameters below each other, in one tensor; they become views of it, and what they had is freed.
+
+    Parameters that lie so already are not copied.
+    """
+    found = _lying_together(parameters)
+    if found is not None:
+        return found
+    together = torch.cat([parameter.detach() for parameter in parameters])
+    start = 0
+    for parameter in parameters:
+        parameter.data = together[start : start + parameter.shape[0]]
+        start += parameter.shape[0]
+    return together
+
+
+def _lying_together(parameters: Sequence[Tensor]) -> Tensor | None:
+    first = parameters[0]
+    end = first.storage_offset()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or parameter.storage_offset() != end or not parameter.is_contiguous():
+            return None
+        end += parameter.numel()
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

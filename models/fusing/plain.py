@@ -1,0 +1,17 @@
+"""Whether a module computes exactly what its class says: nothing was subclassed, hooked or replaced."""
+
+from torch import nn
+
+
+class NotFusedError(Exception):
+    """Why a model, or a part of it, stays with its Hugging Face modules."""
+
+
+def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Adapters, PEFT and accelerate put a `forward` into the instance; others hook it or swap its class."""
+    return (
+        type(module) is cls
+        and "forward" not in module.__dict__
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
