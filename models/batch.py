@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from models.shared_runs import NOT_SHARED, StepSharing
+
 #: The base model alone.
 NO_ADAPTER = -1
 #: In place of a token id: what the step launched before samples for this slot, which only the device knows yet.
@@ -46,6 +48,7 @@ class StepBatch:
     """Sequences with one token first (decodes), then the others."""
 
     seqs: tuple[ScheduledSeq, ...]
+    sharing: StepSharing = NOT_SHARED  # blocks that several of them have, to be read once
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_backend.metadata import PagedMetadata
+from attention_backend.metadata import PagedMetadata, SharedPages
 from models.batch import IN_FLIGHT, NO_ADAPTER, StepBatch
 from models.block_tables import BlockTables
 from models.copies import to_device
+from models.prefix_groups import GroupArrays, group_arrays, shared_pages
+from models.shared_runs import Levels
 
 #: Sections of the staging buffer start at multiples of this many bytes (a cache line; more than any dtype needs).
 _ALIGNMENT = 64
@@ -164,6 +166,8 @@ class StepInputs:
         if (rows.first_tokens == IN_FLIGHT).any():
             input_ids[:num_decodes] = self.known(input_ids[:num_decodes], on_device[:num_decodes])
         width = -(-int(totals.max()) // self._block_size)
+        block_table = self.tables.device[:, :width].index_select(0, on_device)
+        sharing = batch.sharing
         return StepTensors(
             input_ids=input_ids[None],
             position_ids=layout.tensor(staged, positions)[None],
@@ -171,11 +175,15 @@ class StepInputs:
             metadata=PagedMetadata(
                 cu_seqlens_q=layout.tensor(staged, cu_seqlens),
                 seq_lens=layout.tensor(staged, seq_lens),
-                block_table=self.tables.device[:, :width].index_select(0, on_device),
+                block_table=block_table,
                 slot_mapping=layout.tensor(staged, slot_mapping),
                 num_decodes=num_decodes,
                 max_seqlen_q=int(lengths.max()),
                 max_seqlen_k=int(totals.max()),
+                shared_decodes=self._shared(sharing.decodes, num_decodes, block_table[:num_decodes]),
+                shared_prefills=self._shared(
+                    sharing.prefills, tuple(lengths[num_decodes:].tolist()), block_table[num_decodes:]
+                ),
             ),
             sample_slots=slots[sampled],
             sample_slots_on_device=layout.tensor(staged, sample_slots),
@@ -183,6 +191,17 @@ class StepInputs:
             adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
             num_adapter_slots=num_adapter_slots,
         )
+
+    def group_arrays(self, levels: Levels, rows: int | tuple[int, ...], **shape: int) -> GroupArrays:
+        """See `prefix_groups.group_arrays`."""
+        return group_arrays(levels, rows, block_size=self._block_size, **shape)
+
+    def _shared(self, levels: Levels, rows: int | tuple[int, ...], block_table: Tensor) -> SharedPages | None:
+        if not levels:
+            return None
+        arrays = self.group_arrays(levels, rows)
+        groups, own_starts = (to_device(array.copy(), self._device) for array in (arrays.groups, arrays.own_starts))
+        return shared_pages(groups, own_starts, block_table, arrays.max_rows)
 
     def known(self, token_ids: Tensor, slots: Tensor) -> Tensor:
         """token_ids int64 `[n]` with what was sampled last for the slots in place of IN_FLIGHT."""

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention_backend import dispatch
+from attention_backend.heuristics.prefix import least_saved_keys
 from attention_backend.problem import AttentionArgs
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import AttentionSite, find_attention_sites
@@ -74,6 +75,8 @@ class ModelRunner:
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._forward = PagedForward(loaded.model)
         self.adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
+        #: Blocks that a level of shared prefixes must save from reading to be worth its passes; None: no layer could.
+        self.shared_level_blocks = self._level_blocks()
         self._inputs = StepInputs(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -111,6 +114,7 @@ class ModelRunner:
             self._inputs,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
+            with_sharing=self.shared_level_blocks is not None,
             device=self.device,
         )
 
@@ -149,7 +153,7 @@ class ModelRunner:
         """Queues the step on the device and waits for nothing, unless this CPU is the device."""
         rows = StepRows.of(batch)
         try:
-            if self._graphs is not None and self._graphs.serves(rows):
+            if self._graphs is not None and self._graphs.serves(batch, rows):
                 return self._replay(self._graphs, batch, rows)
             return self._run(batch, rows)
         except BaseException:
@@ -171,7 +175,7 @@ class ModelRunner:
     def _replay(self, graphs: DecodeGraphs, batch: StepBatch, rows: StepRows) -> LaunchedSample:
         self._inputs.update_tables(batch, rows)
         positions = rows.totals  # of the tokens to be sampled
-        out = graphs.replay(rows, *self._sampler.choice_parameters(rows.slots, positions))
+        out = graphs.replay(batch.sharing.decodes, rows, *self._sampler.choice_parameters(rows.slots, positions))
         launched = self._sampler.complete(out.logits, out.token_ids, out.finite, rows.slots, positions)
         self._inputs.note(out.slots, out.token_ids)
         return launched
@@ -183,6 +187,13 @@ class ModelRunner:
         return AdapterSlots(
             linears, lora, max_num_batched_tokens=self._max_tokens, dtype=self._dtype, device=self.device
         )
+
+    def _level_blocks(self) -> int | None:
+        whole = [site for site in self._sites if site.window == 0 and site.chunk_size == 0]
+        if not whole:
+            return None
+        per_key = whole[0].num_kv_heads * (whole[0].head_dim + whole[0].head_dim_v) * self._dtype.itemsize
+        return -(-least_saved_keys(self.device.type, per_key) // self.block_size)
 
     def _measure_num_blocks(self, budget: MemoryBudget) -> int:
         pool = cpu_pool_bytes(budget) if self.device.type == "cpu" else self._measure_cuda_pool(budget)

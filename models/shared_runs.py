@@ -24,3 +24,6 @@ class StepSharing:
 
     decodes: Levels = ()
     prefills: Levels = ()
+
+
+NOT_SHARED = StepSharing()

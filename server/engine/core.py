@@ -9,6 +9,7 @@ from itertools import compress
 from typing import Protocol
 
 from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, StepBatch
+from models.shared_runs import NOT_SHARED
 from server.engine.adapter_loading import AdapterLoading
 from server.engine.messages import (
     AbortRequests,
@@ -285,7 +286,7 @@ def _batch(step: ScheduledStep) -> StepBatch:
         adapter_slot = NO_ADAPTER if request.adapter is None else request.adapter.slot
         samples = end == request.num_tokens
         seqs.append(ScheduledSeq(request.slot, known or [IN_FLIGHT], start, request.block_ids, samples, adapter_slot))
-    return StepBatch(tuple(seqs))
+    return StepBatch(tuple(seqs), step.sharing)
 
 
 def _living(step: ScheduledStep) -> ScheduledStep:
@@ -294,6 +295,10 @@ def _living(step: ScheduledStep) -> ScheduledStep:
 
 
 def _rows(step: ScheduledStep, wanted: Sequence[bool]) -> ScheduledStep:
+    """Some rows alone. Who shares with whom is forgotten: such steps are rare."""
     return replace(
-        step, requests=list(compress(step.requests, wanted)), num_tokens=list(compress(step.num_tokens, wanted))
+        step,
+        requests=list(compress(step.requests, wanted)),
+        num_tokens=list(compress(step.num_tokens, wanted)),
+        sharing=NOT_SHARED,
     )

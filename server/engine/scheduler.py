@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from models.batch import StepOutput
+from models.shared_runs import NOT_SHARED, StepSharing
 from server.engine.adapters import AdapterTable
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig, refusal
 from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
 from server.engine.prefill import share_budget
 from server.engine.request import Request, RequestState, by_age
+from server.engine.sharing import PrefixSharing
 from server.engine.waiting import WaitingQueue
 
 Event = TokenDelta | RequestFailed | RequestTimes
@@ -31,6 +33,7 @@ class ScheduledStep:
     requests: list[Request]
     num_tokens: list[int]  # aligned with requests
     admitted: list[Request]
+    sharing: StepSharing = NOT_SHARED
 
     @property
     def total_tokens(self) -> int:
@@ -54,11 +57,14 @@ class Scheduler:
         cache: KVCache,
         adapters: AdapterTable | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sharing: PrefixSharing | None = None,
     ) -> None:
+        """`sharing`: who finds common prefixes, where the runner can read them once."""
         self.config = config
         self.cache = cache
         self.adapters = AdapterTable() if adapters is None else adapters
         self.clock = clock
+        self.sharing = sharing
         self.waiting = WaitingQueue(cache, self.adapters)  # preempted ones included
         self.running: list[Request] = []  # oldest first
         self.requests: dict[str, Request] = {}
@@ -143,15 +149,23 @@ class Scheduler:
         admitted = self._admit(prefills, budget) if self.waiting and not short_of_blocks else []
         if not decodes and not prefills:
             return None
-        counts = [1] * len(decodes)
-        if prefills:
-            for request, count in share_budget(prefills, budget):
-                decodes.append(request)
-                counts.append(count)
-            if 1 in counts[-len(prefills) :]:  # last tokens of prompts belong to the one-token rows
-                order = sorted(range(len(counts)), key=lambda row: counts[row] != 1)
-                decodes, counts = [decodes[row] for row in order], [counts[row] for row in order]
-        return ScheduledStep(decodes, counts, admitted)
+        shares = share_budget(prefills, budget) if prefills else []
+        decodes += [request for request, count in shares if count == 1]  # the last tokens of prompts
+        chunks = [(request, count) for request, count in shares if count > 1]
+        return self._arranged(decodes, chunks, admitted)
+
+    def _arranged(
+        self, decodes: list[Request], chunks: list[tuple[Request, int]], admitted: list[Request]
+    ) -> ScheduledStep:
+        """Rows with one token first, and in both parts those that share a prefix side by side."""
+        prefills, counts = [request for request, _ in chunks], dict(chunks)
+        sharing = NOT_SHARED
+        if self.sharing is not None:
+            decodes, decode_levels = self.sharing.arrange(decodes)
+            prefills, prefill_levels = self.sharing.arrange(prefills, [counts[request] for request in prefills])
+            sharing = StepSharing(decode_levels, prefill_levels)
+        num_tokens = [1] * len(decodes) + [counts[request] for request in prefills]
+        return ScheduledStep(decodes + prefills, num_tokens, admitted, sharing)
 
     def launched(self, step: ScheduledStep) -> list[LaunchedRow]:
         """Counts the step's tokens as computed: from here on the device does what it was told, in order."""
@@ -261,6 +275,8 @@ class Scheduler:
             if request.adapter is not None:
                 self.adapters.start(request.adapter)
             self.cache.allocate(request, self.waiting.blocks_wanted(request), hits)
+            if self.sharing is not None:
+                self.sharing.join(request)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=by_age)
             prefills.append(request)
@@ -281,6 +297,8 @@ class Scheduler:
             self.prefix_cache_hits += request.num_computed
 
     def _free(self, request: Request) -> None:
+        if self.sharing is not None:
+            self.sharing.leave(request)
         self.cache.release(request)
         if request.slot >= 0:
             self._released_slots.append(request.slot)

@@ -31,6 +31,7 @@ from server.engine.messages import (
 from server.engine.request import RequestState
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
+from server.engine.sharing import PrefixSharing, SharingLimits
 
 
 class ListLink:
@@ -80,7 +81,8 @@ class Engine:
             eos_token_ids=(fake_runner.EOS,),
             queue_timeout=queue_timeout,
         )
-        self.scheduler = Scheduler(config, self.cache, self.adapters, clock=lambda: self.now)
+        sharing = PrefixSharing(SharingLimits(self.runner.shared_level_blocks or 0))
+        self.scheduler = Scheduler(config, self.cache, self.adapters, clock=lambda: self.now, sharing=sharing)
         self.link = ListLink()
         loaded = LoadedRunner(
             runner=self.runner,
@@ -138,9 +140,7 @@ class Engine:
         self.num_turns += 1
         self.now += 1.0
         decoding = {
-            r.request_id: r.num_tokens
-            for r in self.scheduler.running
-            if r.num_remaining == 1 and not r.awaits_its_end
+            r.request_id: r.num_tokens for r in self.scheduler.running if r.num_remaining == 1 and not r.awaits_its_end
         }
         self.core.turn()
         self._assert_decodes_went_on(decoding)

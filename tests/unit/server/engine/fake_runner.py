@@ -126,6 +126,7 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kernels = {"full_attention": "fake"}
+        self.shared_level_blocks: int | None = 4
         self.memory = np.full((num_blocks, block_size), NOTHING, dtype=np.int64)
         self.slots: dict[int, SamplingParams] = {}
         self.lengths: dict[int, int] = {}  # tokens that a sampler with penalties would know
@@ -133,6 +134,7 @@ class FakeRunner:
         self.batches: list[StepBatch] = []
         self.keep_batches = False
         self.num_steps = 0
+        self.num_shared_runs = 0
         self.lost = False
         self.memory_for: Callable[[StepBatch], bool] = bool
 
@@ -167,7 +169,7 @@ class FakeRunner:
             replace(seq, token_ids=[self.sampled[seq.slot]]) if list(seq.token_ids) == [IN_FLIGHT] else seq
             for seq in batch.seqs
         ]
-        return StepBatch(tuple(seqs))
+        return replace(batch, seqs=tuple(seqs))
 
     def _run(self, batch: StepBatch) -> StepOutput:
         self.num_steps += 1
@@ -178,11 +180,21 @@ class FakeRunner:
         assert sorted(lengths, key=lambda n: n != 1) == lengths, "one-token rows come first"
         assert sum(lengths) <= self.max_num_batched_tokens
         assert len({seq.slot for seq in batch.seqs}) == len(lengths)
+        self._check_sharing(batch)
         self._trigger(batch)
         output = StepOutput([], [], [])
         for seq in batch.seqs:
             self._row(seq, output)
         return output
+
+    def _check_sharing(self, batch: StepBatch) -> None:
+        decodes = [seq for seq in batch.seqs if len(seq.token_ids) == 1]
+        for seqs, levels in (decodes, batch.sharing.decodes), (batch.seqs[len(decodes) :], batch.sharing.prefills):
+            for run in (run for level in levels for run in level):
+                self.num_shared_runs += 1
+                assert run.end - run.first > 1
+                assert len({tuple(seq.block_ids[: run.stop]) for seq in seqs[run.first : run.end]}) == 1
+                assert all(seq.num_computed >= run.stop * self.block_size for seq in seqs[run.first : run.end])
 
     def _row(self, seq: ScheduledSeq, output: StepOutput) -> None:
         sampling = self.slots[seq.slot]

@@ -198,6 +198,21 @@ def test_twins_wait_for_the_prefix_that_is_being_computed() -> None:
     engine.assert_nothing_is_held()
 
 
+def test_questions_on_one_document_read_its_pages_together() -> None:
+    rng = random.Random(0)
+    engine = Engine(budget=512)
+    document = tokens(rng, 400)
+    engine.add("first", document + tokens(rng, 5))
+    engine.run()
+    prompts = {f"r{number}": document + tokens(rng, 30) for number in range(8)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt)
+    engine.run()
+    assert all(engine.tokens[name] == expected(prompt, 8) for name, prompt in prompts.items())
+    assert engine.runner.num_shared_runs >= 7  # a prefill and the decodes
+    engine.assert_nothing_is_held()
+
+
 def test_twins_of_an_aborted_prompt_go_on_where_it_stopped() -> None:
     prompt = tokens(random.Random(0), 1600)
     engine = Engine(budget=256)
