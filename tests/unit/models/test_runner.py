@@ -19,11 +19,13 @@ from transformers import (
 )
 
 from attention_backend.jit import launch
-from models.batch import SamplingParams, ScheduledSeq, StepBatch
+from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
+from models.inputs import StepRows
 from models.kv_pool import MemoryBudget, PoolTooSmallError
 from models.loader import LoadedModel, load_tokenizer
 from models.registry import ModelSource
 from models.runner import ModelRunner
+from models.shared_runs import SharedRun, StepSharing
 
 PROMPTS = ["What is the capital of France?", "Count to ten.", "Hi", "Who wrote Hamlet? Explain what the play is about."]
 TOKENS = 8
@@ -219,6 +221,80 @@ def test_a_gpu_that_lags_behind_the_host_answers_what_transformers_answers(budge
         torch.cuda._sleep(1_000_000_000)
         answers = generate(gpu_runner, [prompts[i] for i in together], 6, sampling=sampling, budget=budget)
         assert [answer.tokens for answer in answers] == [expected[i] for i in together]
+
+
+def gpu_runner_of(loaded: LoadedModel, *, enforce_eager: bool = False) -> ModelRunner:
+    made = ModelRunner(
+        loaded, block_size=16, max_num_seqs=12, max_num_batched_tokens=256, max_model_len=512, num_blocks=400,
+        enforce_eager=enforce_eager,
+    )  # fmt: skip
+    made.warm_up()
+    return made
+
+
+@pytest.mark.gpu
+def test_replayed_decode_steps_answer_what_steps_without_graphs_answer() -> None:
+    """Every number of rows, every way to sample; the graphs were recorded with one key a row. float32."""
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0"))  # type: ignore[arg-type]
+    eager, replayed = gpu_runner_of(loaded, enforce_eager=True), gpu_runner_of(loaded)
+    rng = torch.Generator().manual_seed(4)
+    ways = [
+        SamplingParams(temperature=0.0, min_tokens=9), SamplingParams(temperature=0.9, seed=1, ignore_eos=True),
+        SamplingParams(temperature=1.0, top_p=0.8, seed=2, logprobs=3, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_k=5, frequency_penalty=0.5, seed=3, ignore_eos=True),
+    ]  # fmt: skip
+    for count in (1, 2, 3, 5, 12):
+        prompts = [torch.randint(3, 120, (20 + 33 * i,), generator=rng).tolist() for i in range(count)]
+        sampling = [ways[i % 4] for i in range(count)]
+        answers = [generate(r, prompts, 9, sampling=sampling, budget=256) for r in (eager, replayed)]
+        assert [a.tokens for a in answers[0]] == [a.tokens for a in answers[1]]
+        assert all(all(a.finite) for a in answers[1])
+
+
+@pytest.mark.gpu
+def test_replayed_steps_read_shared_pages_once_and_answer_the_same() -> None:
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0", torch.bfloat16))  # type: ignore[arg-type]
+    made = gpu_runner_of(loaded)
+    prompt = torch.randint(3, 120, (320,), generator=torch.Generator().manual_seed(5)).tolist()
+    made.add_request(0, GREEDY, prompt)
+    made.execute(StepBatch((ScheduledSeq(0, prompt[:256], 0, list(range(1, 17)), False),)))
+    made.execute(StepBatch((ScheduledSeq(0, prompt[256:], 256, list(range(1, 21)), False),)))
+    for slot in range(1, 8):
+        made.add_request(slot, GREEDY, prompt)
+    for count in (2, 5, 7):
+        rows = tuple(ScheduledSeq(s, [3 + s], 320, [*range(1, 21), 20 + s], True) for s in range(1, 1 + count))
+        sharings = [(), ((SharedRun(0, count, 0, 20),),), ((SharedRun(0, 2, 0, 16),),)]
+        outputs = []
+        for levels in sharings:
+            batch = StepBatch(rows, StepSharing(levels))
+            assert made._graphs is not None
+            assert made._graphs.serves(batch, StepRows.of(batch))
+            output = made.execute(batch)
+            graphs = made._graphs._sharing if levels else made._graphs._plain
+            outputs.append(graphs[min(n for n in graphs if n >= count)].logits[:count].float())
+            assert all(output.finite)
+        for other in outputs[1:]:
+            assert (other - outputs[0]).norm() < 0.02 * outputs[0].norm()
+
+
+@pytest.mark.gpu
+def test_a_step_may_name_tokens_that_only_the_device_knows() -> None:
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0"))  # type: ignore[arg-type]
+    for made in (gpu_runner_of(loaded, enforce_eager=True), gpu_runner_of(loaded)):
+        prompts = torch.randint(3, 120, (3, 40), generator=torch.Generator().manual_seed(6)).tolist()
+        wanted = generate(made, prompts, 6, sampling=SamplingParams(temperature=0.0, ignore_eos=True))
+        blocks = [[1 + 4 * i, 2 + 4 * i, 3 + 4 * i] for i in range(3)]
+        for slot, prompt in enumerate(prompts):
+            made.add_request(slot, SamplingParams(temperature=0.0, ignore_eos=True), prompt)
+        torch.cuda._sleep(1_000_000_000)
+        steps = [made.launch(StepBatch(tuple(ScheduledSeq(i, p, 0, blocks[i], True) for i, p in enumerate(prompts))))]
+        for n in range(5):
+            rows = tuple(ScheduledSeq(i, [IN_FLIGHT], 40 + n, blocks[i], True) for i in range(3))
+            steps.append(made.launch(StepBatch(rows)))
+            if n:
+                steps[n - 1].collect()
+        got = [step.collect().token_ids for step in steps]
+        assert list(map(list, zip(*got, strict=True))) == [answer.tokens for answer in wanted]
 
 
 @pytest.mark.gpu
