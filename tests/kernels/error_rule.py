@@ -78,6 +78,20 @@ def assert_out_close(out: Tensor, truth: Tensor, same_dtype: Tensor, rtol: float
         assert mean <= rtol * mean_pt + slack + noise, f"mean error {mean:.3e}, plain torch {mean_pt:.3e}"
 
 
+def assert_sums_close(sums: Tensor, terms: Tensor, same_dtype: Tensor, rtol: float = 2.0, noise: float = 0.0) -> None:
+    """`[n]` sums over the rows of `terms` (float64) and `same_dtype` (plain torch's), both `[n, rows]`.
+
+    The rule, for so few numbers that the errors of plain torch's rows may cancel by luck: its error is taken as three
+    standard deviations of what they add up to. Besides, a sum may be one rounding of its own dtype off.
+    """
+    truth = terms.sum(1)
+    allowed = rtol * 3 * (same_dtype - terms).norm(dim=1).max() + torch.finfo(sums.dtype).eps * truth.abs() + noise
+    difference = (sums - truth).abs()
+    assert bool((difference <= allowed).all()), (
+        f"errors of sums {difference.tolist()}, allowed {allowed.tolist()}, sums {truth.tolist()}"
+    )
+
+
 def assert_lse_close(lse: Tensor, truth: Tensor) -> None:
     """Absolute 2e-4 plus 2e-5 of the size: float32 sums of exact products. -inf exactly where a row sees nothing."""
     empty = truth == -torch.inf

@@ -9,7 +9,7 @@ from attention_backend.problem import AttentionArgs
 
 from . import oracle
 from .covering import covering
-from .error_rule import check, poisoned_memory
+from .error_rule import assert_sums_close, check, poisoned_memory
 from .problems import LAYOUTS, Case, build, seen_slots
 
 CPU = torch.device("cpu")
@@ -46,6 +46,22 @@ def test_one_wrong_lse_is_refused(args: AttentionArgs, good: tuple[torch.Tensor,
     lse[2, 1, 4] = value
     with pytest.raises(AssertionError, match="lse"):
         check(args, (out, lse))
+
+
+def test_sums_may_err_as_plain_torch_s_rows_even_where_those_cancel() -> None:
+    terms = torch.randn(6, 500, dtype=torch.float64)
+    rounded = terms.bfloat16().double()
+    lucky = rounded - (rounded - terms).mean(1, keepdim=True)
+    assert_sums_close(rounded.sum(1).float(), terms, lucky)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 0.5])
+def test_one_wrong_sum_is_refused(wrong: float) -> None:
+    terms = torch.randn(6, 500, dtype=torch.float64)
+    sums = terms.sum(1).float()
+    sums[3] += wrong
+    with pytest.raises(AssertionError, match="errors of sums"):
+        assert_sums_close(sums, terms, terms.bfloat16().double())
 
 
 def test_a_mask_off_by_one_key_is_refused(args: AttentionArgs) -> None:
