@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention_backend import skinny
 from attention_backend.operators import operator
 from attention_backend.reference import layers as reference
 
@@ -101,11 +102,16 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x `[rows, in_features]`, weight `[out_features, in_features]`, bias `[out_features]`."""
-    return F.linear(x, weight, bias)
+    return skinny.skinny_linear(x, weight, bias) if skinny.serves(x, weight) else F.linear(x, weight, bias)
 
 
 def _by_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in _KERNEL_DTYPES
+
+
+def _early() -> bool:
+    """In CUDA graphs kernels may start early: the weights, which they read then, are constants there."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 @operator("rms_norm")
@@ -114,7 +120,7 @@ def rms_norm_op(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Ten
     if _by_kernel(x):
         from attention_backend.kernels import rms_norm as kernel
 
-        return kernel.rms_norm(x, None, weight, eps, unit_offset=unit_offset)[0]
+        return kernel.rms_norm(x, None, weight, eps, unit_offset=unit_offset, early=_early())[0]
     return reference.rms_norm(x, weight, eps, unit_offset)
 
 
@@ -131,7 +137,7 @@ def add_rms_norm_op(
     if _by_kernel(x):
         from attention_backend.kernels import rms_norm as kernel
 
-        return kernel.rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+        return kernel.rms_norm(x, residual, weight, eps, unit_offset=unit_offset, early=_early())
     total = residual + x
     return reference.rms_norm(total, weight, eps, unit_offset), total
 
@@ -164,7 +170,7 @@ def rotary_store_op(
 
         return kernel.rotary_store(
             q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps,
-            unit_offset=unit_offset, k_scale=k_scale, v_scale=v_scale,
+            unit_offset=unit_offset, k_scale=k_scale, v_scale=v_scale, early=_early(),
         )  # fmt: skip
     return reference.rotary_store(
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
@@ -182,7 +188,7 @@ def gated_activation_op(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if _by_kernel(gate):
         from attention_backend.kernels import gated_activation as kernel
 
-        return kernel.gated_activation(gate, up, activation)
+        return kernel.gated_activation(gate, up, activation, early=_early())
     return reference.gated_activation(gate, up, activation)
 
 

@@ -2,6 +2,7 @@
 // product, as plain torch would.
 //
 // Compile-time: BF16, ACTIVATION (0: SiLU, 1: GELU by tanh, 2: GELU by erf).
+#include "parts/dependent_launch.cuh"
 #include "parts/vectors.cuh"
 
 // The same fields, in the same order, as attention_backend/kernels/gated_activation.py: GatedParams.
@@ -27,6 +28,8 @@ __device__ __forceinline__ float activate(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) gated_activation(const __grid_constant__ GatedParams p) {
+  let_next_start();
+  wait_for_previous();
   const int64 row = blockIdx.x / p.row_blocks;
   const int column = (blockIdx.x % p.row_blocks * kThreads + threadIdx.x) * kVector;
   if (column >= p.width) return;

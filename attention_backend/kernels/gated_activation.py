@@ -45,9 +45,11 @@ def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[K
     yield variant(other, "silu", arch)
 
 
-def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """gate, up `[rows, width]` -> `[rows, width]`, contiguous. Raises UnsupportedError for rows that are not 16-byte
-    aligned."""
+def gated_activation(gate: Tensor, up: Tensor, activation: str, *, early: bool = False) -> Tensor:
+    """gate, up `[rows, width]` -> `[rows, width]`, contiguous. `early`: may start before the previous kernel has ended.
+
+    Raises UnsupportedError for rows that are not 16-byte aligned.
+    """
     check_rows(gate=gate, up=up)
     out = gate.new_empty(gate.shape)
     rows, width = gate.shape
@@ -57,5 +59,5 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if rows:
         index = gate.device.index
         kernel = load(variant(gate.dtype, activation, device.arch(index)), index)
-        kernel((rows * p.row_blocks, 1, 1), (_THREADS, 1, 1), p)
+        kernel((rows * p.row_blocks, 1, 1), (_THREADS, 1, 1), p, early=early)
     return out

@@ -5,6 +5,7 @@
 // UNIT_OFFSET once, after 1 + weight (Gemma).
 //
 // Compile-time: BF16, ADD, UNIT_OFFSET, VECTORS (of 8 elements, of a thread).
+#include "parts/dependent_launch.cuh"
 #include "parts/vectors.cuh"
 
 // The same fields, in the same order, as attention_backend/kernels/rms_norm.py: RmsNormParams. Strides are in elements.
@@ -36,6 +37,7 @@ __device__ __forceinline__ float block_sum(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(kMaxThreads) rms_norm(const __grid_constant__ RmsNormParams p) {
+  let_next_start();
   const int64 row = blockIdx.x;
   const uint4* const x_row = reinterpret_cast<const uint4*>(p.x + row * p.x_row);
   const uint4* const weights = reinterpret_cast<const uint4*>(p.weight);
@@ -48,13 +50,18 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads) rms_norm(const __grid_
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
     const int at = threadIdx.x + i * blockDim.x;
+    if (at < vectors) weight[i] = weights[at];
+  }
+  wait_for_previous();
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int at = threadIdx.x + i * blockDim.x;
     x[i] = make_uint4(0, 0, 0, 0);
     if (at < vectors) {
       x[i] = x_row[at];
 #if ADD
       residual[i] = residual_row[at];
 #endif
-      weight[i] = weights[at];  // here, so that it arrives while the row is summed
     }
   }
   float squares = 0.f;

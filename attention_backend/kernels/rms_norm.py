@@ -67,10 +67,13 @@ def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[K
 
 
 def rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, unit_offset: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, unit_offset: bool, early: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x and residual `[rows, width]`, weight `[width]` -> (normed, x + residual), contiguous; the sum is x without a
-    residual. Raises UnsupportedError for rows that are not 16-byte aligned."""
+    residual. `early`: may start before the previous kernel has ended, and reads the weight then.
+
+    Raises UnsupportedError for rows that are not 16-byte aligned.
+    """
     out = x.new_empty(x.shape)
     total = x if residual is None else x.new_empty(x.shape)
     p = RmsNormParams(x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), x_row=x.stride(0))
@@ -85,5 +88,5 @@ def rms_norm(
         chosen, threads = variant(
             x.dtype, x.shape[1], device.arch(index), add=residual is not None, unit_offset=unit_offset
         )
-        load(chosen, index)((x.shape[0], 1, 1), (threads, 1, 1), p)
+        load(chosen, index)((x.shape[0], 1, 1), (threads, 1, 1), p, early=early)
     return out, total

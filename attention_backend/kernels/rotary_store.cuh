@@ -7,6 +7,7 @@
 //
 // Compile-time: BF16, LANES (a power of two, head_dim / 16 or more), NORM (0, 1: weight, 2: 1 + weight, as in Gemma),
 // FP8_KV (sm_89 and up: the pages hold e4m3, values over their head's scale).
+#include "parts/dependent_launch.cuh"
 #include "parts/vectors.cuh"
 #if FP8_KV
 #include "parts/fp8.cuh"
@@ -93,6 +94,8 @@ __device__ __forceinline__ void turn(float (&a)[kVector], float (&b)[kVector], c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) rotary_store(const __grid_constant__ RotaryStoreParams p) {
+  let_next_start();
+  wait_for_previous();
   const int64 token = blockIdx.x / p.token_blocks;
   const int head = blockIdx.x % p.token_blocks * (kThreads / LANES) + threadIdx.x / LANES;
   const int lane = threadIdx.x % LANES;

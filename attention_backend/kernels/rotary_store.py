@@ -86,9 +86,11 @@ def rotary_store(
     unit_offset: bool,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    early: bool = False,
 ) -> Tensor:
     """q `[T, Hq, D]`, k and v `[T, Hkv, D]` of any row strides; see `attention_backend.layers.rotary_store`.
 
+    `early`: may start before the previous kernel has ended.
     Raises UnsupportedError for sizes without a kernel and for rows that are not 16-byte aligned.
     """
     reason = refuses(q.shape[2], 2 * cos.shape[1])
@@ -115,7 +117,7 @@ def rotary_store(
         norm = 0 if q_norm is None else 1 + unit_offset
         chosen, lanes = variant(q.dtype, head_dim, device.arch(index), norm, fp8_kv=fp8_kv)
         p.token_blocks = -(-(num_heads + 2 * k.shape[1]) * lanes // _THREADS)
-        load(chosen, index)((tokens * p.token_blocks, 1, 1), (_THREADS, 1, 1), p)
+        load(chosen, index)((tokens * p.token_blocks, 1, 1), (_THREADS, 1, 1), p, early=early)
     return out
 
 

@@ -31,7 +31,7 @@ class StepRotary:
         """position_ids int64 `[1, tokens]`; `hidden` tells dtype and device to a module that is not known."""
         if self.fused:
             inv_freq, scaling = self._frequencies(layer_type)
-            angles = position_ids[0, :, None] * inv_freq  # float32, as integers join in
+            angles = position_ids[0, :, None] * inv_freq.float()
             cos, sin = angles.cos(), angles.sin()
             return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
         by_type = (layer_type,) if isinstance(self._module.rope_type, dict) else ()
