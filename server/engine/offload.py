@@ -16,7 +16,7 @@ from server.engine.request import Request
 
 MAX_DISK_READS = 64  # blocks on their way from disk at once
 MAX_DISK_WRITES = 16
-AHEAD = 8  # 1 / AHEAD of a tier is kept ready to be given up: copied one tier down already
+AHEAD = 4  # 1 / AHEAD of host memory is kept ready to be given up: on disk already, if there is one
 
 
 class HostMemory(Protocol):

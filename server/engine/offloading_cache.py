@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.engine.kv_cache import Entry, KVCache
-from server.engine.offload import AHEAD, Held, Offload
+from server.engine.offload import Held, Offload
 from server.engine.request import Request
 
+AHEAD = 8  # 1 / AHEAD of the device's blocks is kept ready to be given up: blank, or in host memory already
 MAX_RETIRED = 256  # blocks looked at in one step, to be copied before they are given up
 
 
