@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention_backend import ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, store_new
-from attention_backend.checks import check_tensor, check_window
+from attention_backend.checks import FP8, check_tensor, check_window
 from attention_backend.interface import Window, attention_with_lse, default_scale, is_local, window_right
 from attention_backend.metadata import PagedMetadata
 from attention_backend.paged_cascade import Layer, paged_cascade
@@ -28,21 +28,25 @@ def paged_attention(
     chunk_size: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Stores this step's keys and values in their pages, then causal attention of every row through the block table.
 
     q `[T, Hq, D]`, k_new `[T, Hkv, D]`, v_new `[T, Hkv, Dv]`; caches `[num_blocks, Hkv, block_size, D or Dv]`, changed
     in place. Without k_new and v_new they are in their pages already (`layers.rotary_store`). Pages that the step's
     sequences share are read once for all of them, but by layers with windows or chunks, whose rows see different keys.
+    Float8_e4m3fn caches come with scales, float32 `[Hkv]`: see flash_attn_with_kvcache.
     Returns `[T, Hq, Dv]`. Not differentiable.
     """
     _check_paged(q, k_new, v_new, k_cache, v_cache, metadata)
+    _check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
     check_window("window_left", window_left)
     shared = metadata.shared_decodes is not None or metadata.shared_prefills is not None
     if shared and window_left == UNBOUNDED and chunk_size == 0:
         if k_new is not None and v_new is not None:
-            ops.store_kv_op(k_new, v_new, k_cache, v_cache, metadata.slot_mapping)
-        return paged_cascade(q, Layer(k_cache, v_cache, softmax_scale, softcap, sinks), metadata)
+            ops.store_kv_op(k_new, v_new, k_cache, v_cache, metadata.slot_mapping, k_scale, v_scale)
+        return paged_cascade(q, Layer(k_cache, v_cache, k_scale, v_scale, softmax_scale, softcap, sinks), metadata)
     return ops.paged_attention_op(
         q,
         k_new,
@@ -61,6 +65,8 @@ def paged_attention(
         chunk_size,
         softcap,
         sinks,
+        k_scale,
+        v_scale,
     )
 
 
@@ -157,8 +163,6 @@ def _check_paged(
             )
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
         raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(k_cache.shape)}: head_dim, or head ratio")
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise TypeError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
     if metadata.block_table.dtype != torch.int32 or metadata.slot_mapping.dtype != torch.int64:
         raise TypeError(
             f"block_table must be int32 and slot_mapping int64, got {metadata.block_table.dtype} and "
@@ -169,3 +173,16 @@ def _check_paged(
             raise ValueError(f"{name} must be contiguous")
     if metadata.slot_mapping.shape[0] != q.shape[0]:
         raise ValueError(f"slot_mapping has {metadata.slot_mapping.shape[0]} slots for {q.shape[0]} new keys")
+
+
+def _check_cache_dtypes(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    scaled = k_cache.dtype == v_cache.dtype == FP8
+    if not scaled and not q.dtype == k_cache.dtype == v_cache.dtype:
+        raise TypeError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scale is not None) != scaled:
+            raise ValueError(f"{name} goes with {FP8} caches, and they with it: they are {k_cache.dtype}")
+        if scale is not None:
+            check_tensor(name, scale, torch.float32, (k_cache.shape[1],), q.device)

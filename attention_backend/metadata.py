@@ -1,10 +1,24 @@
 """What one engine step knows about its rows and pages. Built once per step, read by every layer. Knows no model."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from attention_backend.shared_prefix import PrefixGroups
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """One layer's KV cache. Unpacks as (k, v)."""
+
+    k: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim]
+    v: Tensor  # [num_blocks, num_kv_heads, block_size, head_dim_v]
+    k_scale: Tensor | None = None  # float32 [num_kv_heads], with float8_e4m3fn pages: a key is k * k_scale[head]
+    v_scale: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.k, self.v))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_backend import backward, dispatch
+from attention_backend import backward, dispatch, fp8_pages
 from attention_backend.errors import UnsupportedError
 from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
@@ -226,31 +226,34 @@ def paged_attention_op(
     chunk_size: int,
     softcap: float,
     sinks: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `attention_backend.paged_attention`."""
     if k_new is not None and v_new is not None:
-        _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping)
+        _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_seqs, k, v = seq_lens.shape[0], k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
     def attend(rows: Tensor, first: int, last: int, cu_seqlens: Tensor | None) -> Tensor:
-        return dispatch.run(
-            AttentionArgs(
-                rows,
-                k,
-                v,
-                softmax_scale,
-                cu_seqlens_q=cu_seqlens,
-                max_seqlen_q=max_seqlen_q if cu_seqlens is not None else 1,
-                max_seqlen_k=max_seqlen_k,
-                seqused_k=seq_lens[first:last],
-                block_table=block_table[first:last],
-                sinks=sinks,
-                window_left=window_left,
-                window_right=0,
-                chunk_size=chunk_size,
-                softcap=softcap,
-            )
-        )[0]
+        args = AttentionArgs(
+            rows,
+            k,
+            v,
+            softmax_scale,
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_q=max_seqlen_q if cu_seqlens is not None else 1,
+            max_seqlen_k=max_seqlen_k,
+            seqused_k=seq_lens[first:last],
+            block_table=block_table[first:last],
+            sinks=sinks,
+            window_left=window_left,
+            window_right=0,
+            chunk_size=chunk_size,
+            softcap=softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return dispatch.run(args)[0] if k_scale is None else fp8_pages.attention(args)
 
     if num_decodes == num_seqs == q.shape[0]:
         return attend(q.unsqueeze(1), 0, num_seqs, None).squeeze(1)

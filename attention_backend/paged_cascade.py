@@ -10,6 +10,7 @@ from torch import Tensor
 from attention_backend import ops
 from attention_backend.cascade import cascade_attention_op
 from attention_backend.metadata import PagedMetadata, SharedPages
+from attention_backend.problem import UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Layer:
 
     k_cache: Tensor
     v_cache: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     softmax_scale: float
     softcap: float
     sinks: Tensor | None
@@ -48,7 +51,7 @@ def _prefills(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
     some = slice(step.num_decodes, None)
     # A decode is one row, so row numbers drop by the number of decodes.
     cu_seqlens, lens, table = step.cu_seqlens_q[some] - step.num_decodes, step.seq_lens[some], step.block_table[some]
-    if step.shared_prefills is None:
+    if step.shared_prefills is None or layer.k_scale is not None:  # many rows over float8 pages go over a copy
         return _plain(q, layer, step, cu_seqlens, lens, table, 0)
     return _cascade(q, layer, step.shared_prefills, lens, table, cu_seqlens, step.max_seqlen_q)
 
@@ -58,7 +61,8 @@ def _plain(
 ) -> Tensor:
     out: Tensor = ops.paged_attention_op(
         q, None, None, layer.k_cache, layer.v_cache, cu_seqlens, lens, table, step.slot_mapping, num_decodes,
-        step.max_seqlen_q, step.max_seqlen_k, layer.softmax_scale, -1, 0, layer.softcap, layer.sinks,
+        step.max_seqlen_q, step.max_seqlen_k, layer.softmax_scale, UNBOUNDED, 0, layer.softcap, layer.sinks,
+        layer.k_scale, layer.v_scale,
     )  # fmt: skip
     return out
 
@@ -90,7 +94,7 @@ def _cascade(
         layer.sinks,
         [level.starts for level in levels],
         shared.own_starts,
-        None,
-        None,
+        layer.k_scale,
+        layer.v_scale,
     )[0]
     return out

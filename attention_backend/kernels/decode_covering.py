@@ -7,6 +7,7 @@ import torch
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import KernelVariant, capability_of
 from attention_backend.kernels.decode_variants import FP8_FROM, decode_variant, hopper_decode_variant, store_variant
+from attention_backend.kernels.dequantize_pages import dequantize_variant
 from attention_backend.kernels.variants import Options
 
 
@@ -37,6 +38,8 @@ def decode_covering_set(arch: str) -> Iterator[KernelVariant]:
         yield decode_variant(Options(other, 64, 64), arch, 16, fp8_kv=True)[0]
         yield store_variant(main, arch, 0, fp8_kv=True)
         yield store_variant(main, arch, 1, fp8_kv=True)
+        for dtype in (main, other):
+            yield dequantize_variant(dtype, arch)
     if arch == "sm_90a":
         yield from _hopper(main, other)
     for dtype, rotary in ((main, 0), (main, 1), (main, 2), (other, 0), (torch.float32, 0), (torch.float32, 1)):

@@ -80,8 +80,8 @@ def build(case: Sharing, device: torch.device, heads: int = 8, kv_heads: int = 2
         cache[1 : DOCUMENT + 1] = randn((DOCUMENT, kv_heads, PAGE, dim), torch.bfloat16, g)
         for b, (n, length) in enumerate(zip(case.new, lens, strict=True)):
             j = torch.arange(case.shared[b] * PAGE, length - n)
-            pages = table[b, j // PAGE].long().to(device)
-            cache[pages, :, j.to(device) % PAGE] = randn((len(j), kv_heads, dim), torch.bfloat16, g)
+            own = table[b, j // PAGE].long().to(device)
+            cache[own, :, j.to(device) % PAGE] = randn((len(j), kv_heads, dim), torch.bfloat16, g)
     metadata = PagedMetadata(
         cu_seqlens_q=torch.cat((new.new_zeros(1), new.cumsum(0))).to(device=device, dtype=torch.int32),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),

@@ -137,6 +137,7 @@ def test_bad_cache_calls_are_refused(changes: dict[str, Any], error: type[Except
         flash_attn_with_kvcache(args.q, args.k, args.v, **changes)
 
 
+EIGHT = torch.zeros(3, 2, 16, 8, dtype=torch.float8_e4m3fn)
 BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.randn(1, 1, 4, 8)}, ValueError, r"must be \[tokens, heads, dim\]"),
     ({"k_cache": torch.randn(3, 2, 15, 8)}, ValueError, r"must be \[num_blocks, num_kv_heads, block_size, dim\]"),
@@ -146,6 +147,11 @@ BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"block_table": i32(1, 3).long()}, TypeError, "block_table must be int32"),
     ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError, "2 slots for 1 new keys"),
     ({"window_left": -3}, ValueError, "window_left must be -1"),
+    ({"k_scale": torch.ones(2)}, ValueError, "k_scale goes with torch.float8_e4m3fn"),
+    ({"k_cache": EIGHT, "v_cache": EIGHT}, ValueError, "k_scale goes with torch.float8_e4m3fn"),
+    ({"k_cache": EIGHT, "v_cache": EIGHT, "k_scale": torch.ones(2)}, ValueError, "v_scale goes with"),
+    ({"k_cache": EIGHT, "v_cache": EIGHT, "k_scale": torch.ones(3)}, ValueError, r"k_scale must have shape \[2\]"),
+    ({"k_cache": EIGHT}, TypeError, "the caches are torch.float8_e4m3fn and torch.float32"),
 ]
 
 
