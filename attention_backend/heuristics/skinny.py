@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from attention_backend.heuristics.sm80 import SHARED_MEMORY
 
@@ -34,14 +35,16 @@ class SkinnyConfig:
         return partial + (WARPS * self.slots * self.tiles * TILE_ROWS * STEP * 2 if self.ring else 0)
 
 
-# From so many tiles of a block on, by columns: 64 to 96 KB in flight an SM, and room for the next kernel's block.
+# From so many tiles of a block on, by columns, the last that fits: 64 to 96 KB in flight an SM, and room for the next
+# kernel's block.
 _RINGS = {
-    8: ((1, SkinnyConfig(2, 4)), (3, SkinnyConfig(3, 4))),
+    8: ((1, SkinnyConfig(2, 4)), (1, SkinnyConfig(2, 6)), (3, SkinnyConfig(3, 4))),
     16: ((1, SkinnyConfig(2, 4)),),
 }
 _TURING = SkinnyConfig(2, 2, ring=False)  # no asynchronous copies
 
 
+@cache
 def skinny_config(arch: str, n: int, columns: int, num_sms: int) -> SkinnyConfig:
     """The configuration for a weight of n rows."""
     if arch == "sm_75":
@@ -59,5 +62,5 @@ def _fits(config: SkinnyConfig, arch: str, columns: int, blocks: int) -> bool:
 
 def skinny_configs(arch: str, columns: int) -> tuple[SkinnyConfig, ...]:
     """Every configuration that a weight may get."""
-    tallest = TILE_ROWS * max(least for least, _ in _RINGS[columns])
+    tallest = TILE_ROWS * _RINGS[columns][-1][0]
     return tuple(dict.fromkeys(skinny_config(arch, n, columns, 1) for n in range(TILE_ROWS, tallest + 1, TILE_ROWS)))

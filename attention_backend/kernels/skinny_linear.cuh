@@ -29,10 +29,15 @@ struct SkinnyParams {
 
 constexpr int kThreads = 32 * WARPS;
 constexpr int kPasses = COLUMNS / 8;                // MMAs that a weight fragment takes part in
-constexpr int kAhead = SLOTS % 4 == 0 ? 4 : SLOTS % 3 == 0 ? 3 : 2;  // steps of x under way
+constexpr int kUnroll = RING ? 2 : SLOTS;           // steps of a block of k; registers have no index
 constexpr int kPitch = 16 * TILES + 4;   // floats of a column of partial sums: free of bank conflicts
 constexpr int kPartial = COLUMNS * kPitch;  // floats of a warp's partial sums
+constexpr int kBlock = kUnroll / 2 * WARPS * 64;    // elements of k of a block: some lines of each warp
+constexpr int kPrefilled = SLOTS / kUnroll * kBlock;
 static_assert(SLOTS % 2 == 0, "a line is two steps");
+
+// Where a step of a block of k begins, from the warp's first line of it.
+__device__ __forceinline__ constexpr int step_k(int step) { return step / 2 * WARPS * 64 + step % 2 * 32; }
 
 // A block's tiles, in passes that differ by one tile at most.
 struct Passes {
@@ -50,89 +55,84 @@ __device__ __forceinline__ Passes own_tiles(int n) {
   return {block * each + min(block, more), count, (count + TILES - 1) / TILES};
 }
 
-// The lane's 16 bytes of x, of the rows that it holds in B fragments, at element `at` of k.
-__device__ __forceinline__ void read_x(uint4 (&to)[kPasses], const SkinnyParams& p, int row, int at, bool any) {
-#pragma unroll
-  for (int c = 0; c < kPasses; c++) {
-    to[c] = make_uint4(0, 0, 0, 0);
-    if (any && row + 8 * c < p.m) to[c] = read_cached(p.x + (row + 8 * c) * p.x_row + at);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) skinny_linear(const SkinnyParams p) {
   extern __shared__ __align__(128) char shared[];
   float* partial = reinterpret_cast<float*>(shared);  // [WARPS][COLUMNS][kPitch]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const Passes own = own_tiles(p.n);
-  const int lines = (p.k + 63) / 64;
-  const int own_steps = 2 * ((lines - warp + WARPS - 1) / WARPS);  // of this warp, in a pass
-  const int steps = (own_steps + SLOTS - 1) / SLOTS * SLOTS;        // the ones past the end do nothing
-  // Element of k that step i of the lane begins at.
-  auto k_of = [&](int i) { return (warp + (i / 2) * WARPS) * 64 + (i % 2) * 32 + 8 * t; };
+  const int lane_k = 64 * warp + 8 * t;                    // where the lane begins in a block of k
+  const int last_k = p.k - lane_k;                         // what it has of k; what lies past it counts as zeros
+  const int end_k = (p.k + kBlock - 1) / kBlock * kBlock;  // blocks of k are whole for every warp
 
+  // What is asked for next: block next_k of pass next_pass.
   Weights weights(shared + sizeof(float) * WARPS * kPartial, warp, lane);
-  // What is asked for next: steps next_base + slot of a pass.
-  int next_pass = 0, next_base = 0;
-  const element* next_row = nullptr;
-  int next_rows = 0;  // of the weight, from the lane's first one to the end of the pass
+  int next_pass = 0, next_k = 0, next_rows;
+  const element* next_row;
   auto enter_pass = [&]() {
-    next_base = 0;
-    if (next_pass >= own.passes) return;
-    const int begin = 16 * own.begin(next_pass);
-    next_rows = min(16 * own.begin(next_pass + 1), p.n) - begin - g;
-    next_row = p.weight + (begin + g) * p.weight_row;
+    const int begin = 16 * own.begin(next_pass);  // none is left: no rows
+    next_rows = next_pass < own.passes ? min(16 * own.begin(next_pass + 1), p.n) - begin - g : 0;
+    next_row = p.weight + (begin + g) * p.weight_row + lane_k;
   };
-  auto ask = [&](int slot) {
-    if (next_pass < own.passes && next_base + slot < own_steps) {
-      const int at = k_of(next_base + slot);
-      weights.ask(slot, next_row + at, 8 * p.weight_row, next_rows, at < p.k);
-    }
-    weights.asked();
-    if (slot + 1 == SLOTS && (next_base += SLOTS) == steps) next_pass++, enter_pass();
+  auto ask = [&](int step) {
+    weights.ask(step, next_row + next_k + step_k(step), 8 * p.weight_row, next_rows, next_k + step_k(step) < last_k);
+  };
+  auto advance = [&]() {
+    weights.advance();
+    next_k += kBlock;
+    if (next_k == end_k) next_k = 0, next_pass++, enter_pass();
   };
 
   enter_pass();
+  for (int block = 0; block < SLOTS / kUnroll; block++) {
 #pragma unroll
-  for (int slot = 0; slot < SLOTS; slot++) ask(slot);
+    for (int step = 0; step < kUnroll; step++) ask(step);
+    advance();
+  }
   if (p.prefetch > 0) {
-    const int begin = 16 * own.first, rows = min(16 * own.begin(1), p.n) - begin, from = min(SLOTS / 2 * WARPS * 64, p.k);
-    const int width = min(p.prefetch, p.k - from);
-    for (int row = threadIdx.x; width > 0 && row < rows; row += kThreads)
-      prefetch_to_l2(p.weight + (begin + row) * p.weight_row + from, width * sizeof(element));
+    const int begin = 16 * own.first, rows = min(16 * own.begin(1), p.n) - begin;
+    const int width = min(p.prefetch, p.k - kPrefilled);
+#pragma unroll 1
+    for (int row = WARPS * lane + warp; width > 0 && row < rows; row += kThreads)
+      prefetch_to_l2(p.weight + (begin + row) * p.weight_row + kPrefilled, width * sizeof(element));
   }
   let_next_start();
   wait_for_previous();
 
-  uint4 x[kAhead][kPasses];
+  // x of the lane's rows, a block ahead.
+  const element* x_row = p.x + g * p.x_row + lane_k;
+  uint4 x[kUnroll][kPasses];
+  auto read_x = [&](int step, int at) {
 #pragma unroll
-  for (int i = 0; i < kAhead; i++) read_x(x[i], p, g, k_of(i), i < own_steps && k_of(i) < p.k);
+    for (int c = 0; c < kPasses; c++)
+      x[step][c] = read_cached(x_row + 8 * c * p.x_row + at, g + 8 * c < p.m && at < last_k);
+  };
+#pragma unroll
+  for (int step = 0; step < kUnroll; step++) read_x(step, step_k(step));
 
   for (int pass = 0; pass < own.passes; pass++) {
     float acc[TILES][kPasses][4];
 #pragma unroll
     for (int i = 0; i < TILES * kPasses * 4; i++) (&acc[0][0][0])[i] = 0.f;
-    for (int base = 0; base < steps; base += SLOTS) {
+#pragma unroll 1
+    for (int k = 0; k < end_k; k += kBlock) {
+      const int after = k + kBlock < end_k ? k + kBlock : 0;
 #pragma unroll
-      for (int slot = 0; slot < SLOTS; slot++) {
-        const int step = base + slot;
-        weights.arrived(slot);
-        if (step < own_steps) {
+      for (int step = 0; step < kUnroll; step++) {
+        weights.wait();
 #pragma unroll
-          for (int tile = 0; tile < TILES; tile++) {
-            const uint4 top = weights.take(slot, 2 * tile), bottom = weights.take(slot, 2 * tile + 1);
-            const uint32 first[4] = {top.x, bottom.x, top.y, bottom.y}, second[4] = {top.z, bottom.z, top.w, bottom.w};
+        for (int tile = 0; tile < TILES; tile++) {
+          const uint4 top = weights.take(step, 2 * tile), bottom = weights.take(step, 2 * tile + 1);
+          const uint32 first[4] = {top.x, bottom.x, top.y, bottom.y}, second[4] = {top.z, bottom.z, top.w, bottom.w};
 #pragma unroll
-            for (int c = 0; c < kPasses; c++) {
-              const uint4 b = x[slot % kAhead][c];
-              mma_16x8x16(acc[tile][c], first, b.x, b.y);
-              mma_16x8x16(acc[tile][c], second, b.z, b.w);
-            }
+          for (int c = 0; c < kPasses; c++) {
+            mma_16x8x16(acc[tile][c], first, x[step][c].x, x[step][c].y);
+            mma_16x8x16(acc[tile][c], second, x[step][c].z, x[step][c].w);
           }
         }
-        ask(slot);
-        const int later = step + kAhead < steps ? step + kAhead : step + kAhead - steps;
-        read_x(x[slot % kAhead], p, g, k_of(later), later < own_steps && k_of(later) < p.k);
+        ask(step);
+        read_x(step, after + step_k(step));
       }
+      advance();
     }
     if (pass) __syncthreads();  // the last pass's partial sums are read
 #pragma unroll
@@ -145,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) skinny_linear
       }
     __syncthreads();
     const int begin = 16 * own.begin(pass), rows = min(16 * own.begin(pass + 1), p.n) - begin;
+#pragma unroll 1
     for (int i = threadIdx.x; i < 16 * TILES * p.m; i += kThreads) {
       const int row = i % (16 * TILES), column = i / (16 * TILES);
       if (row >= rows) continue;

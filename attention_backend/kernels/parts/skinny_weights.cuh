@@ -4,26 +4,58 @@
 
 #include "parts/copy_sm80.cuh"
 
-// 16 bytes that are read once: past L1, first to leave L2. Waited for when they are used.
-__device__ __forceinline__ uint4 read_once(const element* from) {
+constexpr int kStepBytes = 512 * 2 * TILES;  // of a warp
+
+// 16 bytes that are read once: past L1, first to leave L2. Zeros, and no access, unless `valid`.
+__device__ __forceinline__ uint4 read_once(const element* from, bool valid) {
   uint4 x;
 #if __CUDA_ARCH__ >= 800
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from), "l"(evict_first_policy()));
+  asm volatile(
+      "{\n.reg .pred valid;\n"
+      "setp.ne.b32 valid, %6, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@valid ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "l"(evict_first_policy()), "r"(static_cast<int>(valid)));
 #else
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from));
+  asm volatile(
+      "{\n.reg .pred valid;\n"
+      "setp.ne.b32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@valid ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "r"(static_cast<int>(valid)));
 #endif
   return x;
 }
 
-// 16 bytes that the previous kernel may have written, and that other warps read too. Volatile: stays behind the wait.
-__device__ __forceinline__ uint4 read_cached(const element* from) {
+// 16 bytes that the previous kernel may have written, and that other warps read too. Stays behind the wait for it.
+__device__ __forceinline__ uint4 read_cached(const element* from, bool valid) {
   uint4 x;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  asm volatile(
+      "{\n.reg .pred valid;\n"
+      "setp.ne.b32 valid, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@valid ld.global.v4.u32 {%0,%1,%2,%3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "r"(static_cast<int>(valid))
+      : "memory");
   return x;
+}
+
+// Copies 16 bytes, or zeros where not `inside`; nothing at all unless `wanted`.
+__device__ __forceinline__ void copy16_if(uint32 destination, const void* source, bool wanted, bool inside,
+                                          uint64 policy) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %4, 0;\n"
+      "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n}" ::"r"(destination),
+      "l"(source), "r"(inside ? 16 : 0), "l"(policy), "r"(static_cast<int>(wanted))
+      : "memory");
+#else
+  if (wanted) copy16(destination, source, inside);
+#endif
 }
 
 // `bytes` and the address are multiples of 16.
@@ -33,43 +65,43 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32 bytes) {
 #endif
 }
 
+// `step` counts from the block of steps that is under way; advance() goes to the next one.
 #if RING
 struct Weights {
   const char* own;
   uint32 address;  // of `own`
+  int block = 0;   // bytes behind both
   uint64 policy;
   __device__ __forceinline__ Weights(const char* ring, int warp, int lane)
-      : own(ring + 512 * 2 * TILES * SLOTS * warp + 16 * lane),
-        address(shared_address(own)),
-        policy(evict_first_policy()) {}
+      : own(ring + kStepBytes * SLOTS * warp + 16 * lane), address(shared_address(own)), policy(evict_first_policy()) {}
   // Asks for the lane's part of a step: rows `stride` elements apart, as many as lie in `rows`; zeros where not `inside`.
-  __device__ __forceinline__ void ask(int slot, const element* from, int64 stride, int rows, bool inside) {
+  __device__ __forceinline__ void ask(int step, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++)
-      if (8 * i < rows) copy16(address + 512 * (2 * TILES * slot + i), from + i * stride, inside, policy);
+      copy16_if(address + block + kStepBytes * step + 512 * i, from + i * stride, 8 * i < rows, inside, policy);
+    copy_commit();
   }
-  __device__ __forceinline__ void asked() { copy_commit(); }
-  __device__ __forceinline__ void arrived(int) { copy_wait<SLOTS - 1>(); }
-  __device__ __forceinline__ uint4 take(int slot, int i) const {
-    return *reinterpret_cast<const uint4*>(own + 512 * (2 * TILES * slot + i));
+  __device__ __forceinline__ void wait() { copy_wait<SLOTS - 1>(); }
+  __device__ __forceinline__ uint4 take(int step, int i) const {
+    return *reinterpret_cast<const uint4*>(own + block + kStepBytes * step + 512 * i);
+  }
+  __device__ __forceinline__ void advance() {
+    block += 2 * kStepBytes;
+    if (block == SLOTS * kStepBytes) block = 0;
   }
   __device__ __forceinline__ void finish() { copy_wait<0>(); }
 };
 #else
 struct Weights {
   uint4 held[SLOTS][2 * TILES];
-  __device__ __forceinline__ Weights(const char*, int, int) {
+  __device__ __forceinline__ Weights(const char*, int, int) {}
+  __device__ __forceinline__ void ask(int step, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
-    for (int i = 0; i < SLOTS * 2 * TILES; i++) (&held[0][0])[i] = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < 2 * TILES; i++) held[step][i] = read_once(from + i * stride, inside && 8 * i < rows);
   }
-  __device__ __forceinline__ void ask(int slot, const element* from, int64 stride, int rows, bool inside) {
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; i++)
-      if (8 * i < rows) held[slot][i] = inside ? read_once(from + i * stride) : make_uint4(0, 0, 0, 0);
-  }
-  __device__ __forceinline__ void asked() {}
-  __device__ __forceinline__ void arrived(int) {}
-  __device__ __forceinline__ uint4 take(int slot, int i) const { return held[slot][i]; }
+  __device__ __forceinline__ void wait() {}
+  __device__ __forceinline__ uint4 take(int step, int i) const { return held[step][i]; }
+  __device__ __forceinline__ void advance() {}
   __device__ __forceinline__ void finish() {}
 };
 #endif
