@@ -89,6 +89,10 @@ class Runner:
                 model.sequence.pass_on(future)
                 if isinstance(future.outcome, Unloaded):
                     model.finish(TrainingMissing(f"The model {model.id} was unloaded.", param="model_id"))
+        except Exception:  # a mistake of ours: nobody shall wait for calls that nobody carries out
+            logger.exception("%s is given up", model.id)
+            model.finish(model.lost("The server failed"))
+            await self.remove()
         finally:
             for task in self._samples:
                 task.cancel()
@@ -164,7 +168,7 @@ class Runner:
         samples run together."""
         try:
             snapshot = await self._current()
-        except (LongwaveError, ChildEndedError) as error:
+        except Exception as error:
             await self._settle(future, _raise(error))
             return
         snapshot.num_users += 1

@@ -19,7 +19,13 @@ from typing import Protocol
 from models.batch import SamplingParams
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, TokenDelta
-from server.errors import ContextLengthExceeded, EngineUnavailable, ModelNotFound, RequestFailedError
+from server.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InsufficientStorage,
+    ModelNotFound,
+    RequestFailedError,
+)
 from server.files.folder import make_private
 from server.text.choice import ChoiceText
 from server.text.tokenizer import TextTokenizer
@@ -129,12 +135,18 @@ class Snapshots:
             self._mine = self._lock = None
 
     def _place(self) -> Path:
-        """Held by a lock that ends with this process."""
+        """Held by a lock that ends with this process. Raises InsufficientStorage."""
         if self._mine is None:
-            make_private(self._root)
-            mine = self._root / f"server-{secrets.token_hex(8)}"
-            mine.mkdir(mode=0o700)
-            self._lock = os.open(mine / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                make_private(self._root)
+                mine = self._root / f"server-{secrets.token_hex(8)}"
+                mine.mkdir(mode=0o700)
+                self._lock = os.open(mine / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                logger.error("weights cannot be sampled from: %s", error)
+                raise InsufficientStorage(
+                    "The server cannot keep weights: its data directory cannot be used."
+                ) from error
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._mine = mine
         return self._mine

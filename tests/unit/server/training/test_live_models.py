@@ -162,6 +162,21 @@ def test_a_failed_call_is_told_through_its_future_and_the_model_goes_on(
     run(main, scripted={"fail": "Compute", "kind": kind})
 
 
+def test_a_mistake_of_ours_ends_the_model_and_nobody_waits_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        monkeypatch.setattr(model.sequence, "pass_on", lambda _: 1 / 0)
+        first, second = await work.do(model, compute(), STEP)
+        assert first == Computed(1.5, 3, None, (bytes(12),))
+        assert isinstance(second, TrainingModelLost)
+        with pytest.raises(TrainingModelLost, match=r"The server failed, and the model .* is lost with it"):
+            work.submit(model, STEP)
+        await until(lambda: work.log()[-1] == f"{model.id} Remove")
+        await until(lambda: work.training.shared.child is None)  # it was the last one
+
+    run(main)
+
+
 def test_a_base_that_cannot_be_trained_fails_the_creation(run: Run) -> None:
     async def main(work: Work) -> None:
         model = await work.create()

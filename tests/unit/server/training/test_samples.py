@@ -12,7 +12,7 @@ import pytest
 from live_training import SAMPLE, STEP, Serving, Work, at_work, compute, load, save, script, until
 from scripted_engine import Script
 
-from server.errors import EngineUnavailable, InvalidAdapter, TrainingMissing
+from server.errors import EngineUnavailable, InsufficientStorage, InvalidAdapter, TrainingMissing
 from server.training import Call, Sample, Sampled, SampledSequence, Saved, Stepped, Unload
 from server.training.sampling import Snapshots
 
@@ -164,6 +164,24 @@ def test_what_the_engine_refuses_is_told_and_the_model_goes_on(run: Callable[...
         assert work.door.reserved == 0
         work.engine.script = Script()
         assert isinstance((await work.do(model, SAMPLE))[0], Sampled)
+
+    run(main)
+
+
+def test_a_data_folder_that_cannot_be_used_is_told_and_the_model_goes_on(
+    run: Callable[..., None], tmp_path: Path
+) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        place = tmp_path / "training" / "snapshots"
+        place.parent.mkdir(exist_ok=True)
+        place.touch()  # no folder
+        refused, stepped = await work.do(model, SAMPLE, STEP)
+        assert isinstance(refused, InsufficientStorage)
+        assert stepped == Stepped(2.5, 1)
+        place.unlink()
+        (sampled,) = await work.do(model, SAMPLE)
+        assert isinstance(sampled, Sampled)
 
     run(main)
 
