@@ -1,0 +1,134 @@
+"""What is not exactly a known part stays with its module, whenever it changed, and is told."""
+
+from typing import Any
+
+import pytest
+import torch
+from fused_models import logits, made
+from tiny_models import random_model
+from torch import Tensor, nn
+from transformers import GPT2Config, GraniteConfig, PreTrainedModel
+
+from models.forward import PagedForward
+from models.fusing import NotFusedError, fuse
+from models.packed_linear import pack_linears
+
+
+def same(model: PreTrainedModel, forward: PagedForward) -> None:
+    expected = logits(model, PagedForward(model, fused=False))
+    torch.testing.assert_close(logits(model, forward), expected, rtol=1e-5, atol=1e-5)
+
+
+def doubled(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.layers.1.self_attn.v_proj",
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.self_attn.q_norm",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.mlp.act_fn",
+        "model.layers.1.input_layernorm",
+        "model.layers.2.post_attention_layernorm",
+        "model.norm",
+        "model.embed_tokens",
+        "lm_head",
+        "model.layers.1",
+        "model.layers.1.mlp",
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_are_honoured_wherever_and_whenever_they_come(path: str, when: str) -> None:
+    model = made("qwen3")
+    plain = logits(model, PagedForward(model))
+    module = model.get_submodule(path)
+    hook = module.register_forward_hook(doubled) if when == "before" else None
+    forward = PagedForward(model)
+    hook = hook or module.register_forward_hook(doubled)
+    assert not torch.allclose(logits(model, forward), plain, rtol=1e-3, atol=1e-3)
+    same(model, forward)
+    hook.remove()
+    torch.testing.assert_close(logits(model, forward), plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_replaced_forward_is_called_and_told() -> None:
+    model = made("llama")
+    forward = PagedForward(model)
+    assert forward.fused.unfused == {}
+    layer = model.model.layers[0].self_attn.v_proj
+    base = layer.forward
+    layer.__dict__["forward"] = lambda x: base(x) + 1.0  # as adapters do
+    same(model, forward)
+    assert forward.fused.unfused == {"packed QKV": "Linear with hooks or an adapter (1 of 3)"}
+    assert "packed QKV not: Linear with hooks or an adapter (1 of 3)" in str(forward.fused)
+
+
+def test_linear_layers_laid_out_for_a_cpu_stay_modules() -> None:
+    model = made("llama")
+    expected = logits(model, PagedForward(model, fused=False))
+    assert pack_linears(model) > 0
+    forward = PagedForward(model)
+    torch.testing.assert_close(logits(model, forward), expected, rtol=1e-4, atol=1e-4)
+    assert forward.fused.unfused.keys() == {"packed QKV", "packed gate/up"}
+    assert "residual + RMSNorm" in forward.fused.fused
+
+
+def test_a_subclassed_norm_stays_a_module() -> None:
+    model = made("llama")
+
+    class Louder(type(model.model.norm)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 3 * super().forward(hidden_states)
+
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.__class__ = Louder
+    forward = PagedForward(model)
+    same(model, forward)
+    assert forward.fused.unfused == {"residual + RMSNorm": "Louder is not the family's, or is hooked (3 of 7)"}
+
+
+def test_an_activation_without_a_kernel_stays_a_module() -> None:
+    model = made("llama")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Tanh()
+    forward = PagedForward(model)
+    same(model, forward)
+    assert forward.fused.unfused == {"gated activation": "its activation is not a fused one"}
+
+
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_a_subclassed_block_leaves_the_whole_model_to_its_modules(part: str) -> None:
+    model = made("llama")
+    block = getattr(model.model.layers[1], part)
+    block.__class__ = type("Changed", (type(block),), {})
+    forward = PagedForward(model)
+    same(model, forward)
+    assert "stands where transformers.models.llama" in forward.fused.unfused["model"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2),
+        GraniteConfig(vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4),
+    ],
+    ids=["gpt2", "granite"],
+)
+def test_an_unknown_family_is_served_by_its_modules_and_told(config: Any) -> None:
+    model = random_model(config)
+    forward = PagedForward(model)
+    assert forward.fused.fused == ()
+    assert f"{type(model).__name__} is not one of the fused families (LlamaForCausalLM," in str(forward.fused)
+    assert logits(model, forward).isfinite().all()
+
+
+def test_sizes_without_kernels_are_told_before_a_gpu_sees_them() -> None:
+    model = made("phi3")  # heads of 16, of which a kernel's lane would take all
+    fuse(model, pack=False, device=torch.device("cuda"))
+    odd = made("phi3 turned in part")
+    with pytest.raises(NotFusedError, match="head_dim 16 with rotary_dim 8: they must be multiples of 16"):
+        fuse(odd, pack=False, device=torch.device("cuda"))
