@@ -5,10 +5,12 @@ A file is named by its block's chained hash, in a folder of its owner's, in a fo
 repeats all that and the block's tokens, and has a checksum of the content: a file that is short, torn or another one is
 a miss. Ancestors rest on SHA-256 alone. Nothing is synced: what a power cut tears is found by the same checks."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import re
+import secrets
 import struct
 import zlib
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ _MAGIC = b"LWKV\0\0\0\1"
 _HEADER = struct.Struct(
     "<8s32s32s32sIIQ"
 )  # magic, fingerprint, root, hash, CRC-32 of the content, sizes of tokens, content
+_SECRET_BYTES = 32
 _BLOCK = re.compile(r"[0-9a-f]{64}\.kv")
 _UNFINISHED = re.compile(r"[0-9a-f]{64}\.kv\.tmp")
 _OWNER = re.compile(r"[0-9a-f]{16}")
@@ -92,6 +95,24 @@ def lock(directory: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def secret(directory: Path) -> bytes:
+    """32 bytes that stay with the directory: what tenants' salts are made of, so that their blocks are found after a
+    restart. Raises OSError, or ValueError for a file that is not ours."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / "secret"
+    if not path.exists():
+        unfinished = directory / f"secret.{os.getpid()}.tmp"
+        unfinished.touch(mode=0o600)
+        unfinished.write_bytes(secrets.token_bytes(_SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):  # another process was first
+            path.hardlink_to(unfinished)
+        unfinished.unlink()
+    kept = path.read_bytes()
+    if len(kept) != _SECRET_BYTES:
+        raise ValueError(f"{path} must have {_SECRET_BYTES} bytes, it has {len(kept)}")
+    return kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class DiskTier:
         except OSError as error:
             raise DiskTierError(f"{directory} cannot hold KV blocks: {error}") from error
         if found.num_places < 1:
+            os.close(self._lock)
             raise DiskTierError(f"{max_bytes} bytes on disk hold no KV block: one has {self._file_bytes}")
         self._pool = BlockPool(found.num_places + 1)
         self._places: dict[bytes, int] = {}  # hash -> place

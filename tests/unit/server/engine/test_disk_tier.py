@@ -1,0 +1,224 @@
+"""Files of KV blocks: what was written comes back or is a miss, the limit holds, strangers' files stay."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from server.engine import block_files
+from server.engine.block_files import BlockFile, file_bytes, owner_of
+from server.engine.disk_tier import DiskResult, DiskTier, DiskTierError
+from server.engine.prefixes import Prefix, hash_block, root_hash
+
+BLOCK_SIZE, BLOCK_BYTES = 4, 1000
+FILE_BYTES = file_bytes(BLOCK_BYTES, BLOCK_SIZE)
+
+
+def open_tier(folder: Path, num_blocks: int = 10, fingerprint: int = 0) -> DiskTier:
+    return DiskTier(
+        folder,
+        max_bytes=num_blocks * FILE_BYTES,
+        fingerprint=bytes([fingerprint]) * 32,
+        block_bytes=BLOCK_BYTES,
+        block_size=BLOCK_SIZE,
+    )
+
+
+def prefix(number: int, salt: bytes = b"", digest: str = "") -> Prefix:
+    token_bytes = number.to_bytes(4, "little") * BLOCK_SIZE
+    return Prefix(hash_block(root_hash(salt, digest), token_bytes), token_bytes, 0, salt, digest, number + 1)
+
+
+def content(number: int) -> bytearray:
+    return bytearray((number * 7 + i) % 256 for i in range(BLOCK_BYTES))
+
+
+def wait(tier: DiskTier, count: int = 1) -> list[DiskResult]:
+    results: list[DiskResult] = []
+    deadline = time.monotonic() + 60
+    while len(results) < count:
+        assert time.monotonic() < deadline
+        results += tier.finished()
+    tier.check_integrity()
+    return results
+
+
+def write(tier: DiskTier, *numbers: int, salt: bytes = b"") -> None:
+    for number in numbers:
+        assert tier.write(prefix(number, salt), memoryview(content(number)), number)
+        assert wait(tier) == [DiskResult(number, succeeded=True)]
+
+
+def read(tier: DiskTier, wanted: Prefix) -> bytes | None:
+    memory = bytearray(BLOCK_BYTES)
+    tier.read(wanted, memoryview(memory), 1)
+    return bytes(memory) if wait(tier)[0].succeeded else None
+
+
+def test_what_was_written_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    write(tier, 1, 2, 3)
+    assert read(tier, prefix(2)) == content(2)
+    tier.close()
+    tier = open_tier(tmp_path)
+    assert [read(tier, prefix(number)) for number in (1, 2, 3)] == [content(number) for number in (1, 2, 3)]
+    stats = tier.stats()
+    assert (stats.num_blocks, stats.num_damaged, stats.is_full) == (3, 0, False)
+    assert (stats.read_bytes, stats.written_bytes) == (3 * FILE_BYTES, 0)
+    tier.close()
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "kv")
+    write(tier, 1)
+    tier.close()
+    for path in [tmp_path / "kv" / f"{0:064x}", *tmp_path.rglob("*.kv")]:
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_what_was_used_longest_ago_goes_first_and_the_limit_holds(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, num_blocks=4)
+    write(tier, 1, 2, 3, 4)
+    read(tier, prefix(1))
+    write(tier, 5)
+    assert [prefix(number).hash in tier for number in (1, 2, 3, 4, 5)] == [True, False, True, True, True]
+    tier.close()
+    files = list(tmp_path.rglob("*.kv"))
+    assert len(files) == 4
+    assert sum(path.stat().st_size for path in files) <= 4 * FILE_BYTES
+
+
+def test_one_tenants_flood_pushes_out_its_own_blocks(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, num_blocks=6)
+    write(tier, 1, 2, salt=b"a")
+    write(tier, *range(10, 30), salt=b"b")
+    assert all(prefix(number, b"a").hash in tier for number in (1, 2))
+    tier.close()
+
+
+def test_the_same_tokens_of_two_tenants_are_two_files(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    write(tier, 1, salt=b"a")
+    assert prefix(1, b"a").hash in tier
+    assert prefix(1, b"b").hash not in tier
+    assert prefix(1, b"a", "an adapter's digest").hash not in tier
+    assert owner_of(b"a") != owner_of(b"b")
+    tier.close()
+
+
+def test_a_file_that_is_not_the_prefix_asked_for_is_a_miss(tmp_path: Path) -> None:
+    path = tmp_path / "block"
+    BlockFile(path, bytes(32), prefix(1)).write(memoryview(content(1)))
+    memory = memoryview(bytearray(BLOCK_BYTES))
+    assert BlockFile(path, bytes(32), prefix(1)).read(memory)
+    for fingerprint, other in (
+        (b"1" * 32, prefix(1)),
+        (bytes(32), prefix(2)),
+        (bytes(32), prefix(1, b"a")),
+        (bytes(32), prefix(1, digest="d")),
+    ):
+        assert not BlockFile(path, fingerprint, other).read(memory)
+
+
+def test_every_damaged_bit_is_a_miss(tmp_path: Path) -> None:
+    path = tmp_path / "block"
+    file = BlockFile(path, bytes(32), prefix(1))
+    file.write(memoryview(content(1)))
+    whole = path.read_bytes()
+    memory = memoryview(bytearray(BLOCK_BYTES))
+    for place in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        assert not file.read(memory), place
+    for length in (0, 1, len(whole) - BLOCK_BYTES, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert not file.read(memory)
+    path.write_bytes(whole)
+    assert file.read(memory)
+
+
+def test_a_full_disk_ends_the_writing_and_not_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    write(tier, 1)
+
+    def no_space(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", no_space)
+        assert tier.write(prefix(2), memoryview(content(2)), 2)
+        assert wait(tier) == [DiskResult(2, succeeded=False)]
+    assert tier.stats().is_full
+    assert prefix(2).hash not in tier
+    assert not tier.write(prefix(3), memoryview(content(3)), 3)
+    assert read(tier, prefix(1)) == content(1)
+    tier.close()
+    assert [path.name for path in tmp_path.rglob("*.kv*")] == [f"{prefix(1).hash.hex()}.kv"]
+
+
+def test_what_is_forgotten_while_it_is_written_is_gone(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    assert tier.write(prefix(1), memoryview(content(1)), 1)
+    tier.forget(prefix(1).hash)
+    assert prefix(1).hash not in tier
+    wait(tier)
+    tier.close()
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_unfinished_and_misshapen_files_are_swept_and_strangers_left_alone(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    write(tier, 1)
+    tier.close()
+    folder = next(tmp_path.rglob("*.kv")).parent
+    leftovers = [folder / f"{2:064x}.kv.tmp", folder / f"{3:064x}.kv"]
+    strangers = [tmp_path / "notes.txt", folder / "notes.kv", tmp_path / "models" / "x.kv", folder.parent / "readme"]
+    for path in (*leftovers, *strangers):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    (folder / f"{4:064x}.kv").symlink_to(strangers[0])
+    tier = open_tier(tmp_path)
+    assert tier.stats().num_blocks == 1
+    assert not any(path.exists() for path in leftovers)
+    assert all(path.exists() for path in strangers)
+    tier.close()
+
+
+def test_other_models_blocks_make_room_down_to_half_of_the_limit(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, num_blocks=10, fingerprint=1)
+    write(tier, *range(8))
+    tier.close()
+    tier = open_tier(tmp_path, num_blocks=10, fingerprint=2)
+    write(tier, *range(20))
+    assert tier.stats().num_blocks == 5
+    tier.close()
+    tier = open_tier(tmp_path, num_blocks=10, fingerprint=1)
+    assert [number for number in range(8) if prefix(number).hash in tier] == [3, 4, 5, 6, 7]  # the latest
+    tier.close()
+
+
+def test_a_directory_is_one_engines(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    with pytest.raises(DiskTierError, match="in use by another engine"):
+        open_tier(tmp_path, fingerprint=1)
+    tier.close()
+    open_tier(tmp_path).close()
+
+
+def test_a_directory_that_cannot_serve_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DiskTierError, match="hold no KV block"):
+        open_tier(tmp_path, num_blocks=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskTierError, match="cannot hold KV blocks"):
+        open_tier(tmp_path / "file")
+
+
+def test_the_secret_of_a_directory_stays_the_same(tmp_path: Path) -> None:
+    secret = block_files.secret(tmp_path / "new")
+    assert len(secret) == 32
+    assert block_files.secret(tmp_path / "new") == secret
+    assert block_files.secret(tmp_path / "other") != secret
+    assert (tmp_path / "new" / "secret").stat().st_mode & 0o077 == 0
