@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 
 from server.engine.block_files import BlockFile, block_path, file_bytes, lock, owner_of, sweep
 from server.engine.block_pool import BlockPool, IntegrityError
+from server.engine.offload_stats import DiskStats
 from server.engine.prefixes import Prefix
 
 logger = logging.getLogger(__name__)
@@ -20,15 +21,6 @@ READERS = 4  # threads: one alone checks some GB/s
 
 class DiskTierError(Exception):
     """The directory cannot be used as asked; the message is for the operator."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskStats:
-    num_blocks: int
-    read_bytes: int
-    written_bytes: int
-    num_damaged: int  # files that were not what their names said
-    is_full: bool  # a write failed, and there are no more of them
 
 
 @dataclass(frozen=True, slots=True)

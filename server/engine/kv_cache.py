@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.engine.block_pool import BlockPool, IntegrityError
+from server.engine.offload_stats import OffloadStats
 from server.engine.prefixes import Prefix, hash_block, new_serial, root_hash
 from server.engine.request import Request
 
@@ -89,6 +90,10 @@ class KVCache:
 
     def queue_transfers(self) -> None:
         """Ends each turn of the scheduler, before its step is launched."""
+
+    def offload_stats(self) -> OffloadStats | None:
+        """None: there is no slower memory."""
+        return None
 
     def register(self, request: Request) -> None:
         """Offers the blocks that steps have filled which came back."""

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from models.transfers import FinishedTransfers, Transfers
 from server.engine.block_pool import BlockPool, IntegrityError
-from server.engine.disk_tier import DiskStats, DiskTier
+from server.engine.disk_tier import DiskTier
+from server.engine.offload_stats import OffloadStats
 from server.engine.prefixes import Prefix, new_serial
 from server.engine.request import Request
 
@@ -51,17 +52,6 @@ class Held:
     is_forgotten: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadStats:
-    num_slots: int
-    num_held: int
-    block_bytes: int
-    stored_blocks: int  # device to host
-    loaded_blocks: int  # host to device
-    skipped_blocks: int  # given up without a copy: the way was busy
-    disk: DiskStats | None
-
-
 class Offload:
     """Slots are numbered from 1, as blocks are."""
 
@@ -81,12 +71,7 @@ class Offload:
         self._loading: dict[int, Held] = {}  # by block
         self._reading: dict[int, Held] = {}  # by slot, which is the ticket
         self._writing: dict[int, Held] = {}  # by slot, negative as the ticket
-        self.num_stored = self.num_loaded = self.num_skipped = 0
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is on its way that a waiting request may wait for."""
-        return bool(self._storing or self._loading or self._reading)
+        self.num_queried = self.num_stored = self.num_loaded = self.num_skipped = 0  # blocks
 
     def serial(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> int:
         """Of a prefix just computed: what it is known by here already, or a new one."""
@@ -183,6 +168,7 @@ class Offload:
             num_slots=self._memory.num_slots,
             num_held=len(self._by_hash),
             block_bytes=self._memory.block_bytes,
+            queried_blocks=self.num_queried,
             stored_blocks=self.num_stored,
             loaded_blocks=self.num_loaded,
             skipped_blocks=self.num_skipped,

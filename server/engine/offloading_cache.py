@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from server.engine.kv_cache import Entry, KVCache
 from server.engine.offload import Held, Offload
+from server.engine.offload_stats import OffloadStats
 from server.engine.request import Request
 
 AHEAD = 8  # 1 / AHEAD of the device's blocks is kept ready to be given up: blank, or in host memory already
@@ -52,11 +53,15 @@ class OffloadingKVCache(KVCache):
 
     def fetch(self, request: Request, hits: Sequence[Entry]) -> int:
         offload = self.offload
-        fetched = self._fetched.setdefault(request.request_id, _Fetched())
+        usable = (len(request.token_ids) - 1) // self.block_size
+        fetched = self._fetched.get(request.request_id)
+        if fetched is None:
+            fetched = self._fetched[request.request_id] = _Fetched()
+            offload.num_queried += usable - len(hits)
         on_device, in_host = list(hits), list[tuple[int, Held]]()
         coming, is_waiting = 0, False
         parent = hits[-1].serial if hits else 0
-        for index in range(len(hits), (len(request.token_ids) - 1) // self.block_size):
+        for index in range(len(hits), usable):
             block_hash, token_bytes = request.block_hashes[index]
             entry = self._find(block_hash, token_bytes, parent, request)
             if entry is not None:  # behind a gap
@@ -102,6 +107,9 @@ class OffloadingKVCache(KVCache):
     def queue_transfers(self) -> None:
         self._retire_ahead()
         self.offload.queue()
+
+    def offload_stats(self) -> OffloadStats:
+        return self.offload.stats()
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         super().check_integrity(requests)

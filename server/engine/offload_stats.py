@@ -1,0 +1,24 @@
+"""What the slower tiers of the prefix cache have done, as the engine reports it. Counters are since its start."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    num_blocks: int
+    read_bytes: int
+    written_bytes: int
+    num_damaged: int  # files that were not what their names said
+    is_full: bool  # a write failed, and there are no more of them
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    num_slots: int
+    num_held: int
+    block_bytes: int
+    queried_blocks: int  # looked for here, by requests that did not find them on the device
+    stored_blocks: int  # device to host
+    loaded_blocks: int  # host to device
+    skipped_blocks: int  # given up without a copy, as too many went at once
+    disk: DiskStats | None
