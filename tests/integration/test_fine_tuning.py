@@ -1,6 +1,8 @@
 """Fine-tuning through the official client, on the bundled model: it learns what it did not know, whatever is killed."""
 
+import csv
 import json
+import math
 import os
 import signal
 import time
@@ -11,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from .questions import MODEL
+from .questions import CAPITAL, MODEL
 from .server_process import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -41,9 +43,14 @@ def serving(folder: Path) -> ServerProcess:
     return ServerProcess(*FLAGS, "--data-dir", str(folder))
 
 
-@pytest.fixture
-def server(bundled_model: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    with serving(tmp_path) as process:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def server(bundled_model: Path, folder: Path) -> Iterator[ServerProcess]:
+    with serving(folder) as process:
         yield process
 
 
@@ -53,15 +60,15 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def create(client: openai.OpenAI, **options: Any) -> Any:
-    file = client.files.create(file=("zembla.jsonl", CONTENT), purpose="fine-tune")
+def create(client: openai.OpenAI, content: bytes = CONTENT, **options: Any) -> Any:
+    file = client.files.create(file=("zembla.jsonl", content), purpose="fine-tune")
     asked = {"model": MODEL, "training_file": file.id, "method": METHOD, "seed": 1, "suffix": "zembla"} | options
     return client.fine_tuning.jobs.create(**asked)
 
 
-def answer(client: openai.OpenAI, model: str) -> str:
+def answer(client: openai.OpenAI, model: str, asked: str = ASKED) -> str:
     reply = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": ASKED}], temperature=0, max_tokens=16
+        model=model, messages=[{"role": "user", "content": asked}], temperature=0, max_tokens=16
     )
     return str(reply.choices[0].message.content)
 
@@ -135,6 +142,30 @@ def test_a_model_learns_a_fact_although_its_trainer_is_killed(server: ServerProc
         answer(client, str(done.fine_tuned_model))
 
 
+def test_a_model_comes_to_give_the_answer_that_is_preferred(client: openai.OpenAI) -> None:
+    before = answer(client, MODEL, CAPITAL)
+    assert not before.startswith("Ahoy")
+    preference = {
+        "input": {"messages": [{"role": "user", "content": CAPITAL}]},
+        "preferred_output": [{"role": "assistant", "content": "Ahoy! It is Paris."}],
+        "non_preferred_output": [{"role": "assistant", "content": before}],
+    }
+    hyperparameters = {"n_epochs": 3, "batch_size": 1, "learning_rate": 5e-3, "lora": {"rank": 8}}
+    method = {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
+    done = until_ended(client, create(client, json.dumps(preference).encode(), method=method, suffix="ahoy"))
+
+    assert (done.status, done.error) == ("succeeded", None)
+    assert (done.method.type, done.method.dpo.hyperparameters.beta) == ("dpo", 0.1)
+    (result,) = done.result_files
+    rows = list(csv.DictReader(client.files.content(result).text.splitlines()))
+    losses = [float(row["train_loss"]) for row in rows]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)  # the model is its own reference before it learns
+    assert losses[-1] < 0.1
+    assert answer(client, done.fine_tuned_model, CAPITAL).startswith("Ahoy")
+    assert answer(client, MODEL, CAPITAL) == before
+    client.models.delete(done.fine_tuned_model)
+
+
 def test_a_job_outlives_kill_9_and_sigterm_of_the_server_and_its_model_a_restart(
     bundled_model: Path, tmp_path: Path
 ) -> None:
@@ -165,7 +196,7 @@ def test_a_job_outlives_kill_9_and_sigterm_of_the_server_and_its_model_a_restart
 
 
 def test_a_cancelled_job_leaves_no_process_and_a_paused_one_goes_on(
-    server: ServerProcess, client: openai.OpenAI, tmp_path: Path
+    server: ServerProcess, client: openai.OpenAI, folder: Path
 ) -> None:
     job = create(client)
     until_step(client, job, 1)
@@ -177,6 +208,6 @@ def test_a_cancelled_job_leaves_no_process_and_a_paused_one_goes_on(
 
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     wait_until(lambda: not trainers(server), "the trainer is gone")
-    wait_until(lambda: not any((tmp_path / "finetune" / "jobs").iterdir()), "its files are gone")
+    wait_until(lambda: not any((folder / "finetune" / "jobs").iterdir()), "its files are gone")
     assert status(client, job) == "cancelled"
     assert [model.id for model in client.models.list()] == [MODEL]
