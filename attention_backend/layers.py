@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_backend import skinny
+from attention_backend import ops, skinny
 from attention_backend.operators import operator
 from attention_backend.reference import layers as reference
 
@@ -172,9 +172,13 @@ def rotary_store_op(
             q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps,
             unit_offset=unit_offset, k_scale=k_scale, v_scale=v_scale, early=_early(),
         )  # fmt: skip
-    return reference.rotary_store(
-        q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
-    )
+    if not q.is_cuda:
+        return reference.rotary_store(
+            q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
+        )
+    q, k = reference.rotate(q, k, cos, sin, q_norm, k_norm, eps, unit_offset)
+    ops.store_kv_op(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return q
 
 
 @rotary_store_op.register_fake

@@ -2,7 +2,7 @@
 // probability softmax(logits / temperature)_i (the Gumbel-max trick, written with exponentials); temperature 0 is greedy.
 // E_i is a hash of (the row's key, i), as models/sampling/noise.py has it, so a row's token depends on nothing else.
 //
-// A row is cut into gridDim.x parts; the block that comes last at the row's counter compares their winners. The counter
+// A row is cut into gridDim.y parts; the block that comes last at the row's counter compares their winners. The counter
 // wraps to zero as it counts itself. Equal scores: the lowest index wins.
 //
 // Compile-time: BF16 or FP32.
@@ -13,7 +13,7 @@ struct ChoiceParams {
   const element* logits;     // [rows, vocab_size]
   const float* temperature;  // [rows]
   const int2* keys;          // [rows]
-  uint2* winners;            // [rows, gridDim.x]
+  uint2* winners;            // [rows, gridDim.y]
   uint32* counters;          // [rows]
   int64* tokens;             // [rows]
   uint8* finite;             // [rows]: no logit is NaN or infinite
@@ -83,7 +83,7 @@ __device__ __forceinline__ Best best_of_part(const ChoiceParams& p, int row) {
   int first = 0;
   if (p.vectors) {
     const int count = p.vocab_size / kVector;
-    for (int i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    for (int i = blockIdx.y * kThreads + threadIdx.x; i < count; i += gridDim.y * kThreads) {
       Load load;
       load.bits = reinterpret_cast<const uint4*>(logits)[i];
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ Best best_of_part(const ChoiceParams& p, int row) {
     }
     first = count * kVector;
   }
-  for (int i = first + blockIdx.x * kThreads + threadIdx.x; i < p.vocab_size; i += gridDim.x * kThreads)
+  for (int i = first + blockIdx.y * kThreads + threadIdx.x; i < p.vocab_size; i += gridDim.y * kThreads)
     part.look_at(to_float(logits[i]), i);
   return part.best;
 }
@@ -117,20 +117,20 @@ __device__ __forceinline__ Best best_of_block(Best best, Best* shared) {
 extern "C" __global__ void __launch_bounds__(kThreads) choose_tokens(const ChoiceParams p) {
   __shared__ Best shared[kWarps];
   __shared__ bool last;
-  const int row = blockIdx.y;
+  const int row = blockIdx.x;
   Best best = p.temperature[row] < kGreedy ? best_of_part<true>(p, row) : best_of_part<false>(p, row);
   best = best_of_block(best, shared);
-  uint2* const winners = p.winners + static_cast<int64>(row) * gridDim.x;
+  uint2* const winners = p.winners + static_cast<int64>(row) * gridDim.y;
   if (threadIdx.x == 0) {
-    winners[blockIdx.x] = make_uint2(__float_as_uint(best.score), best.index);
+    winners[blockIdx.y] = make_uint2(__float_as_uint(best.score), best.index);
     __threadfence();
-    last = atomicInc(p.counters + row, gridDim.x - 1) == gridDim.x - 1;
+    last = atomicInc(p.counters + row, gridDim.y - 1) == gridDim.y - 1;
     __threadfence();
   }
   __syncthreads();
   if (!last || threadIdx.x >= 32) return;
   Best winner{-kInfinity, 0x7fffffffu};
-  for (int i = threadIdx.x; i < gridDim.x; i += 32) {
+  for (int i = threadIdx.x; i < gridDim.y; i += 32) {
     const uint2 other = __ldcg(winners + i);
     winner.take({__uint_as_float(other.x), other.y});
   }

@@ -56,5 +56,5 @@ def choose(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, T
         vocab_size=vocab_size,
         vectors=int(logits.data_ptr() % 16 == 0 and logits.stride(0) * logits.element_size() % 16 == 0),
     )
-    load(choice_variant(logits.dtype, device.arch(index)), index)((parts, rows, 1), (_THREADS, 1, 1), p)
+    load(choice_variant(logits.dtype, device.arch(index)), index)((rows, parts, 1), (_THREADS, 1, 1), p)
     return tokens, finite

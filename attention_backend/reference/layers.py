@@ -25,6 +25,22 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(turned if 2 * half == x.shape[-1] else (*turned, x[..., 2 * half :]), -1)
 
 
+def rotate(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normed if there are norms, then turned; see `attention_backend.layers.rotary_store`."""
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps, unit_offset), rms_norm(k, k_norm, eps, unit_offset)
+    return rotated(q, cos, sin), rotated(k, cos, sin)
+
+
 def rotary_store(
     q: Tensor,
     k: Tensor,
@@ -42,10 +58,9 @@ def rotary_store(
     v_scale: Tensor | None,
 ) -> Tensor:
     """See `attention_backend.layers.rotary_store`."""
-    if q_norm is not None and k_norm is not None:
-        q, k = rms_norm(q, q_norm, eps, unit_offset), rms_norm(k, k_norm, eps, unit_offset)
-    kv_cache.store(rotated(k, cos, sin), v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    return rotated(q, cos, sin)
+    q, k = rotate(q, k, cos, sin, q_norm, k_norm, eps, unit_offset)
+    kv_cache.store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return q
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:

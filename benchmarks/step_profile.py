@@ -1,0 +1,160 @@
+"""Where the time of an engine step goes: kernels of decode steps and prompt chunks, and how long the GPU has nothing.
+
+    python -m benchmarks.step_profile --out benchmarks/results/step_profile_h200.json
+    python -m benchmarks.step_profile --decodes 1x1024,64x8192 --chunks 8192@0,8192@24576 --top 12
+
+The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's shape. Steps follow each other as in the
+engine: one is launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran;
+"idle": the share of the time between the first and the last kernel in which none did. About a minute on an H200.
+"""
+
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import machine, model_folder
+from models import loader, registry
+from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
+from models.runner import ModelRunner
+
+BLOCK_SIZE = 64
+SAMPLING = SamplingParams(temperature=1.0, seed=0, ignore_eos=True)
+STEPS = 20
+PROFILED = 5
+
+
+def make_runner(max_model_len: int, step_tokens: int, **options: Any) -> ModelRunner:
+    with tempfile.TemporaryDirectory() as folder:
+        model_folder.write(Path(folder), max_position_embeddings=262144)
+        loaded = loader.load(registry.resolve(folder), dtype="bfloat16", device="cuda:0", load_format="dummy")
+    runner = ModelRunner(
+        loaded, block_size=BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=step_tokens,
+        max_model_len=max_model_len, **options,
+    )  # fmt: skip
+    runner.warm_up()
+    return runner
+
+
+class Decodes:
+    """`rows` sequences with blocks of their own, as many as there are."""
+
+    def __init__(self, runner: ModelRunner, rows: int, context: int, steps: int) -> None:
+        self.runner, self.rows, self.context = runner, rows, context
+        per_sequence = -(-(context + steps) // BLOCK_SIZE)
+        usable = runner.num_blocks - 1
+        self.blocks = [[1 + (row * per_sequence + i) % usable for i in range(per_sequence)] for row in range(rows)]
+        self.step = 0
+        for slot in range(rows):
+            runner.add_request(slot, SAMPLING, [1])
+
+    def run(self, steps: int) -> None:
+        before = None
+        for _ in range(steps):
+            token = [IN_FLIGHT] if self.step else [1]
+            at = self.context + self.step
+            seqs = (ScheduledSeq(row, token, at, self.blocks[row], True) for row in range(self.rows))
+            launched = self.runner.launch(StepBatch(tuple(seqs)))
+            self.step += 1
+            if before is not None:
+                before.collect()
+            before = launched
+        if before is not None:
+            before.collect()
+
+    def end(self) -> None:
+        for slot in range(self.rows):
+            self.runner.remove_request(slot)
+
+
+class Chunks:
+    """The same chunk of one prompt again and again."""
+
+    def __init__(self, runner: ModelRunner, tokens: int, context: int) -> None:
+        self.runner = runner
+        blocks = list(range(1, 1 + -(-(context + tokens) // BLOCK_SIZE)))
+        prompt = torch.randint(10, 100_000, (tokens,)).tolist()
+        self.batch = StepBatch((ScheduledSeq(0, prompt, context, blocks, False),))
+        runner.add_request(0, SAMPLING, [1])
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.runner.launch(self.batch)
+
+    def end(self) -> None:
+        self.runner.remove_request(0)
+
+
+def measure(run: Callable[[int], None], steps: int) -> dict[str, Any]:
+    run(3)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(steps)
+    torch.cuda.synchronize()
+    step_ms = (time.perf_counter() - start) / steps * 1e3
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run(PROFILED)
+        torch.cuda.synchronize()
+    spans, kernels = [], defaultdict(list)
+    for event in profiler.events():
+        if event.device_type is DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+            kernels[event.name].append(event.time_range.elapsed_us())
+    busy, end = 0.0, 0.0
+    for first, last in sorted(spans):
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    whole = end - min(first for first, _ in spans)
+    rows = [{"kernel": n, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED} for n, us in kernels.items()]
+    rows.sort(key=lambda row: -row["us"])
+    return {"step_ms": step_ms, "busy_ms": busy / PROFILED / 1e3, "idle": 1 - busy / whole, "kernels": rows}
+
+
+def show(name: str, result: dict[str, Any], top: int) -> None:
+    figures = f"step {result['step_ms']:.3f} ms, busy {result['busy_ms']:.3f} ms, idle {result['idle']:.1%}"
+    typer.echo(f"{name}: {figures}")
+    for row in result["kernels"][:top]:
+        typer.echo(f"  {row['us']:10.1f} us  {row['calls']:6.1f} x {row['us'] / row['calls']:8.2f}  {row['kernel'][:110]}")
+
+
+def main(
+    decodes: Annotated[str, typer.Option(help="Rows x context of decode steps.")] = "1x1024,1x131072,64x8192",
+    chunks: Annotated[str, typer.Option(help="Tokens @ context of prompt chunks.")] = "8192@0,8192@24576",
+    top: Annotated[int, typer.Option(help="Kernels to print.")] = 14,
+    out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Recorded where there is no git.")] = None,
+) -> None:
+    """Profiles the steps of the engine's runner."""
+    wanted_decodes = [tuple(map(int, cell.split("x"))) for cell in decodes.split(",") if cell]
+    wanted_chunks = [tuple(map(int, cell.split("@"))) for cell in chunks.split(",") if cell]
+    longest = max([sum(cell) for cell in wanted_chunks] + [context + 64 for _, context in wanted_decodes])
+    step_tokens = max([tokens for tokens, _ in wanted_chunks] + [64])
+    started = time.perf_counter()
+    runner = make_runner(longest, step_tokens)
+    typer.echo(f"ready after {time.perf_counter() - started:.1f} s, {runner.num_blocks} blocks")
+    results: dict[str, Any] = {}
+    for rows, context in wanted_decodes:
+        work = Decodes(runner, rows, context, 2 * STEPS + PROFILED)
+        results[f"decode {rows}x{context}"] = measure(work.run, STEPS)
+        work.end()
+    for tokens, context in wanted_chunks:
+        chunk = Chunks(runner, tokens, context)
+        results[f"chunk {tokens}@{context}"] = measure(chunk.run, 4)
+        chunk.end()
+    for name, result in results.items():
+        show(name, result, top)
+    if out is not None:
+        facts = machine.facts(commit)
+        out.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
