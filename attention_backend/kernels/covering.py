@@ -16,6 +16,7 @@ from attention_backend.kernels.choose_tokens import choice_variant
 from attention_backend.kernels.decode_covering import decode_covering_set
 from attention_backend.kernels.flash_merge import merge_variant
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.layer_covering import layer_covering_set
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
 
@@ -36,6 +37,7 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
         yield from hopper_backward_variants.covering_set()
     yield from linear_variants.covering(arch)
     yield from skinny_linear.covering_set(arch)
+    yield from layer_covering_set(arch)
     for head_dim in (32, 64, 128, 256):
         yield merge_variant(main, head_dim, arch)
     yield merge_variant(other, 128, arch)

@@ -91,7 +91,7 @@ def test_heads_are_normalised_before_they_are_turned(unit_offset: bool) -> None:
 
 def test_float8_pages_hold_values_over_their_heads_scale() -> None:
     call = rotary_inputs()
-    scales = {"k_scale": torch.tensor([0.5, 0.25]), "v_scale": torch.tensor([0.02, 1.0])}
+    scales: dict[str, Any] = {"k_scale": torch.tensor([0.5, 0.25]), "v_scale": torch.tensor([0.02, 1.0])}
     for name in ("k_cache", "v_cache"):
         call[name] = call[name].to(torch.float8_e4m3fn)
     layers.rotary_store(**call, **scales)
