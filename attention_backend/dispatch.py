@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
+from attention_backend.heuristics.decode import DECODE_ROWS
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.kernels.covering import covering_set
 from attention_backend.problem import AttentionArgs
@@ -37,7 +38,6 @@ _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
 _MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
 _MAX_GRID = 65535  # blocks in y and z
-_DECODE_ROWS = 64
 _DECODE_SEQUENCES = 1024  # what heuristics.decode leaves room for
 
 
@@ -129,8 +129,8 @@ def _float8_keys(args: AttentionArgs) -> Iterator[str]:
 
 def _few_rows(args: AttentionArgs) -> Iterator[str]:
     rows = args.num_heads // args.num_kv_heads * args.seqlen_q
-    if rows > _DECODE_ROWS:
-        yield f"a key head's group has {rows} query rows, more than {_DECODE_ROWS}"
+    if rows > DECODE_ROWS:
+        yield f"a key head's group has {rows} query rows, more than {DECODE_ROWS}"
     if args.batch > _DECODE_SEQUENCES:
         yield f"there are {args.batch} sequences, more than {_DECODE_SEQUENCES}"
     if args.k.dtype != args.dtype:
@@ -161,7 +161,7 @@ TABLE = (
         "flash_decode",
         "cuda",
         _HALVES,
-        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {_DECODE_ROWS} query rows a key head; {_OPTIONS}; "
+        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {DECODE_ROWS} query rows a key head; {_OPTIONS}; "
         "float8_e4m3fn keys and values from sm_89",
         _few_rows,
     ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_backend.metadata import KVPages
 from models.attention_sites import AttentionSite
 from models.host import available_memory_bytes
 
@@ -16,11 +17,20 @@ from models.host import available_memory_bytes
 CPU_POOL_BYTES = 4 << 30
 CPU_POOL_SHARE = 0.25
 
-KVCaches = list[tuple[Tensor, Tensor]]  # per layer: k [num_blocks, num_kv_heads, block_size, head_dim], v likewise
+FP8 = torch.float8_e4m3fn
+#: vLLM's names.
+_FP8_NAMES = ("fp8", "fp8_e4m3")
+
+KVCaches = list[KVPages]  # per layer
+KVScales = list[tuple[Tensor, Tensor]]  # per layer: of keys and of values, float32 [num_kv_heads]
 
 
 class PoolTooSmallError(RuntimeError):
     """Not even one request of the model's length fits."""
+
+
+class KVCacheDtypeError(ValueError):
+    """No KV cache of this dtype for this model on this device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,32 @@ class MemoryBudget:
 
     gpu_memory_utilization: float = 0.9  # of the GPU's whole memory: weights, activations and pool together
     kv_cache_memory_bytes: int | None = None
+
+
+def kv_cache_dtype(name: str, dtype: torch.dtype, sites: Sequence[AttentionSite], device: torch.device) -> torch.dtype:
+    """What the pool holds: "auto" is the model's `dtype`, which also has its own name; "fp8" and "fp8_e4m3" are e4m3.
+
+    Raises KVCacheDtypeError for other names, and where float8 pages are not served.
+    """
+    served = str(dtype).removeprefix("torch.")
+    if name in ("auto", served):
+        return dtype
+    if name not in _FP8_NAMES:
+        raise KVCacheDtypeError(
+            f"kv_cache_dtype is {name!r}, but with this model it is auto (which is {served}), {served}, "
+            f"{' or '.join(_FP8_NAMES)}"
+        )
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            raise KVCacheDtypeError(f"kv_cache_dtype is {name!r}, which this GPU has not: it needs sm_89 or later")
+        if dtype == torch.float32:
+            raise KVCacheDtypeError(
+                f"kv_cache_dtype {name!r} goes with bfloat16 and float16 on a GPU, not with {served}"
+            )
+        odd = [(site.head_dim, site.head_dim_v) for site in sites if site.head_dim % 16 or site.head_dim_v % 16]
+        if odd:
+            raise KVCacheDtypeError(f"kv_cache_dtype {name!r} needs a head_dim of a multiple of 16, not {odd[0]}")
+    return FP8
 
 
 def bytes_per_block(sites: Sequence[AttentionSite], block_size: int, dtype: torch.dtype) -> int:
@@ -68,12 +104,22 @@ def count_blocks(pool_bytes: int, block_bytes: int, *, block_size: int, max_num_
 
 
 def allocate(
-    sites: Sequence[AttentionSite], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    sites: Sequence[AttentionSite],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: KVScales | None = None,
 ) -> KVCaches:
+    """`scales` with float8_e4m3fn: see models.kv_scales."""
+
+    def pages(site: AttentionSite, width: int) -> Tensor:
+        return torch.zeros(num_blocks, site.num_kv_heads, block_size, width, dtype=dtype, device=device)
+
+    if (scales is not None) != (dtype == FP8):
+        raise ValueError(f"scales go with {FP8} pages, and they with them: the pages are {dtype}")
+    of_layers: Sequence[tuple[Tensor, Tensor] | tuple[None, None]] = scales or [(None, None)] * len(sites)
     return [
-        (
-            torch.zeros(num_blocks, site.num_kv_heads, block_size, site.head_dim, dtype=dtype, device=device),
-            torch.zeros(num_blocks, site.num_kv_heads, block_size, site.head_dim_v, dtype=dtype, device=device),
-        )
-        for site in sites
+        KVPages(pages(site, site.head_dim), pages(site, site.head_dim_v), k_scale, v_scale)
+        for site, (k_scale, v_scale) in zip(sites, of_layers, strict=True)
     ]

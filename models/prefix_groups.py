@@ -4,6 +4,7 @@ In a CUDA graph shapes are fixed: as many groups as sequences are always enough,
 Knows no requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -13,10 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_backend.heuristics.decode import DECODE_ROWS
+from attention_backend.heuristics.prefix import TILE_ROWS, least_saved_keys
 from attention_backend.metadata import SharedPages
 from attention_backend.shared_prefix import PrefixGroups
+from models.attention_sites import AttentionSite
 from models.copies import to_device
-from models.shared_runs import Levels, SharedRun
+from models.shared_runs import Levels, SharedRun, SharingLimits
 
 _LEADERS, _STARTS, _LENS, _CU_ROWS = range(4)
 #: Rows of `GroupArrays.groups`.
@@ -31,6 +35,24 @@ class GroupArrays:
     groups: np.ndarray
     own_starts: np.ndarray  # int32 [num_seqs]: the first key of each sequence that no level covers
     max_rows: int  # no group has more
+
+
+def sharing_limits(
+    sites: Sequence[AttentionSite], kv_dtype: torch.dtype, block_size: int, device_type: str, *, max_levels: int = 1
+) -> SharingLimits | None:
+    """For the layers without windows and chunks; None where no layer could share, or its kernel takes too few rows."""
+    shared = [site for site in sites if not site.window and not site.chunk_size]
+    if not shared:
+        return None
+    bytes_per_key = min(site.num_kv_heads * (site.head_dim + site.head_dim_v) for site in shared) * kv_dtype.itemsize
+    group = max(site.num_heads // site.num_kv_heads for site in shared)
+    # Of float8 pages only the kernel of few rows reads what is shared.
+    most = DECODE_ROWS if kv_dtype == torch.float8_e4m3fn and device_type == "cuda" else 0
+    tile_rows = max(1, TILE_ROWS // group) if most == 0 else most // group
+    if most and tile_rows < 2:
+        return None
+    least_saved_blocks = -(-least_saved_keys(device_type, bytes_per_key) // block_size)
+    return SharingLimits(least_saved_blocks, max_levels, tile_rows, tile_rows if most else 0)
 
 
 @lru_cache(maxsize=64)

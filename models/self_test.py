@@ -14,7 +14,7 @@ from models.attention_sites import AttentionSite, attention_implementation
 from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
 from models.inputs import StepInputs
-from models.kv_pool import allocate
+from models.kv_pool import FP8, KVScales, allocate
 from models.patching import UnsupportedModelError
 
 _LENGTHS = (13, 45)
@@ -23,22 +23,27 @@ _STEPS = ((7, 30), (1, 9), (1, 1), (4, 5))
 
 #: Largest relative error of a row's logits (L2), averaged over rows: a mixture of experts may flip single rows.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+#: Over float8 pages: three bits of mantissa in every key and value. A wrong path is off by about 1.
+_FLOAT8_TOLERANCE = 0.35
 
 
 @torch.inference_mode()
-def check_engine_path(model: PreTrainedModel, sites: Sequence[AttentionSite], *, block_size: int) -> None:
-    """Raises UnsupportedModelError when the paths disagree."""
+def check_engine_path(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], *, block_size: int, scales: KVScales | None = None
+) -> None:
+    """Raises UnsupportedModelError when the paths disagree. With `scales` the pages are float8."""
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
-    ours = _engine_logits(model, sites, prompts, block_size)
+    ours = _engine_logits(model, sites, prompts, block_size, scales)
+    tolerance = _TOLERANCE[model.dtype] if scales is None else _FLOAT8_TOLERANCE
     for prompt, logits in zip(prompts, ours, strict=True):
         expected = _eager_logits(model, prompt)
         error = ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).mean().item()
-        if not error <= _TOLERANCE[model.dtype]:  # NaN fails too
+        if not error <= tolerance:  # NaN fails too
             raise UnsupportedModelError(
                 f"{type(model).__name__} fails the self-test: on the paged cache its logits differ from eager "
-                f"attention's by {error:.2g} (relative), more than {_TOLERANCE[model.dtype]:g}"
+                f"attention's by {error:.2g} (relative), more than {tolerance:g}"
             )
 
 
@@ -51,12 +56,17 @@ def _eager_logits(model: PreTrainedModel, prompt: list[int]) -> Tensor:
 
 
 def _engine_logits(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], prompts: list[list[int]], block_size: int
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    prompts: list[list[int]],
+    block_size: int,
+    scales: KVScales | None,
 ) -> list[Tensor]:
     """float32 `[len(prompt), vocab]` of each prompt, through pages that interleave and do not ascend."""
     blocks = [-(-len(prompt) // block_size) for prompt in prompts]
     table = [list(range(blocks[0] + blocks[1], blocks[1], -1)), list(range(blocks[1], 0, -1))]
-    caches = allocate(sites, sum(blocks) + 1, block_size, model.dtype, model.device)
+    dtype = model.dtype if scales is None else FP8
+    caches = allocate(sites, sum(blocks) + 1, block_size, dtype, model.device, scales)
     inputs = StepInputs(
         max_num_seqs=2,
         max_num_batched_tokens=sum(_LENGTHS),

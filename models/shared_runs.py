@@ -1,4 +1,5 @@
-"""Which sequences of a step begin with the same pages, as the scheduler tells the runner."""
+"""Which sequences of a step begin with the same pages, as the scheduler tells the runner, and what the runner wants to
+be told."""
 
 from dataclasses import dataclass
 
@@ -27,3 +28,13 @@ class StepSharing:
 
 
 NOT_SHARED = StepSharing()
+
+
+@dataclass(frozen=True, slots=True)
+class SharingLimits:
+    """When reading shared pages once is worth it (attention_backend.heuristics.prefix)."""
+
+    least_saved_blocks: int  # that a level must save its rows from reading, in every step
+    max_levels: int = 1
+    tile_rows: int = 32  # query rows that read a block together; twice as many read it twice
+    max_group_rows: int = 0  # query rows of a group that a kernel takes; 0: any number

@@ -5,6 +5,8 @@ from math import gcd
 
 from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 
+#: Query rows of a key head's group that the decode kernels take.
+DECODE_ROWS = 64
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
 

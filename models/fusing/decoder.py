@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention_backend import layers
+from attention_backend.metadata import KVPages
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.fusing.families import Family, family_of
 from models.fusing.layer import FusedAttention, FusedMLP
@@ -70,11 +71,9 @@ class FusedDecoder:
         x = self._inner.embed_tokens(step.input_ids)[0]
         tables = {kind: self.rotary.tables(step.position_ids, kind, x) for kind in self._types}
         block, residual = x, None
-        for layer, (k_cache, v_cache) in zip(self.layers, kv_caches, strict=True):
+        for layer, pages in zip(self.layers, kv_caches, strict=True):
             last = layer is self.layers[-1]
-            block, residual = self._layer(
-                layer, block, residual, tables, (k_cache, v_cache), step, rows if last else None
-            )
+            block, residual = self._layer(layer, block, residual, tables, pages, step, rows if last else None)
         assert residual is not None
         normed, _ = self.norm.add(block, residual)
         return self._head(normed)
@@ -85,7 +84,7 @@ class FusedDecoder:
         block: Tensor,
         residual: Tensor | None,
         tables: dict[str, Tables],
-        caches: tuple[Tensor, Tensor],
+        pages: KVPages,
         step: StepTensors,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -95,7 +94,7 @@ class FusedDecoder:
             normed, residual = layer.before_attention(block), block
         else:
             normed, residual = layer.before_attention.add(block, residual)
-        attended = layer.attention(normed, tables[layer.attention.layer_type], *caches, step.metadata)
+        attended = layer.attention(normed, tables[layer.attention.layer_type], pages, step.metadata)
         late = rows is not None and step.adapter_rows is not None  # adapters know the whole batch's rows
         if rows is not None and not late:
             attended, residual = attended[rows], residual[rows]

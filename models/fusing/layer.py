@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import attention_backend
 from attention_backend import layers
-from attention_backend.metadata import PagedMetadata
+from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.attention_sites import AttentionSite
 from models.fusing.families import Family
@@ -45,7 +45,7 @@ class FusedAttention:
     def layer_type(self) -> str:
         return self._site.layer_type
 
-    def __call__(self, x: Tensor, tables: Tables, k_cache: Tensor, v_cache: Tensor, metadata: PagedMetadata) -> Tensor:
+    def __call__(self, x: Tensor, tables: Tables, pages: KVPages, metadata: PagedMetadata) -> Tensor:
         """x `[tokens, width]` -> `[tokens, heads * head_dim]`, before the output projection."""
         site = self._site
         q, k, v = (rows.unflatten(1, (-1, site.head_dim)) for rows in self.projections(x))
@@ -58,17 +58,19 @@ class FusedAttention:
                 q, k = q_norm.module(q), k_norm.module(k)
         new: tuple[Tensor | None, Tensor | None] = (k, v)
         if self._rotates:
-            q, new = self._rotate_and_store(q, k, v, tables, k_cache, v_cache, metadata, norms), (None, None)
+            q, new = self._rotate_and_store(q, k, v, tables, pages, metadata, norms), (None, None)
         out = attention_backend.paged_attention(
             q,
             *new,
-            k_cache,
-            v_cache,
+            pages.k,
+            pages.v,
             metadata,
             softmax_scale=site.softmax_scale,
             window_left=site.window - 1 if site.window else UNBOUNDED,
             chunk_size=site.chunk_size,
             softcap=site.softcap,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
         )
         return out.flatten(1)
 
@@ -78,12 +80,12 @@ class FusedAttention:
         k: Tensor,
         v: Tensor,
         tables: Tables,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        pages: KVPages,
         metadata: PagedMetadata,
         norms: dict[str, Any],
     ) -> Tensor:
-        return layers.rotary_store(q, k, v, k_cache, v_cache, metadata.slot_mapping, *tables, **norms)
+        scales = {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
+        return layers.rotary_store(q, k, v, pages.k, pages.v, metadata.slot_mapping, *tables, **norms, **scales)
 
 
 class FusedMLP:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import attention_backend
-from attention_backend.metadata import PagedMetadata
+from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.patching.errors import UnsupportedCallError
 from models.patching.keywords import refuse_dropout, refuse_unknown
@@ -29,13 +29,12 @@ def longwave_paged_attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     paged_metadata: PagedMetadata | None = None,
-    kv_caches: Sequence[tuple[Tensor, Tensor]] | None = None,
+    kv_caches: Sequence[KVPages] | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """query `[1, heads, tokens, head_dim]`, key and value `[1, kv_heads, tokens, *]` of this step's tokens only.
 
-    `kv_caches[layer]` is (k, v), each `[num_blocks, kv_heads, block_size, *]`; both are written, then read through
-    the block table. Returns `[1, tokens, heads, head_dim_v]`.
+    `kv_caches[layer]` is written, then read through the block table. Returns `[1, tokens, heads, head_dim_v]`.
     """
     refuse_unknown(module, keywords)
     refuse_dropout(module, dropout)
@@ -49,19 +48,21 @@ def longwave_paged_attention(
         raise UnsupportedCallError(f"{type(module).__name__}: the paged attention is causal, unmasked and one flat row")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    k_cache, v_cache = kv_caches[layer]
+    pages = kv_caches[layer]
     out = attention_backend.paged_attention(
         tokens_first(query)[0],  # [tokens, heads, head_dim], a view
         tokens_first(key)[0],
         tokens_first(value)[0],
-        k_cache,
-        v_cache,
+        pages.k,
+        pages.v,
         paged_metadata,
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window_left=UNBOUNDED if sliding_window is None else sliding_window - 1,
         chunk_size=chunk_size(module, layer),
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.reshape(-1),
+        k_scale=pages.k_scale,
+        v_scale=pages.v_scale,
     )
     return out[None], None
 

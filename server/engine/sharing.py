@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from models.shared_runs import Levels, SharedRun
+from models.shared_runs import Levels, SharedRun, SharingLimits
 from server.engine.request import Request
 
 _STRIDE = 256  # blocks compared at a time
@@ -24,15 +24,6 @@ class _Node:
     end: int
     blocks: int
     children: list["_Node"]
-
-
-@dataclass(frozen=True, slots=True)
-class SharingLimits:
-    """When a pass over shared pages is worth it: attention_backend.heuristics.prefix says."""
-
-    least_saved_blocks: int  # that a level must save its rows from reading, in every step
-    max_levels: int = 1
-    tile_rows: int = 32  # query rows that read a block together; twice as many read it twice
 
 
 @dataclass(slots=True)

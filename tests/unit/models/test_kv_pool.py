@@ -6,6 +6,8 @@ import torch
 from models.attention_sites import AttentionSite
 from models.kv_pool import (
     CPU_POOL_BYTES,
+    FP8,
+    KVCacheDtypeError,
     MemoryBudget,
     PoolTooSmallError,
     allocate,
@@ -13,6 +15,7 @@ from models.kv_pool import (
     count_blocks,
     cpu_pool_bytes,
     cuda_pool_bytes,
+    kv_cache_dtype,
 )
 
 
@@ -48,6 +51,31 @@ def test_layers_may_differ_in_heads_and_in_key_and_value_sizes() -> None:
         (5, 1, 16, 8),
     ]
     assert sum(t.nbytes for pair in caches for t in pair) == 5 * bytes_per_block(sites, 16, torch.float32)
+
+
+def test_float8_pages_take_half_and_carry_their_scales() -> None:
+    sites = [_site(i) for i in range(32)]
+    assert bytes_per_block(sites, 64, FP8) == 64 * 64 * 1024
+    million = -(-1_000_000 // 64) + 1
+    assert million * bytes_per_block(sites, 64, FP8) < 61.1 * 2**30  # beside 15 GiB of weights on one H200
+    scales = [(torch.full((8,), float(i)), torch.ones(8)) for i in range(2)]
+    caches = allocate(sites[:2], 3, 16, FP8, torch.device("cpu"), scales)
+    assert caches[1].k.dtype == caches[1].v.dtype == FP8
+    assert caches[1].k_scale is scales[1][0]
+    for dtype, given in ((FP8, None), (torch.float32, scales)):
+        with pytest.raises(ValueError, match="scales go with"):
+            allocate(sites[:2], 3, 16, dtype, torch.device("cpu"), given)
+
+
+def test_the_caches_dtype_has_vllms_names() -> None:
+    cpu, sites = torch.device("cpu"), [_site(0)]
+    for name in ("auto", "bfloat16"):
+        assert kv_cache_dtype(name, torch.bfloat16, sites, cpu) == torch.bfloat16
+    for name in ("fp8", "fp8_e4m3"):
+        assert kv_cache_dtype(name, torch.bfloat16, sites, cpu) == FP8
+    for name in ("float16", "fp8_e5m2", "int8", ""):
+        with pytest.raises(KVCacheDtypeError, match=r"with this model it is auto .*, bfloat16, fp8 or fp8_e4m3"):
+            kv_cache_dtype(name, torch.bfloat16, sites, cpu)
 
 
 def test_the_pool_takes_what_the_step_leaves_of_its_share_of_the_gpu() -> None:

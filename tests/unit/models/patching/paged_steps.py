@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attention_backend.metadata import PagedMetadata
+from attention_backend.metadata import KVPages, PagedMetadata
 
 PAGE = 16
 NUM_BLOCKS = 64
@@ -20,16 +19,16 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
 
 
-def pages(model: Any, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def pages(model: Any, device: torch.device) -> list[KVPages]:
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = (getattr(config, "qk_head_dim", None) or width, getattr(config, "v_head_dim", None) or width)
     # NaN shows any read of a slot that was never written.
     return [
-        tuple(torch.full((NUM_BLOCKS, heads, PAGE, size), float("nan"), device=device) for size in sizes)
+        KVPages(*(torch.full((NUM_BLOCKS, heads, PAGE, size), float("nan"), device=device) for size in sizes))
         for _ in range(config.num_hidden_layers)
-    ]  # type: ignore[misc]
+    ]
 
 
 def generate(
@@ -56,7 +55,7 @@ def _step(
     model: Any,
     plan: list[tuple[Sequence, int]],
     free: list[int],
-    caches: list[tuple[Tensor, Tensor]],
+    caches: list[KVPages],
     device: torch.device,
 ) -> None:
     ids, positions, slots, cu, lengths = [], [], [], [0], []

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.batch import SamplingParams
-from models.shared_runs import Levels, SharedRun
+from models.shared_runs import Levels, SharedRun, SharingLimits
 from server.engine.messages import AddRequest
 from server.engine.request import Request
-from server.engine.sharing import PrefixSharing, SharingLimits
+from server.engine.sharing import PrefixSharing
 
 FREE = SharingLimits(least_saved_blocks=1, max_levels=3, tile_rows=1000)
 
