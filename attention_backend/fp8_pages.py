@@ -37,6 +37,15 @@ def attention(args: AttentionArgs) -> Tensor:
     return args.q.new_zeros(args.out_shape) if out is None else out
 
 
+def kernel(args: AttentionArgs) -> str:
+    """What serves a paged problem with scales, by name. Raises UnsupportedError when nothing does."""
+    if _is_read_by_a_kernel(args):
+        return dispatch.select(args).kernel
+    # What is copied is contiguous, and of q's dtype.
+    k, v = (args.q.new_empty((1, *x.shape[1:])) for x in (args.k, args.v))
+    return f"dequantize_pages + {dispatch.select(replace(args, k=k, v=v, k_scale=None, v_scale=None)).kernel}"
+
+
 def _is_read_by_a_kernel(args: AttentionArgs) -> bool:
     try:
         dispatch.select(args)

@@ -84,8 +84,8 @@ class FusedAttention:
         metadata: PagedMetadata,
         norms: dict[str, Any],
     ) -> Tensor:
-        scales = {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
-        return layers.rotary_store(q, k, v, pages.k, pages.v, metadata.slot_mapping, *tables, **norms, **scales)
+        options = {**norms, "k_scale": pages.k_scale, "v_scale": pages.v_scale}
+        return layers.rotary_store(q, k, v, pages.k, pages.v, metadata.slot_mapping, *tables, **options)
 
 
 class FusedMLP:

@@ -43,7 +43,8 @@ def test_every_row_attends_to_what_the_pages_stand_for(
         monkeypatch.setattr(fp8_pages, "_is_read_by_a_kernel", lambda _args: False)
     call, metadata, problem = float8_step(num_decodes, prefill)
     k_scale, v_scale = SCALES
-    out = paged_attention(*call, metadata, softmax_scale=0.25, k_scale=k_scale, v_scale=v_scale)
+    attend: Any = paged_attention
+    out = attend(*call, metadata, softmax_scale=0.25, k_scale=k_scale, v_scale=v_scale)
     torch.testing.assert_close(out.double(), standard.attention(problem)[0], atol=5e-6, rtol=5e-6)
 
 
@@ -56,11 +57,21 @@ def test_copies_are_made_of_some_sequences_at_a_time(dense: bool, monkeypatch: p
     cu = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     args = AttentionArgs(
         torch.randn(4, 3, 6, 16) if dense else torch.randn(sum(counts), 6, 16),
-        *(cache.transpose(1, 2) for cache in caches), 0.25, cu_seqlens_q=None if dense else cu, max_seqlen_q=7,
-        max_seqlen_k=48, seqused_k=torch.tensor(lens, dtype=torch.int32), block_table=table, window_left=17,
-        window_right=0, k_scale=SCALES[0], v_scale=SCALES[1],
-    )  # fmt: skip
+        caches[0].transpose(1, 2),
+        caches[1].transpose(1, 2),
+        0.25,
+        cu_seqlens_q=None if dense else cu,
+        max_seqlen_q=7,
+        max_seqlen_k=48,
+        seqused_k=torch.tensor(lens, dtype=torch.int32),
+        block_table=table,
+        window_left=17,
+        window_right=0,
+        k_scale=SCALES[0],
+        v_scale=SCALES[1],
+    )
     whole = fp8_pages.attention(args)
+    assert fp8_pages.kernel(args) == "cpu_reference"
     copies: list[int] = []
     plain = fp8_pages.dequantize_pages_op
 
@@ -71,6 +82,7 @@ def test_copies_are_made_of_some_sequences_at_a_time(dense: bool, monkeypatch: p
 
     monkeypatch.setattr(fp8_pages, "_is_read_by_a_kernel", lambda _args: False)
     monkeypatch.setattr(fp8_pages, "dequantize_pages_op", counted)
+    assert fp8_pages.kernel(args) == "dequantize_pages + cpu_reference"
     page = 16 * 2 * 32 * 4
     for room, parts in ((12 * page, [4]), (7 * page, [2, 2]), (10 * page, [3, 1]), (1, [1, 1, 1, 1])):
         copies.clear()

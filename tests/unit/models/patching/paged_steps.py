@@ -58,7 +58,9 @@ def _step(
     caches: list[KVPages],
     device: torch.device,
 ) -> None:
-    ids, positions, slots, cu, lengths = [], [], [], [0], []
+    ids: list[int] = []
+    positions: list[int] = []
+    slots, cu, lengths = [], [0], []
     for sequence, count in plan:
         end = sequence.computed + count
         while len(sequence.blocks) * PAGE < end:
