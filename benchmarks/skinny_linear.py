@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,15 +53,17 @@ def ours(config: SkinnyConfig | None, *, early: bool) -> Linear:
 
 
 def _variants() -> dict[str, Linear]:
-    """`table` is what the heuristics choose; `late` the same without an early start; the rest name tiles x slots."""
-    ring = {f"ring{tiles}x{slots}": SkinnyConfig(tiles, slots) for tiles, slots in ((1, 8), (2, 4), (2, 6), (3, 4))}
-    ring |= {name: SkinnyConfig(*shape, blocks_per_sm=1) for name, shape in (("ring4x4", (4, 4)), ("ring2x8", (2, 8)))}
-    registers = {f"reg{tiles}x{slots}": SkinnyConfig(tiles, slots, ring=False) for tiles, slots in ((2, 2), (1, 4))}
-    registers["reg2x4"] = SkinnyConfig(2, 4, ring=False, blocks_per_sm=1)
-    found = {name: ours(config, early=True) for name, config in (ring | registers).items()}
-    for kib in (0, 4, 8):
-        found[f"ring2x4p{kib}"] = ours(replace(ring["ring2x4"], prefetch=kib << 10), early=True)
-    return {"table": ours(None, early=True), "late": ours(None, early=False)} | found
+    """`table` is what the heuristics choose, `late` the same without an early start; the rest name a configuration."""
+    shapes = ((2, 2, 4), (2, 2, 6), (4, 1, 12), (4, 2, 6), (6, 2, 4), (8, 2, 4), (14, 1, 12), (14, 2, 4), (14, 2, 6))
+    configs = {f"ring{t}.{group}.{slots}": SkinnyConfig(t, group, slots) for t, group, slots in shapes}
+    configs["deep2"] = SkinnyConfig(2, 2, 12, blocks_per_sm=1)  # 192 KB in flight, no room for the next block
+    configs["deep14"] = SkinnyConfig(14, 2, 12, blocks_per_sm=1)
+    configs["reg2"] = SkinnyConfig(2, 2, 4, ring=False, blocks_per_sm=1)
+    configs["reg4"] = SkinnyConfig(4, 2, 4, ring=False, blocks_per_sm=1)
+    for kib in (0, 192, 384):
+        configs[f"ahead{kib}"] = SkinnyConfig(14, 2, 6, prefetch=kib << 10)
+    named = {name: ours(config, early=True) for name, config in configs.items()}
+    return {"table": ours(None, early=True), "late": ours(None, early=False)} | named
 
 
 VARIANTS = _variants()
@@ -164,11 +166,11 @@ def _step(linear: Linear, x: Tensor, layers: Sequence[Mapping[str, Tensor]], hea
 
 def show(rows: Sequence[Row], chains: Sequence[Mapping[str, Any]]) -> None:
     names = list(rows[0].us) if rows else []
-    typer.echo(f"{'us':>8} {'m':>3} " + " ".join(f"{name:>9}" for name in names) + "   best of ours, TB/s, x torch")
+    typer.echo(f"{'us':>8} {'m':>3} " + " ".join(f"{name:>10}" for name in names) + "   best of ours, TB/s, x torch")
     for row in rows:
         best = min((name for name in names if name != TORCH), key=row.us.__getitem__)
         rate = row.num_bytes / row.us[best] / 1e6
-        times = " ".join(f"{row.us[name]:9.2f}" for name in names)
+        times = " ".join(f"{row.us[name]:10.2f}" for name in names)
         typer.echo(f"{row.weight:>8} {row.m:>3} {times}   {best} {rate:.2f} {row.us[TORCH] / row.us[best]:.2f}")
     for chain in chains:
         what = f"{chain['layers']} layers and head, m = {chain['m']}" + (", with gaps" if chain["gaps"] else "")
@@ -181,7 +183,7 @@ def main(
     rows: Annotated[str, typer.Option(help="rows of x, each 1 to 16")] = "1,2,4,8,16",
     variants: Annotated[
         str, typer.Option(help="of ours: " + ", ".join(VARIANTS))
-    ] = "table,late,ring2x4,ring3x4,reg2x4",
+    ] = "table,late,ring2.2.6,ring14.2.6,deep14,reg4",
     layers: Annotated[int, typer.Option(help="of the chain; 0: no chain")] = 32,
     chain_rows: Annotated[str, typer.Option(help="rows of x in the chain")] = "1,8",
     chain_variants: Annotated[str, typer.Option(help="of ours, in the chain")] = "table,late",

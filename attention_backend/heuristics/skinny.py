@@ -18,30 +18,38 @@ MAX_ROWS = COLUMNS[-1]
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """`tiles` of 16 rows of the weight at a time, `slots` steps of them under way a warp.
+    """Up to `tiles` of 16 rows of the weight at a time; `slots` items under way a warp, each a step of `group` tiles.
 
-    `ring`: they wait in shared memory (cp.async), not in registers. `prefetch`: bytes of a row that a kernel which
-    starts early asks into L2 besides.
+    `ring`: they wait in shared memory (cp.async), not in registers, where they must be whole lines of all tiles.
+    `prefetch`: bytes that a block of a kernel which starts early asks into L2 besides.
     """
 
     tiles: int
+    group: int
     slots: int
     ring: bool = True
-    prefetch: int = 2048
+    prefetch: int = 96 * 1024
     blocks_per_sm: int = 2  # that registers are kept for: the next kernel's block beside this one's
 
     def smem_bytes(self, columns: int) -> int:
-        partial = 4 * WARPS * columns * (TILE_ROWS * self.tiles + 4)
-        return partial + (WARPS * self.slots * self.tiles * TILE_ROWS * STEP * 2 if self.ring else 0)
+        partial = 4 * WARPS * columns * (TILE_ROWS * min(2, self.tiles) + 4)
+        return partial + (WARPS * self.slots * self.group * TILE_ROWS * STEP * 2 if self.ring else 0)
 
 
-# From so many tiles of a block on, by columns, the last that fits: 64 to 96 KB in flight an SM, and room for the next
-# kernel's block.
+# From so many tiles of a block on, by columns, the last that fits: 64 to 96 KB in flight an SM, room for the next
+# kernel's block, and x read as few times as registers allow.
 _RINGS = {
-    8: ((1, SkinnyConfig(2, 4)), (1, SkinnyConfig(2, 6)), (3, SkinnyConfig(3, 4))),
-    16: ((1, SkinnyConfig(2, 4)),),
+    8: (
+        (1, SkinnyConfig(2, 2, 4)),
+        (1, SkinnyConfig(2, 2, 6)),
+        (3, SkinnyConfig(4, 1, 8)),
+        (3, SkinnyConfig(4, 1, 12)),
+        (5, SkinnyConfig(14, 2, 4)),
+        (5, SkinnyConfig(14, 2, 6)),
+    ),
+    16: ((1, SkinnyConfig(2, 2, 4)), (3, SkinnyConfig(6, 2, 4))),
 }
-_TURING = SkinnyConfig(2, 2, ring=False)  # no asynchronous copies
+_TURING = SkinnyConfig(2, 1, 4, ring=False)  # no asynchronous copies
 
 
 @cache

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_backend.heuristics.skinny import (
     COLUMNS,
+    STEP,
     TILE_ROWS,
     WARPS,
     SkinnyConfig,
@@ -23,6 +24,8 @@ from attention_backend.jit import load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
 from attention_backend.kernels.params import pointer
+
+_PIECE = WARPS * 2 * STEP * 2  # bytes of a row that are a line of every warp
 
 
 class SkinnyParams(ctypes.Structure):
@@ -40,6 +43,7 @@ def skinny_variant(dtype: torch.dtype, columns: int, config: SkinnyConfig, arch:
     defines = (
         ("BF16", int(dtype == torch.bfloat16)),
         ("COLUMNS", columns),
+        ("GROUP", config.group),
         ("MIN_BLOCKS", config.blocks_per_sm),
         ("RING", int(config.ring)),
         ("SLOTS", config.slots),
@@ -76,7 +80,7 @@ def linear(
     p = SkinnyParams(x=x.data_ptr(), weight=weight.data_ptr(), bias=pointer(bias), out=out.data_ptr())
     p.x_row, p.weight_row, p.out_row = x.stride(0), weight.stride(0), n
     p.m, p.n, p.k = m, n, k
-    p.prefetch = config.prefetch // x.element_size() if early else 0
+    p.prefetch = config.prefetch // _PIECE if early else 0
     blocks = min(sms, -(-n // TILE_ROWS))
     kernel = load(skinny_variant(x.dtype, columns, config, arch), index)
     kernel((blocks, 1, 1), (32 * WARPS, 1, 1), p, config.smem_bytes(columns), early=early)

@@ -1,10 +1,10 @@
-// The weights that a warp of skinny_linear has under way: SLOTS steps of TILES tiles, in registers or in shared memory.
-// A lane's part of a step is 16 bytes of each of 2 * TILES rows, 8 rows apart; no other lane reads them.
+// The weights that a warp of skinny_linear has under way: SLOTS items of GROUP tiles, in registers or in shared memory. A
+// lane's part of an item is 16 bytes of each of 2 * GROUP rows, 8 rows apart; no other lane reads them.
 #pragma once
 
 #include "parts/copy_sm80.cuh"
 
-constexpr int kStepBytes = 512 * 2 * TILES;  // of a warp
+constexpr int kItemBytes = 512 * 2 * GROUP;
 
 // 16 bytes that are read once: past L1, first to leave L2. Zeros, and no access, unless `valid`.
 __device__ __forceinline__ uint4 read_once(const element* from, bool valid) {
@@ -65,42 +65,41 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32 bytes) {
 #endif
 }
 
-// `step` counts from the block of steps that is under way; advance() goes to the next one.
 #if RING
 struct Weights {
   const char* own;
   uint32 address;  // of `own`
-  int block = 0;   // bytes behind both
+  int at = 0;      // bytes behind both: the slot, whose number is for the other kind
   uint64 policy;
   __device__ __forceinline__ Weights(const char* ring, int warp, int lane)
-      : own(ring + kStepBytes * SLOTS * warp + 16 * lane), address(shared_address(own)), policy(evict_first_policy()) {}
-  // Asks for the lane's part of a step: rows `stride` elements apart, as many as lie in `rows`; zeros where not `inside`.
-  __device__ __forceinline__ void ask(int step, const element* from, int64 stride, int rows, bool inside) {
+      : own(ring + kItemBytes * SLOTS * warp + 16 * lane), address(shared_address(own)), policy(evict_first_policy()) {}
+  // Asks for the lane's part of an item: rows `stride` elements apart, as many as lie in `rows`; zeros where not `inside`.
+  __device__ __forceinline__ void ask(int, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++)
-      copy16_if(address + block + kStepBytes * step + 512 * i, from + i * stride, 8 * i < rows, inside, policy);
+    for (int i = 0; i < 2 * GROUP; i++)
+      copy16_if(address + at + 512 * i, from + i * stride, 8 * i < rows, inside, policy);
     copy_commit();
   }
   __device__ __forceinline__ void wait() { copy_wait<SLOTS - 1>(); }
-  __device__ __forceinline__ uint4 take(int step, int i) const {
-    return *reinterpret_cast<const uint4*>(own + block + kStepBytes * step + 512 * i);
+  __device__ __forceinline__ uint4 take(int, int i) const {
+    return *reinterpret_cast<const uint4*>(own + at + 512 * i);
   }
   __device__ __forceinline__ void advance() {
-    block += 2 * kStepBytes;
-    if (block == SLOTS * kStepBytes) block = 0;
+    at += kItemBytes;
+    if (at == SLOTS * kItemBytes) at = 0;
   }
   __device__ __forceinline__ void finish() { copy_wait<0>(); }
 };
 #else
 struct Weights {
-  uint4 held[SLOTS][2 * TILES];
+  uint4 held[SLOTS][2 * GROUP];
   __device__ __forceinline__ Weights(const char*, int, int) {}
-  __device__ __forceinline__ void ask(int step, const element* from, int64 stride, int rows, bool inside) {
+  __device__ __forceinline__ void ask(int slot, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; i++) held[step][i] = read_once(from + i * stride, inside && 8 * i < rows);
+    for (int i = 0; i < 2 * GROUP; i++) held[slot][i] = read_once(from + i * stride, inside && 8 * i < rows);
   }
   __device__ __forceinline__ void wait() {}
-  __device__ __forceinline__ uint4 take(int step, int i) const { return held[step][i]; }
+  __device__ __forceinline__ uint4 take(int slot, int i) const { return held[slot][i]; }
   __device__ __forceinline__ void advance() {}
   __device__ __forceinline__ void finish() {}
 };
