@@ -136,7 +136,7 @@ def test_a_step_over_shared_pages_is_right_on_cpu() -> None:
 
 
 REPLAYED: dict[str, Levels] = {
-    "as_recorded": ((run(0, 64, 0, 12),),),
+    "all_that_share": ((run(0, 60, 0, 12),),),
     "nothing": (),
     "two_groups": ((run(0, 20, 0, 40), run(30, 60, 0, 12)),),
     "pairs": (tuple(run(i, i + 2, 0, 12) for i in range(0, 60, 2)),),
