@@ -8,7 +8,7 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class Size:
 
 
 #: (prompt, tokens to generate) -> the times of the answer. Raises whatever went wrong.
-Ask = Callable[[list[int], int], Awaitable[Answer]]
+Ask = Callable[[list[int], int], Coroutine[Any, Any, Answer]]
 #: The same, as the number of new tokens of each piece of the answer when it arrives.
 Generate = Callable[[list[int], int], AsyncGenerator[int, None]]
 

@@ -31,9 +31,14 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
     # It stays in this process's group, which is ended as a whole if need be.
     process = await asyncio.create_subprocess_exec(*command, env=plan.environment, stdout=sys.stderr)
     try:
-        name = await asyncio.wait_for(_served_model(url, process), START_TIMEOUT)
+        await asyncio.wait_for(_ready(url, process), START_TIMEOUT)
         target = Target(
-            url, name, temperature=1.0, ignore_eos=plan.ignore_eos, timeout=REQUEST_TIMEOUT, extra_body=plan.extra_body
+            url,
+            plan.model,  # all of them serve a folder under its path
+            temperature=1.0,
+            ignore_eos=plan.ignore_eos,
+            timeout=REQUEST_TIMEOUT,
+            extra_body=plan.extra_body,
         )
         client = StreamClient(target)
         as_turn = _texts(plan.model) if plan.prompt_format == "text" else _token_ids
@@ -46,7 +51,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
                 raise RuntimeError(f"{outcome.output_tokens} tokens came, {out} were asked for")
             return Answer(outcome.ttft, outcome.itls, outcome.output_tokens)
 
-        yield ask, {"served_model": name, "client": "server.bench"}
+        yield ask, {"client": "server.bench"}
         client.close()
     finally:
         if process.returncode is None:
@@ -74,15 +79,13 @@ def _texts(model: str) -> Callable[[list[int], int], Turn]:
     return as_turn
 
 
-async def _served_model(url: str, process: asyncio.subprocess.Process) -> str:
-    """Its first model's name, as soon as it answers. Raises RuntimeError when it ends instead."""
+async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
+    """Until it says so. Raises RuntimeError when it ends instead."""
     async with httpx.AsyncClient(timeout=5) as client:
         while process.returncode is None:
             try:
-                ready = await client.get(f"{url}/health")
-                models = await client.get(f"{url}/v1/models")
-                if ready.status_code == models.status_code == 200:
-                    return str(models.json()["data"][0]["id"])
+                if (await client.get(f"{url}/health")).status_code == 200:
+                    return
             except httpx.TransportError:
                 pass
             await asyncio.sleep(POLL_SECONDS)

@@ -48,7 +48,8 @@ class CompletionStream:
         self._told = True  # the server said how many tokens each chunk had
         self._counted = 0
         self._done = False
-        self._finished: float | None = None
+        self._finished = False
+        self._empty_end: float | None = None  # when an end without text came
 
     def feed(self, data: bytes, now: float) -> None:
         if data == DONE:
@@ -70,13 +71,14 @@ class CompletionStream:
                 self._outcome.chunks.append((now, count))
                 self._counted += count
             if choice.finish_reason is not None:
-                self._finished = now
+                self._finished = True
+                self._empty_end = None if count else now
 
     def finish(self) -> Outcome:
         """The connection or the body has ended."""
         outcome, usage = self._outcome, self._usage
         # An answer that says that it is finished, and its usage, has ended well even where [DONE] is not written.
-        if not self._done and (self._finished is None or usage is None):
+        if not self._done and not (self._finished and usage is not None):
             self._fail(why.BROKEN_OFF, "")
         elif usage is None:
             self._fail(why.NO_USAGE, "stream_options.include_usage was asked for")
@@ -87,8 +89,8 @@ class CompletionStream:
     def _check(self, prompt_tokens: int, output_tokens: int) -> None:
         outcome, asked = self._outcome, self._turn.max_tokens
         outcome.output_tokens = output_tokens
-        if self._finished is not None and self._counted == output_tokens - 1 and not self._told:
-            outcome.chunks.append((self._finished, 1))  # the last token, whose text was empty
+        if self._empty_end is not None and self._counted == output_tokens - 1:
+            outcome.chunks.append((self._empty_end, 1))  # the last token, whose text was empty
             self._counted += 1
         outcome.chunks_are_tokens = self._counted == output_tokens
         if not outcome.chunks:
