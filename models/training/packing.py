@@ -37,16 +37,22 @@ def pack(examples: Sequence[Example | Preference], indices: Sequence[int], budge
     None holds more than `budget` tokens, unless a single example does.
     """
     bins: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(indices, key=lambda i: -len(examples[i])):  # a stable sort: equal lengths keep their order
+    longest_first = sorted(indices, key=lambda i: -len(examples[i]))  # stable: equal lengths keep their order
+    # A heap of bins, all those that there may ever be: node i is the most room below it, which 2i and 2i + 1 share out.
+    leaves = 1 << max(0, len(longest_first) - 1).bit_length()
+    room = [budget] * (2 * leaves)
+    for index in longest_first:
         length = len(examples[index])
-        place = next((i for i, room in enumerate(free) if room >= length), None)
-        if place is None:
+        node = 1 if length <= budget else leaves + len(bins)
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= length else 2 * node + 1
+        if node - leaves == len(bins):
             bins.append([])
-            free.append(budget)
-            place = len(bins) - 1
-        bins[place].append(index)
-        free[place] -= length
+        bins[node - leaves].append(index)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return [tuple(bin_) for bin_ in bins]
 
 

@@ -36,14 +36,10 @@ def read_dataset(path: Path, tokenizer: TextTokenizer, max_length: int, param: s
     tokens = longest = 0
     for number, line in _lines(path):
         try:
-            example = render_example(tokenizer, json.loads(line))
+            example = render_example(tokenizer, json.loads(line), max_length)
         except CannotLearnError as error:
             raise DatasetError(f"Line {number}: {error}.", param) from None
         for sequence in _sequences(example):
-            if len(sequence) > max_length:
-                raise DatasetError(
-                    f"Line {number}: it has {len(sequence)} tokens; an example may have {max_length}.", param
-                )
             longest = max(longest, len(sequence))
             tokens += len(sequence)
         if tokens > MAX_TOKENS:

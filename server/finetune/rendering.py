@@ -12,45 +12,50 @@ from server.errors import InvalidRequest
 from server.text.chat_template import Message, encode_rendered, hide_control_text, render_chat
 from server.text.tokenizer import TextTokenizer
 
+#: From here on a conversation is measured before it is taken apart, which takes quadratic time in its answers.
+MANY_MESSAGES = 32
+
 
 class CannotLearnError(Exception):
     """Why nothing can be learnt from a line: a sentence that goes on from "Line 3: "."""
 
 
-def render_example(tokenizer: TextTokenizer, example: dict[str, Any]) -> Example | Preference:
-    """Of a line that server.files has accepted. Raises CannotLearnError."""
+def render_example(tokenizer: TextTokenizer, example: dict[str, Any], max_length: int) -> Example | Preference:
+    """Of a line that server.files has accepted. Raises CannotLearnError, for more than `max_length` tokens too."""
     if "messages" in example:
-        return render_conversation(tokenizer, example["messages"])
+        return render_conversation(tokenizer, example["messages"], max_length)
     if "input" in example:
         prompt = [{**message, "weight": 0} for message in example["input"]["messages"]]
         return Preference(
-            render_conversation(tokenizer, [*prompt, *example["preferred_output"]]),
-            render_conversation(tokenizer, [*prompt, *example["non_preferred_output"]]),
+            render_conversation(tokenizer, [*prompt, *example["preferred_output"]], max_length),
+            render_conversation(tokenizer, [*prompt, *example["non_preferred_output"]], max_length),
         )
-    return _render_pair(tokenizer, example["prompt"], example["completion"])
+    return _render_pair(tokenizer, example["prompt"], example["completion"], max_length)
 
 
-def render_conversation(tokenizer: TextTokenizer, messages: Sequence[dict[str, Any]]) -> Example:
+def render_conversation(tokenizer: TextTokenizer, messages: Sequence[dict[str, Any]], max_length: int) -> Example:
     """What the assistant says is learnt, with the control token that ends it; not where `weight` is 0."""
+    answers = [n for n, said in enumerate(messages) if said["role"] == "assistant" and said.get("weight", 1)]
     hidden: dict[str, str] = {}
     shown = [
         hide_control_text(tokenizer, Message(said["role"], said["content"], said.get("name")), hidden)
         for said in messages
     ]
+    if answers and len(messages) > MANY_MESSAGES:
+        through = _render(tokenizer, shown[: answers[-1] + 1]).rstrip()
+        _check_length(len(encode_rendered(tokenizer, through, hidden)), max_length)
     whole = _render(tokenizer, shown)
     tokens: list[int] = []
     targets: list[bool] = []
     at = 0
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("weight", 1) == 0:
-            continue
+    for number in answers:
         start, end = _answer(tokenizer, shown, number, whole)
         for piece, learnt in ((whole[at:start], False), (whole[start:end], True)):
             ids = encode_rendered(tokenizer, piece, hidden)
             tokens += ids
             targets += [learnt] * len(ids)
         at = end
-    return _example(tokens, targets)
+    return _example(tokens, targets, max_length)
 
 
 def _answer(tokenizer: TextTokenizer, shown: Sequence[Message], number: int, whole: str) -> tuple[int, int]:
@@ -74,16 +79,22 @@ def _render(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_genera
         raise CannotLearnError(error.message) from error
 
 
-def _render_pair(tokenizer: TextTokenizer, prompt: str, completion: str) -> Example:
+def _render_pair(tokenizer: TextTokenizer, prompt: str, completion: str, max_length: int) -> Example:
     """The completion is learnt, and that it ends there."""
     before = tokenizer.encode(prompt, add_special_tokens=True)
     end = tokenizer.source.eos_token_id
     after = [*tokenizer.encode_plain(completion), *([] if end is None else [end])]
-    return _example([*before, *after], [*(False for _ in before), *(True for _ in after)])
+    return _example([*before, *after], [*(False for _ in before), *(True for _ in after)], max_length)
 
 
-def _example(tokens: list[int], targets: list[bool]) -> Example:
+def _example(tokens: list[int], targets: list[bool], max_length: int) -> Example:
+    _check_length(len(tokens), max_length)
     example = Example(tuple(tokens), tuple(targets))
     if not example.learnt:
         raise CannotLearnError("nothing in it is learnt")
     return example
+
+
+def _check_length(length: int, max_length: int) -> None:
+    if length > max_length:
+        raise CannotLearnError(f"it has {length} tokens; an example may have {max_length}")

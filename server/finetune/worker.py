@@ -95,6 +95,8 @@ def _refusal(error: Exception) -> Refused | None:
             return Refused("invalid_hyperparameters", str(error), "hyperparameters")
         case DivergedError():
             return Refused("training_diverged", str(error), "hyperparameters")
+        case NotImplementedError():  # UnsupportedModelError is one, of a room that would bring torch along
+            return Refused("unsupported_model", f"The base model cannot be trained on this server: {error}", "model")
     return None
 
 

@@ -1,5 +1,7 @@
 """Packing loses nothing, repeats nothing and keeps to its budget."""
 
+import time
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,31 @@ def test_every_example_is_in_one_batch_within_the_budget(lengths: list[int], bud
     assert max(sums) <= budget
     # First fit: two batches that would fit into one do not stay two.
     assert all(a + b > budget for i, a in enumerate(sums) for b in sums[i + 1 :])
+
+
+def plain_first_fit(lengths: list[int], budget: int) -> list[tuple[int, ...]]:
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = (bin_ for bin_ in bins if sum(lengths[i] for i in bin_) + lengths[index] <= budget)
+        bin_ = next(fits, None)
+        if bin_ is None:
+            bins.append(bin_ := [])
+        bin_.append(index)
+    return [tuple(bin_) for bin_ in bins]
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=70), budget=st.integers(1, 50))
+def test_packing_is_first_fit_and_what_is_too_long_goes_alone(lengths: list[int], budget: int) -> None:
+    examples = [Example((7,) * length, (True,) * length) for length in lengths]
+    assert pack(examples, range(len(lengths)), budget) == plain_first_fit(lengths, budget)
+
+
+def test_a_large_data_set_is_packed_at_once() -> None:
+    """Comparing every example with every batch would take a minute."""
+    example = Example((7,) * 100, (True,) * 100)
+    begin = time.process_time()
+    assert len(pack([example] * 50_000, range(50_000), 150)) == 50_000
+    assert time.process_time() - begin < 15
 
 
 def test_packing_depends_on_the_lengths_alone() -> None:

@@ -20,10 +20,18 @@ from server.finetune.folders import TRAINING, JobFolder
 from server.finetune.hyperparameters import total_steps
 from server.finetune.messages import Arguments
 
-ERRORS = {
-    "diverged": DivergedError("the gradient was not finite"),
-    "full": OSError(28, "No space left on device"),
-    "full for a checkpoint": DiskFullError("checkpoints/3 cannot be written"),
+
+def unsupported() -> Exception:
+    from models.patching import UnsupportedModelError
+
+    return UnsupportedModelError("TinyForCausalLM fails the self-test")
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "diverged": lambda: DivergedError("the gradient was not finite"),
+    "full": lambda: OSError(28, "No space left on device"),
+    "full for a checkpoint": lambda: DiskFullError("checkpoints/3 cannot be written"),
+    "unsupported": unsupported,
 }
 
 
@@ -64,7 +72,7 @@ class ScriptedTrainer:
             while not (self.script_folder / "go").exists():
                 never.wait(0.01)
         if step == script.get("raise_at"):
-            raise ERRORS[script["error"]]
+            raise ERRORS[script["error"]]()
         if step == script.get("signal_at") and (script.get("always") or self._first_time()):
             os.kill(os.getpid(), getattr(signal, script["signal"]))
 

@@ -132,6 +132,7 @@ def test_a_job_that_kills_every_trainer_fails_with_the_reason(tmp_path: Path, mo
         ("diverged", "training_diverged", "the gradient was not finite"),
         ("full", "trainer_crashed", "The server's disk is full"),
         ("full for a checkpoint", "trainer_crashed", "The server's disk is full"),
+        ("unsupported", "unsupported_model", "cannot be trained on this server: TinyForCausalLM fails the self-test"),
     ],
 )
 def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(
@@ -145,6 +146,7 @@ def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(
             assert failed.failure is not None
             assert failed.failure.code == code
             assert told in failed.failure.message
+            assert failed.crashes == (MAX_CRASHES - 1 if code == "trainer_crashed" else 0)
 
     asyncio.run(main())
 
