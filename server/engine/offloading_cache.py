@@ -59,12 +59,12 @@ class OffloadingKVCache(KVCache):
             fetched = self._fetched[request.request_id] = _Fetched()
             offload.num_queried += usable - len(hits)
         on_device, in_host = list(hits), list[tuple[int, Held]]()
-        coming, is_waiting = 0, False
+        coming, is_waiting, is_behind_gap = 0, False, False
         parent = hits[-1].serial if hits else 0
         for index in range(len(hits), usable):
             block_hash, token_bytes = request.block_hashes[index]
             entry = self._find(block_hash, token_bytes, parent, request)
-            if entry is not None:  # behind a gap
+            if entry is not None:  # on the device, after some that are not
                 on_device.append(entry)
                 parent = entry.serial
                 continue
@@ -74,8 +74,12 @@ class OffloadingKVCache(KVCache):
                 break
             fetched.from_disk = max(fetched.from_disk, index + 1)
             parent = held.prefix.serial
-            if held.is_arriving or parent in self._loading:
+            if held.is_arriving:
+                is_waiting = is_behind_gap = True
+            elif parent in self._loading:
                 is_waiting = True
+            elif is_behind_gap:  # in order, so that one number says what was asked for
+                pass
             elif index >= fetched.from_host:
                 offload.pin(held)
                 in_host.append((index, held))
