@@ -95,13 +95,14 @@ def build(case: Sharing, device: torch.device, heads: int = 8, kv_heads: int = 2
     return Step(q, k, v, caches[0], caches[1], metadata)
 
 
-def with_sharing(step: Step, case: Sharing) -> Step:
+def with_sharing(step: Step, case: Sharing, max_rows: int | None = None) -> Step:
     meta, first = step.metadata, step.metadata.num_decodes
     fields: dict[str, Any] = {}
     parts = {"shared_decodes": (case.decodes, slice(0, first)), "shared_prefills": (case.prefills, slice(first, None))}
     for name, (levels, part) in parts.items():
         if levels:
-            arrays = group_arrays(levels, case.new[part], block_size=PAGE)
+            most = max_rows if name == "shared_decodes" else None
+            arrays = group_arrays(levels, case.new[part], block_size=PAGE, max_rows=most)
             groups, own_starts = (
                 torch.from_numpy(x.copy()).to(step.q.device) for x in (arrays.groups, arrays.own_starts)
             )
