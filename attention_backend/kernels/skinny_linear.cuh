@@ -26,7 +26,8 @@ struct SkinnyParams {
   element* out;           // [m, n]
   int64 x_row, weight_row, out_row;
   int m, n, k;
-  int prefetch;  // pieces of a row, a line of every warp, that the block asks into L2 besides: what it needs next
+  int tiles_each, tiles_more;  // of a block; the first tiles_more blocks have one more
+  int prefetch;                // pieces of a row, a line of every warp, that the block asks into L2 besides: what it needs next
 };
 
 constexpr int kThreads = 32 * WARPS;
@@ -44,10 +45,9 @@ static_assert(kSteps % 2 == 0 && (RING || kSteps * kGroups == SLOTS), "a line is
 // A block's tiles, in passes that differ by one tile at most.
 struct Passes {
   int first, passes, each, more;
-  __device__ __forceinline__ Passes(int n) {
-    const int tiles = (n + 15) / 16, blocks = gridDim.x, block = blockIdx.x;
-    const int count = tiles / blocks + (block < tiles % blocks);
-    first = block * (tiles / blocks) + min(block, tiles % blocks);
+  __device__ __forceinline__ Passes(const SkinnyParams& p) {
+    const int block = blockIdx.x, count = p.tiles_each + (block < p.tiles_more);
+    first = block * p.tiles_each + min(block, p.tiles_more);
     passes = (count + TILES - 1) / TILES;
     each = count / passes, more = count % passes;
   }
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) skinny_linear
   extern __shared__ __align__(128) char shared[];
   float* partial = reinterpret_cast<float*>(shared);  // [WARPS][COLUMNS][kPitch]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const Passes own(p.n);
+  const Passes own(p);
   const int lane_k = 64 * warp + 8 * t;                 // where the lane begins in a turn
   const int last_k = p.k - lane_k;                      // what it has of k; what lies past it counts as zeros
   const int end_k = (p.k + kTurn - 1) / kTurn * kTurn;  // turns are whole for every warp
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) skinny_linear
     weights.ask(slot, next.row + next.at, 8 * p.weight_row, next.rows_left, next.at < last_k);
     next.advance(p, own, g, lane_k, end_k);
   };
-#pragma unroll
+#pragma unroll(RING ? 1 : SLOTS)
   for (int slot = 0; slot < SLOTS; slot++) {
     ask(slot);
     weights.advance();

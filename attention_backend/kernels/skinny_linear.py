@@ -34,7 +34,7 @@ class SkinnyParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, c_int64) for name in ("x_row", "weight_row", "out_row")),
-        *((name, c_int) for name in ("m", "n", "k", "prefetch")),
+        *((name, c_int) for name in ("m", "n", "k", "tiles_each", "tiles_more", "prefetch")),
     )
 
 
@@ -81,7 +81,9 @@ def linear(
     p.x_row, p.weight_row, p.out_row = x.stride(0), weight.stride(0), n
     p.m, p.n, p.k = m, n, k
     p.prefetch = config.prefetch // _PIECE if early else 0
-    blocks = min(sms, -(-n // TILE_ROWS))
+    tiles = -(-n // TILE_ROWS)
+    blocks = min(sms, tiles)
+    p.tiles_each, p.tiles_more = divmod(tiles, blocks)
     kernel = load(skinny_variant(x.dtype, columns, config, arch), index)
     kernel((blocks, 1, 1), (32 * WARPS, 1, 1), p, config.smem_bytes(columns), early=early)
     return out

@@ -57,9 +57,9 @@ def test_every_weight_gets_a_configuration_that_fits_and_is_compiled_ahead(arch:
 
 
 def test_parameters_lie_as_the_kernel_reads_them() -> None:
-    """Seven words of eight bytes, then four ints."""
+    """Seven words of eight bytes, then six ints."""
     assert SkinnyParams.m.offset == 56
-    assert SkinnyParams.prefetch.offset == 68
+    assert SkinnyParams.prefetch.offset == 76
 
 
 def test_tiles_are_the_rows_of_a_tensor_core_operand() -> None:
