@@ -1,0 +1,54 @@
+"""Measures, before anybody is served, the steps that StepTimeModel is fitted to. Knows the runner's protocol only; the
+pool must be free: what rehearsals write to its blocks is never found again."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from models.batch import SamplingParams, ScheduledSeq, StepBatch
+from server.engine.runner import Runner
+from server.engine.step_time import StepSample, rehearsals, work_of
+
+ROUNDS = 2  # of each step: the first one may load and choose kernels, so the fastest counts
+
+
+def rehearse(
+    runner: Runner,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[StepSample]:
+    """Steps that need more blocks than there are are left out."""
+    samples = []
+    for chunks in rehearsals(max_num_batched_tokens, max_num_seqs, max_model_len):
+        batch = _batch(runner, chunks)
+        if batch is not None:
+            seconds = min(_measure(runner, batch, clock) for _ in range(ROUNDS))
+            samples.append(StepSample(work_of(chunks), seconds))
+    return samples
+
+
+def _batch(runner: Runner, chunks: Sequence[tuple[int, int]]) -> StepBatch | None:
+    """Blocks of its own for every sequence: a page that many read would come from a cache."""
+    blocks = iter(range(1, runner.num_blocks))
+    seqs = []
+    for slot, (context, count) in enumerate(chunks):
+        needed = -(-(context + count) // runner.block_size)
+        table = list(itertools.islice(blocks, needed))
+        if len(table) < needed:
+            return None
+        seqs.append(ScheduledSeq(slot, [0] * count, context, table, sample=True))
+    return StepBatch(tuple(seqs))
+
+
+def _measure(runner: Runner, batch: StepBatch, clock: Callable[[], float]) -> float:
+    for seq in batch.seqs:
+        runner.add_request(seq.slot, SamplingParams(seed=0), [0] * (seq.num_computed + len(seq.token_ids)))
+    begin = clock()
+    runner.launch(batch).collect()
+    seconds = clock() - begin
+    for seq in batch.seqs:
+        runner.remove_request(seq.slot)
+    return seconds

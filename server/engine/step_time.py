@@ -1,0 +1,161 @@
+"""How long a step takes, predicted from what runs in it: fitted to measured steps, corrected by every further one. Pure
+arithmetic: no clock, no requests, no device.
+
+    seconds = linear(rows) + attention * pairs + kv_read * kv_tokens
+
+linear() is piecewise linear and never falls: flat while a step does little but read weights, then one slope or another
+for each size of the matrix products. The form, without the steps of the first part, is that of Sarathi-Serve and of
+Vidur (arXiv 2403.02310, 2405.05465)."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from server.engine.nonnegative import nonnegative_least_squares
+
+KNOTS = (0, 64, 128, 256, 512, 1024, 2048, 4096)  # rows where linear() may turn
+MEMORY_BOUND_ROWS = 32  # a chunk of fewer rows takes as long as reading its keys: it counts as a decode
+DEEP_CONTEXT = 32_768  # tokens: where rehearsals measure attention, so that they are short
+DECODES = ((1, DEEP_CONTEXT), (16, 4096), (64, 2048))  # (sequences, their tokens in the cache) in rehearsals
+PRIOR_WEIGHT = 0.01  # of the shape that is assumed, against a measured step's 1: decides what no step measured
+CORRECTION = 0.2  # of a step's relative error goes into the parts of its prediction
+LARGEST_ERROR = 0.25  # that is believed at once: a step that was disturbed teaches little
+
+
+class StepWork(NamedTuple):
+    """What a step runs, in the units of the prediction."""
+
+    rows: int = 0  # tokens through the linear layers
+    pairs: int = 0  # (query, visible key) pairs of chunks
+    kv_tokens: int = 0  # keys that rows of decodes read
+
+    def with_chunk(self, context: int, count: int) -> "StepWork":
+        """`count` tokens of one sequence more, after `context` that are in the cache."""
+        if count < MEMORY_BOUND_ROWS:
+            return StepWork(self.rows + count, self.pairs, self.kv_tokens + context + count)
+        return StepWork(self.rows + count, self.pairs + causal_pairs(context, count), self.kv_tokens)
+
+
+def causal_pairs(context: int, count: int) -> int:
+    return count * context + count * (count + 1) // 2
+
+
+def work_of(chunks: Iterable[tuple[int, int]]) -> StepWork:
+    """Of (tokens in the cache, tokens to run) of every sequence of a step."""
+    work = StepWork()
+    for context, count in chunks:
+        work = work.with_chunk(context, count)
+    return work
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    work: StepWork
+    seconds: float
+
+
+def rehearsals(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int) -> list[list[tuple[int, int]]]:
+    """Steps worth measuring once before serving, as chunks for work_of(): products of every size, attention over a deep
+    context, decodes. Their sequences want pages of their own: one page read again and again would come from a cache."""
+    most = min(max_num_batched_tokens, max_model_len)
+    steps = [[(0, count)] for count in sorted({*(min(most, knot) for knot in KNOTS[1:]), most})]
+    for count in sorted({min(512, most), min(2048, most)}):
+        steps.append([(min(DEEP_CONTEXT, max_model_len - count), count)])
+    for num_seqs, context in DECODES:
+        if num_seqs <= min(max_num_seqs, max_num_batched_tokens):
+            steps.append([(min(context, max_model_len - 1), 1)] * num_seqs)
+    return steps
+
+
+class StepTimeModel:
+    """Mutable: observe() corrects it. The engine begins with an 8B model's shape on a data-centre GPU and is soon right
+    about any other, for nothing but proportions and the sum are taken on trust."""
+
+    def __init__(
+        self,
+        base: float = 5e-3,
+        slopes: Sequence[float] = (0.0, 0.0, 0.0, *(20e-6,) * 5),
+        attention: float = 0.8e-9,
+        kv_read: float = 30e-9,
+    ) -> None:
+        """`base` in seconds, `slopes` in seconds a row from each of KNOTS on, the rest in seconds a pair and a key."""
+        if len(slopes) != len(KNOTS):
+            raise ValueError(f"linear() has {len(KNOTS)} slopes, not {len(slopes)}")
+        self._slopes = list(slopes)
+        self._at_knots = [base]
+        for slope, start, end in zip(slopes, KNOTS, KNOTS[1:], strict=False):
+            self._at_knots.append(self._at_knots[-1] + slope * (end - start))
+        self._attention = attention
+        self._kv_read = kv_read
+        self._linear_scale = 1.0
+
+    @classmethod
+    def fit(cls, samples: Iterable[StepSample]) -> "StepTimeModel":
+        """Least squares of relative errors with coefficients that are not negative. Without samples: the defaults."""
+        samples = [sample for sample in samples if sample.seconds > 0]
+        prior = cls()
+        if not samples:
+            return prior
+        ratio = np.median([sample.seconds / prior.predict(sample.work) for sample in samples])
+        assumed = np.array([prior._at_knots[0], *prior._slopes, prior._attention, prior._kv_read])
+        unit = np.where(assumed > 0, assumed, prior._slopes[-1]) * ratio  # so that all unknowns are near 1
+        rows = np.array([_features(sample.work) for sample in samples]) * unit
+        rows /= np.array([[sample.seconds] for sample in samples])
+        system = np.concatenate([rows, PRIOR_WEIGHT * np.eye(len(unit))])
+        wanted = np.concatenate([np.ones(len(samples)), PRIOR_WEIGHT * (assumed > 0)])
+        found = (nonnegative_least_squares(system, wanted) * unit).tolist()
+        return cls(found[0], found[1:-2], found[-2], found[-1])
+
+    @property
+    def floor(self) -> float:
+        """Seconds of a step of one row: launches, and every weight read once."""
+        return self.linear(1)
+
+    def linear(self, rows: int) -> float:
+        index = bisect_right(KNOTS, rows) - 1
+        return self._linear_scale * (self._at_knots[index] + self._slopes[index] * (rows - KNOTS[index]))
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds."""
+        return self.linear(work.rows) + self._attention * work.pairs + self._kv_read * work.kv_tokens
+
+    def prompt_seconds(self, context: int, count: int) -> float:
+        """What `count` further tokens of a prompt cost in large steps, that share the reading of weights."""
+        whole = self.linear(2 * KNOTS[-1]) / (2 * KNOTS[-1])
+        return whole * count + self._attention * causal_pairs(context, count)
+
+    def largest_chunk(self, work: StepWork, context: int, seconds: float, most: int) -> int:
+        """The largest chunk after `context` tokens, of at most `most`, with which a step that does `work` already stays
+        within `seconds`; 0 when there is none."""
+        low, high = 0, most
+        while low < high:
+            middle = most if high == most and low == 0 else (low + high + 1) // 2
+            if self.predict(work.with_chunk(context, middle)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Takes a measured step: every part of the prediction is corrected as far as it had a share in it."""
+        linear = self.linear(work.rows)
+        attention = self._attention * work.pairs
+        kv_read = self._kv_read * work.kv_tokens
+        predicted = linear + attention + kv_read
+        if predicted <= 0 or seconds <= 0:
+            return
+        error = min(LARGEST_ERROR, max(-LARGEST_ERROR, seconds / predicted - 1))
+        step = CORRECTION * error / predicted
+        self._linear_scale *= 1 + step * linear
+        self._attention *= 1 + step * attention
+        self._kv_read *= 1 + step * kv_read
+
+
+def _features(work: StepWork) -> list[float]:
+    """Of which predict() is a linear combination: 1, rows between knots, pairs, keys."""
+    ends = (*KNOTS[1:], max(work.rows, KNOTS[-1]))
+    ramps = [float(min(max(work.rows - start, 0), end - start)) for start, end in zip(KNOTS, ends, strict=True)]
+    return [1.0, *ramps, float(work.pairs), float(work.kv_tokens)]

@@ -1,0 +1,39 @@
+"""Rehearsed steps are real ones on pages of their own, and leave nothing behind."""
+
+import itertools
+
+from fake_runner import FakeRunner
+
+from server.engine.rehearsal import ROUNDS, rehearse
+from server.engine.step_time import rehearsals, work_of
+
+
+def test_every_step_is_measured_and_the_fastest_round_counts() -> None:
+    runner = FakeRunner(2000, 16, 512)
+    runner.keep_batches = True
+    ticks = itertools.accumulate(itertools.cycle([1.0, 5.0, 1.0, 3.0]))  # the rounds of a step take 5 s and 3 s
+    samples = rehearse(
+        runner, max_num_batched_tokens=512, max_num_seqs=16, max_model_len=1000, clock=lambda: next(ticks)
+    )
+    steps = rehearsals(512, 16, 1000)
+    assert [sample.work for sample in samples] == [work_of(chunks) for chunks in steps]
+    assert {sample.seconds for sample in samples} == {3.0}
+    assert len(runner.batches) == ROUNDS * len(steps)
+    assert not runner.slots
+
+
+def test_sequences_share_no_page() -> None:
+    runner = FakeRunner(2000, 16, 512)
+    runner.keep_batches = True
+    rehearse(runner, max_num_batched_tokens=512, max_num_seqs=16, max_model_len=1000)
+    for batch in runner.batches:
+        blocks = [block for seq in batch.seqs for block in seq.block_ids]
+        assert len(set(blocks)) == len(blocks)
+    assert max(len(batch.seqs) for batch in runner.batches) == 16
+
+
+def test_steps_that_the_pool_does_not_hold_are_left_out() -> None:
+    runner = FakeRunner(10, 16, 512)
+    samples = rehearse(runner, max_num_batched_tokens=512, max_num_seqs=16, max_model_len=1000)
+    assert samples
+    assert all(sample.work.rows <= 9 * 16 for sample in samples)

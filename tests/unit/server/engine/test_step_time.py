@@ -1,0 +1,140 @@
+"""The prediction is fitted to what was measured, follows what it observes, and can be turned round."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_device import h200_seconds
+
+from server.engine.step_time import (
+    MEMORY_BOUND_ROWS,
+    StepSample,
+    StepTimeModel,
+    StepWork,
+    causal_pairs,
+    rehearsals,
+    work_of,
+)
+
+Device = Callable[[StepWork], float]
+
+
+def small_gpu(work: StepWork) -> float:
+    return 1e-3 + max(60e-3, 0.4e-3 * work.rows) + 20e-9 * work.pairs + 0.5e-6 * work.kv_tokens
+
+
+def uneven_gpu(work: StepWork) -> float:
+    """Matrix products of a few hundred rows use half of it."""
+    return 5e-3 + 40e-6 * min(work.rows, 512) + 20e-6 * max(work.rows - 512, 0) + 0.8e-9 * work.pairs
+
+
+def fitted(device: Device) -> StepTimeModel:
+    return StepTimeModel.fit(StepSample(work, device(work)) for work in map(work_of, rehearsals(8192, 256, 132_096)))
+
+
+def random_work(rng: random.Random) -> StepWork:
+    decodes = [(rng.randrange(32_768), 1) for _ in range(rng.randrange(64))]
+    prompts = [(rng.randrange(131_072), rng.randrange(2, 1500)) for _ in range(rng.randrange(4))]
+    return work_of(decodes + prompts or [(0, 1)])
+
+
+def test_pairs_are_counted_as_causal_attention_sees_them() -> None:
+    assert causal_pairs(0, 4) == 1 + 2 + 3 + 4
+    assert causal_pairs(10, 2) == 11 + 12
+    wide = work_of([(100, 1), (50, MEMORY_BOUND_ROWS)])
+    assert wide == (1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS), 101)
+
+
+@pytest.mark.parametrize("device", [h200_seconds, small_gpu, uneven_gpu])
+def test_a_fitted_model_predicts_steps_it_has_not_seen_within_a_tenth(device: Device) -> None:
+    model = fitted(device)
+    rng = random.Random(0)
+    for _ in range(500):
+        work = random_work(rng)
+        assert model.predict(work) == pytest.approx(device(work), rel=0.1)
+
+
+def test_noise_in_the_samples_is_averaged() -> None:
+    rng = random.Random(0)
+    steps = [work_of(chunks) for chunks in rehearsals(8192, 256, 132_096)] * 3
+    model = StepTimeModel.fit(StepSample(work, h200_seconds(work) * rng.uniform(0.9, 1.1)) for work in steps)
+    for _ in range(200):
+        work = random_work(rng)
+        assert model.predict(work) == pytest.approx(h200_seconds(work), rel=0.15)
+
+
+def test_what_no_sample_tells_is_taken_in_proportion() -> None:
+    """One prefill on a device twenty times slower than the one that is assumed."""
+    prior = StepTimeModel()
+    work = work_of([(0, 2048)])
+    model = StepTimeModel.fit([StepSample(work, 20 * prior.predict(work))])
+    decode = work_of([(4096, 1)] * 16)
+    assert model.predict(work) == pytest.approx(20 * prior.predict(work), rel=0.02)
+    assert model.predict(decode) == pytest.approx(20 * prior.predict(decode), rel=0.1)
+
+
+def test_without_samples_there_is_a_model() -> None:
+    assert StepTimeModel.fit([]).predict(StepWork(1)) == StepTimeModel().predict(StepWork(1))
+
+
+def test_observed_steps_correct_a_wrong_model() -> None:
+    model = StepTimeModel()
+    rng = random.Random(0)
+    for _ in range(400):
+        work = random_work(rng)
+        model.observe(work, small_gpu(work))
+    works = [random_work(rng) for _ in range(200)]
+    errors = sorted(abs(model.predict(work) / small_gpu(work) - 1) for work in works)
+    assert errors[100] < 0.15
+
+
+def test_one_disturbed_step_changes_little() -> None:
+    model = fitted(h200_seconds)
+    work = work_of([(1000, 512)])
+    before = model.predict(work)
+    model.observe(work, 100 * before)
+    assert model.predict(work) < 1.06 * before
+    model.observe(work, 0.0)
+    assert model.predict(work) < 1.06 * before
+
+
+def test_a_correction_goes_where_the_time_went() -> None:
+    model = fitted(h200_seconds)
+    decode = work_of([(1000, 1)])
+    before = model.predict(decode)
+    for _ in range(50):
+        deep = work_of([(131_072, 512)])
+        model.observe(deep, 2 * h200_seconds(deep))
+    assert model.predict(deep) == pytest.approx(2 * h200_seconds(deep), rel=0.05)
+    assert model.predict(decode) < 1.4 * before
+
+
+@given(
+    context=st.integers(0, 1_000_000),
+    seconds=st.floats(0, 0.5),
+    most=st.integers(0, 10_000),
+    decodes=st.lists(st.integers(0, 100_000), max_size=20),
+)
+def test_the_largest_chunk_fits_and_one_token_more_does_not(
+    context: int, seconds: float, most: int, decodes: list[int]
+) -> None:
+    model = StepTimeModel()
+    work = work_of((decode, 1) for decode in decodes)
+    count = model.largest_chunk(work, context, seconds, most)
+    assert 0 <= count <= most
+    if count:
+        assert model.predict(work.with_chunk(context, count)) <= seconds
+    if count < most and count + 1 not in range(1, MEMORY_BOUND_ROWS + 1):  # where a chunk begins to count as one
+        assert model.predict(work.with_chunk(context, count + 1)) > seconds
+
+
+@pytest.mark.parametrize(("tokens", "seqs", "length"), [(8192, 256, 132_096), (512, 4, 600), (1, 1, 2), (64, 64, 64)])
+def test_rehearsals_stay_within_the_runners_limits(tokens: int, seqs: int, length: int) -> None:
+    steps = rehearsals(tokens, seqs, length)
+    assert steps
+    for chunks in steps:
+        assert len(chunks) <= seqs
+        assert 1 <= sum(count for _, count in chunks) <= tokens
+        assert all(context >= 0 and count >= 1 and context + count <= length for context, count in chunks)
