@@ -99,6 +99,7 @@ def run_features(device: torch.device) -> int:
         attention_backend.block_sparse_attention(q, k, v, window),
         attention_backend.linear_attention(q, k, v, causal=True),
         attention_backend.linear_attention(q, k, v),
+        *(attention_backend.skinny_linear(normal(m, 1096), normal(n, 1096)) for m, n in ((3, 4999), (16, 333))),
         attention_backend.shared_prefix_attention(
             normal(4, 1, 4, 128), *pages, prefix_block_table=tables[:8], prefix_len=500,
             suffix_block_table=tables[8:].view(4, 1), suffix_lens=torch.full_like(tables[:4], 40),

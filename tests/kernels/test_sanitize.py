@@ -11,7 +11,7 @@ def test_the_grid_runs_on_cpu() -> None:
 
 
 def test_the_features_run_on_cpu() -> None:
-    assert sanitize.run_features(torch.device("cpu")) == 5
+    assert sanitize.run_features(torch.device("cpu")) == 7
 
 
 def test_the_gradients_run_on_cpu() -> None:
@@ -32,7 +32,7 @@ def test_the_grid_runs(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_the_features_run(device: torch.device) -> None:
     fp8 = torch.cuda.get_device_capability(device) == (9, 0)
-    assert sanitize.run_features(device) == 5 + fp8
+    assert sanitize.run_features(device) == 7 + fp8
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
