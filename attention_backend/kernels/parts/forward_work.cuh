@@ -96,7 +96,8 @@ class WorkLine {
     const int section = index / (together * units);
     index -= section * together * units;
     const int heads = min(together, p.work.heads - section * together), unit = index / heads;
-    const int m = m_tiles - 1 - unit / splits, split = unit % splits;
+    // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
+    const int m = m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
     const int first_row = m * rows_per_tile(p);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {
