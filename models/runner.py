@@ -99,6 +99,11 @@ class ModelRunner:
         self._kv_caches = allocate(self._sites, num_blocks, block_size, self._dtype, self.device)
         self.kernels = self._select_kernels()
 
+    @property
+    def fused(self) -> str:
+        """Which layers are fused, and why others are not, in words."""
+        return str(self._forward.fused)
+
     def warm_up(self) -> None:
         """Everything that a first request would have to wait for: kernels exist, decode steps are recorded. Once."""
         self._rehearse_all()

@@ -284,6 +284,8 @@ def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
         layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)
     if diagnosis.layers:
         console.print(layers)
+    if diagnosis.fused:
+        console.print(f"Fused: {diagnosis.fused}", markup=False)
     adapters = Table(show_header=False, box=None, pad_edge=False)
     for name, text in diagnosis.adapters.items():
         adapters.add_row(name, text)

@@ -52,6 +52,7 @@ class Diagnosis:
     kernels: list[str]  # the capability table in words
     model: str
     layers: list[Layers]
+    fused: str  # the layers around attention that are
     adapters: dict[str, str]  # LoRA
     problems: list[str] = field(default_factory=list)  # what will not work, in sentences
 
@@ -76,6 +77,7 @@ def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosi
         kernels=[*dispatch.describe(), *backward.describe()],
         model=config.model,
         layers=_reported(lambda: _layers(config), [], problems),
+        fused=_reported(lambda: _fused(config), "", problems),
         adapters=_reported(lambda: adapter_report.report(config, lora_folders, problems), {}, problems),
         problems=problems,
     )
@@ -163,20 +165,36 @@ def _cache() -> dict[str, str]:
     return state | {"state": f"{found} of {len(wanted)} kernels for this GPU are compiled" if archs else "present"}
 
 
-def _layers(config: EngineConfig) -> list[Layers]:
-    """Builds the model without weights, finds its attention layers, and asks dispatch about each kind.
-
-    Raises what loading would raise: models.errors, UnsupportedModelError.
-    """
+def _without_weights(config: EngineConfig) -> tuple[Any, Any]:
+    """The model, and the device that it would run on. Raises what loading would raise: models.errors."""
     import torch
 
     from models import loader, registry
-    from models.attention_sites import find_attention_sites
-    from models.patching import check_supported_for_serving
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
-    loaded = loader.load(registry.resolve(config.model, image_dir=image_dir), device="meta", load_format="dummy")
+    source = registry.resolve(config.model, image_dir=image_dir)
+    return loader.load(source, device="meta", load_format="dummy"), device
+
+
+def _fused(config: EngineConfig) -> str:
+    from models.fusing import foretell
+
+    loaded, device = _without_weights(config)
+    return str(foretell(loaded.model, device))
+
+
+def _layers(config: EngineConfig) -> list[Layers]:
+    """Builds the model without weights, finds its attention layers, and asks dispatch about each kind.
+
+    Raises what loading would raise, and UnsupportedModelError.
+    """
+    import torch
+
+    from models.attention_sites import find_attention_sites
+    from models.patching import check_supported_for_serving
+
+    loaded, device = _without_weights(config)
     check_supported_for_serving(loaded.model)
     dtype = torch.float32 if device.type == "cpu" else _half_of(loaded.dtype)
     sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]

@@ -2,6 +2,6 @@
 
 from models.fusing.decoder import FusedDecoder, fuse
 from models.fusing.plain import NotFusedError
-from models.fusing.report import FusionReport, report
+from models.fusing.report import FusionReport, foretell, report
 
-__all__ = ["FusedDecoder", "FusionReport", "NotFusedError", "fuse", "report"]
+__all__ = ["FusedDecoder", "FusionReport", "NotFusedError", "foretell", "fuse", "report"]

@@ -3,7 +3,13 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from models.fusing.decoder import FusedDecoder
+import torch
+from transformers import PreTrainedModel
+
+from models.fusing.decoder import FusedDecoder, fuse
+from models.fusing.plain import NotFusedError
+
+_PACKED = ("packed QKV", "packed gate/up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,8 @@ def report(decoder: FusedDecoder) -> FusionReport:
     unfused: dict[str, str] = {}
     layers = decoder.layers
     parts = {
-        "packed QKV": [layer.attention.projections.refuses() for layer in layers],
-        "packed gate/up": [layer.mlp.projections.refuses() for layer in layers],
+        _PACKED[0]: [layer.attention.projections.refuses() for layer in layers],
+        _PACKED[1]: [layer.mlp.projections.refuses() for layer in layers],
         "residual + RMSNorm": [
             None if norm.fused else f"{type(norm.module).__name__} is not the family's, or is hooked"
             for norm in [*(norm for layer in layers for norm in layer.norms), decoder.norm]
@@ -42,3 +48,16 @@ def report(decoder: FusedDecoder) -> FusionReport:
             reason, count = given.most_common(1)[0]
             unfused[part] = reason if count == len(reasons) else f"{reason} ({count} of {len(reasons)})"
     return FusionReport(tuple(fused), unfused)
+
+
+def foretell(model: PreTrainedModel, device: torch.device) -> FusionReport:
+    """What will be fused on that device, of a model that may have no weights yet."""
+    try:
+        found = report(fuse(model, pack=False, device=device))
+    except NotFusedError as error:
+        return FusionReport(unfused={"model": str(error)})
+    if device.type != "cpu":
+        return found
+    ours = "on a CPU each layer is laid out for oneDNN by itself"
+    fused = tuple(part for part in found.fused if part not in _PACKED)
+    return FusionReport(fused, found.unfused | dict.fromkeys(_PACKED, ours))

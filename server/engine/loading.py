@@ -46,6 +46,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         lora=LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
         enforce_eager=config.enforce_eager,
     )
+    logger.info("fused layers: %s", runner.fused)
     on_gpu = device.type == "cuda"
     return LoadedRunner(
         runner=runner,

@@ -134,6 +134,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: LiveServer, monkeyp
 def test_doctor_works_without_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("server.doctor._layers", lambda *_model: [])  # the bundled model: tests/integration
+    monkeypatch.setattr("server.doctor._fused", lambda *_model: "packed QKV")
     monkeypatch.setattr("server.adapter_report.report", lambda *_: {"LoRA": "4 slots"})
     result = runner.invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
@@ -142,7 +143,9 @@ def test_doctor_works_without_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch)
     assert any("no usable NVIDIA GPU" in problem for problem in said["problems"])
     assert any(line.startswith("cpu_reference") for line in said["kernels"])
     assert {"torch", "transformers", "cupy-cuda13x"} <= said["packages"].keys()
-    assert "There is no usable NVIDIA GPU" in " ".join(runner.invoke(app, ["doctor"]).stdout.split())
+    shown = " ".join(runner.invoke(app, ["doctor"]).stdout.split())
+    assert "There is no usable NVIDIA GPU" in shown
+    assert "Fused: packed QKV" in shown
 
 
 def test_doctor_reports_a_model_it_cannot_find() -> None:

@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GraniteConfig, PreTrainedModel
 
 from models.forward import PagedForward
-from models.fusing import NotFusedError, fuse
+from models.fusing import NotFusedError, foretell, fuse
 from models.packed_linear import pack_linears
+
+CUDA = torch.device("cuda")
+UNKNOWN = (
+    GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2),
+    GraniteConfig(vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4),
+)
 
 
 def same(model: PreTrainedModel, forward: PagedForward) -> None:
@@ -110,14 +116,7 @@ def test_a_subclassed_block_leaves_the_whole_model_to_its_modules(part: str) -> 
     assert "stands where transformers.models.llama" in forward.fused.unfused["model"]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2),
-        GraniteConfig(vocab_size=120, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4),
-    ],
-    ids=["gpt2", "granite"],
-)
+@pytest.mark.parametrize("config", UNKNOWN, ids=["gpt2", "granite"])
 def test_an_unknown_family_is_served_by_its_modules_and_told(config: Any) -> None:
     model = random_model(config)
     forward = PagedForward(model)
@@ -128,7 +127,16 @@ def test_an_unknown_family_is_served_by_its_modules_and_told(config: Any) -> Non
 
 def test_sizes_without_kernels_are_told_before_a_gpu_sees_them() -> None:
     model = made("phi3")  # heads of 16, of which a kernel's lane would take all
-    fuse(model, pack=False, device=torch.device("cuda"))
+    fuse(model, pack=False, device=CUDA)
     odd = made("phi3 turned in part")
     with pytest.raises(NotFusedError, match="head_dim 16 with rotary_dim 8: they must be multiples of 16"):
-        fuse(odd, pack=False, device=torch.device("cuda"))
+        fuse(odd, pack=False, device=CUDA)
+    assert "head_dim 16 with rotary_dim 8" in foretell(odd, CUDA).unfused["model"]
+
+
+def test_what_will_be_fused_is_told_of_models_without_weights() -> None:
+    model = made("llama").to(torch.device("meta"))
+    packed = {"packed QKV", "packed gate/up"}
+    assert set(foretell(model, CUDA).fused) >= packed
+    assert foretell(model, torch.device("cpu")).unfused.keys() == packed
+    assert "GPT2LMHeadModel" in str(foretell(random_model(UNKNOWN[0]), CUDA))
