@@ -63,9 +63,10 @@ def rows_of(command: list[str], environment: dict[str, str]) -> Iterator[Row]:
     try:
         for line in process.stdout:
             yield json.loads(line)
-        code = process.wait(END_GRACE)
-        if code:
+        if code := process.wait(END_GRACE):
             yield {"case": "exit", "error": f"the process ended with code {code}"}
+    except subprocess.TimeoutExpired:
+        yield {"case": "exit", "error": f"the process had not ended {END_GRACE:.0f} s after its last row"}
     finally:
         with suppress(ProcessLookupError):  # everybody has ended
             os.killpg(process.pid, signal.SIGKILL)  # the group is its own
@@ -82,10 +83,12 @@ def measure(peer: Peer, driver: str, plan: Plan, caches: Path) -> Iterator[Row]:
     environment = peer.environment(caches if starts else None)
     for start, chosen in phases:
         mine = replace(peer.prepared(plan), cases=chosen)
-        if driver == HTTP:
+        own = environment
+        if driver == HTTP:  # the client is ours, whatever it asks, and its imports are never mixed with a peer's
             mine = replace(mine, command=tuple(peer.server_command(mine)), environment=environment)
+            own = Peer(OURS).environment(None)
         mine = replace(mine, spawned=time.monotonic())
-        for row in rows_of(peer.command(driver, mine), environment):
+        for row in rows_of(peer.command(driver, mine), own):
             yield {**row, "case": start} if row["case"] == "start" else row
 
 

@@ -79,7 +79,7 @@ class Peer:
             case "vllm":
                 known = ["--load-format", plan.load_format, "--dtype", plan.dtype, "--max-num-seqs", "256"]
                 command = [*python, "vllm.entrypoints.cli.main", "serve", plan.model, *common, *known]
-                command += ["--max-model-len", length, "--enable-prefix-caching", "--disable-log-requests"]
+                command += ["--max-model-len", length, "--enable-prefix-caching"]
             case "sglang":
                 known = ["--load-format", plan.load_format, "--dtype", plan.dtype, "--context-length", length]
                 command = [*python, "sglang.launch_server", "--model-path", plan.model, *common, *known]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 440, 240
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 28, 38
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 28, 38
 TICKS = 5
 
 
