@@ -43,15 +43,15 @@ __device__ __forceinline__ uint4 read_cached(const element* from, bool valid) {
   return x;
 }
 
-// Copies 16 bytes, or zeros where not `inside`; nothing at all unless `wanted`.
-__device__ __forceinline__ void copy16_if(uint32 destination, const void* source, bool wanted, bool inside,
-                                          uint64 policy) {
+// Copies 16 bytes, or zeros where not `inside`; nothing at all unless `wanted`. (Without a cache policy: a predicated
+// cp.async with one is an illegal instruction on an H200, CUDA 13.0.)
+__device__ __forceinline__ void copy16_if(uint32 destination, const void* source, bool wanted, bool inside) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
       "{\n.reg .pred wanted;\n"
-      "setp.ne.b32 wanted, %4, 0;\n"
-      "@wanted cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;\n}" ::"r"(destination),
-      "l"(source), "r"(inside ? 16 : 0), "l"(policy), "r"(static_cast<int>(wanted))
+      "setp.ne.b32 wanted, %3, 0;\n"
+      "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(destination),
+      "l"(source), "r"(inside ? 16 : 0), "r"(static_cast<int>(wanted))
       : "memory");
 #else
   if (wanted) copy16(destination, source, inside);
@@ -70,14 +70,13 @@ struct Weights {
   const char* own;
   uint32 address;  // of `own`
   int at = 0;      // bytes behind both: the slot, whose number is for the other kind
-  uint64 policy;
   __device__ __forceinline__ Weights(const char* ring, int warp, int lane)
-      : own(ring + kItemBytes * SLOTS * warp + 16 * lane), address(shared_address(own)), policy(evict_first_policy()) {}
+      : own(ring + kItemBytes * SLOTS * warp + 16 * lane), address(shared_address(own)) {}
   // Asks for the lane's part of an item: rows `stride` elements apart, as many as lie in `rows`; zeros where not `inside`.
   __device__ __forceinline__ void ask(int, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
     for (int i = 0; i < 2 * GROUP; i++)
-      copy16_if(address + at + 512 * i, from + i * stride, 8 * i < rows, inside, policy);
+      copy16_if(address + at + 512 * i, from + i * stride, 8 * i < rows, inside);
     copy_commit();
   }
   __device__ __forceinline__ void wait() { copy_wait<SLOTS - 1>(); }
