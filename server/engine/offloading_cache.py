@@ -23,6 +23,10 @@ class _Fetched:
     from_disk: int = 0
     from_host: int = 0
 
+    @property
+    def has_begun(self) -> bool:
+        return self.from_disk > 0 or self.from_host > 0
+
 
 class OffloadingKVCache(KVCache):
     def __init__(self, num_blocks: int, block_size: int, offload: Offload) -> None:
@@ -72,9 +76,9 @@ class OffloadingKVCache(KVCache):
             held = offload.find(block_hash, token_bytes, parent, request, may_read=may_read)
             if held is None:
                 break
-            fetched.from_disk = max(fetched.from_disk, index + 1)
             parent = held.prefix.serial
             if held.is_arriving:
+                fetched.from_disk = max(fetched.from_disk, index + 1)
                 is_waiting = is_behind_gap = True
             elif parent in self._loading:
                 is_waiting = True
@@ -86,7 +90,7 @@ class OffloadingKVCache(KVCache):
             else:
                 break
             coming += 1
-        if is_waiting or coming >= offload.min_blocks:
+        if is_waiting or fetched.has_begun or coming >= offload.min_blocks:
             is_waiting |= self._load(on_device, in_host, fetched)
         for _, held in reversed(in_host):
             offload.unpin(held)
