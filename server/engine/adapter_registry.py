@@ -80,6 +80,7 @@ class AdapterRegistry:
 
     async def restore(self, send: Send) -> None:
         """Loads everything into an engine that has nothing. Raises EngineUnavailable when that one has gone, too."""
+        restored: set[str] = set()
         for info in self.infos():
             if info.name not in self._infos:  # unloaded in the meantime
                 continue
@@ -92,6 +93,12 @@ class AdapterRegistry:
             except LongwaveError as error:
                 logger.error("adapter %s is not served any more: %s", info.name, error.message)
                 self._infos.pop(info.name, None)
+            else:
+                restored.add(info.name)
+        while gone := restored - self._infos.keys():  # unloaded since, while this engine took no commands yet
+            restored -= gone
+            for name in gone:
+                await self._ask(send, UnloadAdapter(next(self._command_ids), name))
 
     def on_reply(self, reply: CommandReply) -> None:
         future = self._replies.pop(reply.command_id, None)

@@ -120,6 +120,28 @@ def test_an_engine_that_dies_while_it_loads_fails_the_command_and_records_nothin
     run(test)
 
 
+def test_an_adapter_unloaded_while_a_new_engine_gets_them_is_gone_from_it_too(tmp_path: Path) -> None:
+    async def test(client: EngineClient) -> None:
+        gate = tmp_path / "gate"
+        gate.touch()
+        first, slow = make_adapter(tmp_path / "first", 1), make_adapter(tmp_path / "slow", 2)
+        (tmp_path / "slow" / GATE).write_text(str(gate))
+        await client.load_adapter("first", first)
+        await client.load_adapter("slow", slow)
+        gate.unlink()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: "slow" in client._adapters._busy)  # the new engine has the first
+        await client.unload_adapter("first")
+        gate.touch()
+        await client.ready()
+        assert [info.name for info in client.adapters()] == ["slow"]
+        await client.load_adapter("first", make_adapter(tmp_path / "other", 3))
+        assert await answer(client, "r", "first") == expected(PROMPT, 8, stop=(), adapter=3)
+
+    run(test)
+
+
 def test_a_caller_that_goes_away_leaves_no_adapter_that_is_not_on_record(tmp_path: Path) -> None:
     async def test(client: EngineClient) -> None:
         folder = make_adapter(tmp_path / "slow", 1)
