@@ -3,7 +3,8 @@
     python -m benchmarks.step_profile --out benchmarks/results/step_profile_h200.json
     python -m benchmarks.step_profile --decodes 1x1024,64x8192 --chunks 8192@0,8192@24576 --top 12
 
-The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's shape. Steps follow each other as in the
+The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's shape; then whole requests through the
+engine's loop in this process, which shows what scheduling costs. Steps follow each other as in the
 engine: one is launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran;
 "idle": the share of the time between the first and the last kernel in which none did. About a minute on an H200.
 """
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +26,17 @@ from benchmarks import machine, model_folder
 from models import loader, registry
 from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
 from models.runner import ModelRunner
+from server.engine.config import EngineConfig
+from server.engine.core import EngineCore
+from server.engine.messages import AddRequest, TokenDelta
+from server.engine.runner import LoadedRunner
+from server.engine.worker import make_scheduler
 
 BLOCK_SIZE = 64
 SAMPLING = SamplingParams(temperature=1.0, seed=0, ignore_eos=True)
 STEPS = 20
 PROFILED = 5
+DECODES = 100  # tokens of a request
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
 
 
@@ -93,6 +101,52 @@ class Chunks:
         self.runner.remove_request(0)
 
 
+class ListLink:
+    """The engine's way to the API process, without one."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Any] = []
+        self.sent: list[Any] = []
+
+    def receive(self, timeout: float) -> list[Any]:
+        del timeout
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, messages: list[Any]) -> None:
+        self.sent += messages
+
+
+def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, max_model_len: int) -> dict[str, float]:
+    """Milliseconds of one request alone: to its first token, and then between tokens (median)."""
+    config = EngineConfig(
+        model="",
+        max_num_seqs=64,
+        max_num_batched_tokens=step_tokens,
+        block_size=BLOCK_SIZE,
+        max_model_len=max_model_len,
+    )
+    loaded = LoadedRunner(
+        runner=runner, model="", device="cuda", dtype="bfloat16", max_model_len=max_model_len,
+        max_num_batched_tokens=step_tokens, vocab_size=128_256, eos_token_ids=(2,), overlaps=True,
+    )  # fmt: skip
+    link = ListLink()
+    core = EngineCore(loaded, make_scheduler(config, loaded), link)
+    prompt = torch.randint(10, 100_000, (prompt_tokens,)).tolist()
+    sampling = SamplingParams(temperature=1.0, max_tokens=DECODES, ignore_eos=True)
+    link.inbox.append(AddRequest("request", prompt, sampling))
+    start, times = time.perf_counter(), []
+    while len(times) < DECODES:
+        core.turn()
+        now = time.perf_counter()
+        times += [now for message in link.sent if isinstance(message, TokenDelta) and message.token_ids]
+        link.sent.clear()
+    while core.has_work:
+        core.turn()
+    gaps = sorted(after - before for before, after in pairwise(times))
+    return {"ttft_ms": (times[0] - start) * 1e3, "itl_ms": gaps[len(gaps) // 2] * 1e3}
+
+
 def measure(run: Callable[[int], None], steps: int) -> dict[str, Any]:
     run(3)
     torch.cuda.synchronize()
@@ -133,6 +187,7 @@ def show(name: str, result: dict[str, Any], top: int) -> None:
 
 def main(
     decodes: Annotated[str, typer.Option(help="Rows x context of decode steps.")] = "1x1024,1x131072,64x8192",
+    prompts: Annotated[str, typer.Option(help="Lengths of prompts that go through the engine.")] = "1024,32768",
     chunks: Annotated[str, typer.Option(help="Tokens @ context of prompt chunks.")] = "8192@0,8192@24576",
     top: Annotated[int, typer.Option(help="Kernels to print.")] = 14,
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
@@ -141,7 +196,16 @@ def main(
     """Profiles the steps of the engine's runner."""
     wanted_decodes = [tuple(map(int, cell.split("x"))) for cell in decodes.split(",") if cell]
     wanted_chunks = [tuple(map(int, cell.split("@"))) for cell in chunks.split(",") if cell]
-    longest = max([sum(cell) for cell in wanted_chunks] + [context + 64 for _, context in wanted_decodes])
+    wanted_prompts = [int(length) for length in prompts.split(",") if length]
+    longest = max(
+        *(length + DECODES for length in wanted_prompts),
+        *(tokens + context for tokens, context in wanted_chunks),
+        *(context + 64 for _, context in wanted_decodes),
+    )
+        [length + DECODES for length in wanted_prompts]
+        + [sum(cell) for cell in wanted_chunks]
+        + [context + 64 for _, context in wanted_decodes]
+    )
     step_tokens = max([tokens for tokens, _ in wanted_chunks] + [64])
     started = time.perf_counter()
     runner = make_runner(longest, step_tokens)
@@ -157,6 +221,10 @@ def main(
         chunk.end()
     for name, result in results.items():
         show(name, result, top)
+    for length in wanted_prompts:
+        engine = [through_engine(runner, length, step_tokens, longest) for _ in range(3)]
+        results[f"engine {length}"] = engine
+        typer.echo(f"engine {length}: " + ", ".join(f"{r['ttft_ms']:.1f} ms, then {r['itl_ms']:.3f}" for r in engine))
     if out is not None:
         facts = machine.facts(commit)
         out.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
