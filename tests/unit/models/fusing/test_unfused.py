@@ -135,7 +135,8 @@ def test_sizes_without_kernels_are_told_before_a_gpu_sees_them() -> None:
 
 
 def test_what_will_be_fused_is_told_of_models_without_weights() -> None:
-    model = made("llama").to(torch.device("meta"))
+    model: Any = made("llama")
+    model.to("meta")
     packed = {"packed QKV", "packed gate/up"}
     assert set(foretell(model, CUDA).fused) >= packed
     assert foretell(model, torch.device("cpu")).unfused.keys() == packed
