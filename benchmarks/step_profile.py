@@ -202,10 +202,6 @@ def main(
         *(tokens + context for tokens, context in wanted_chunks),
         *(context + 64 for _, context in wanted_decodes),
     )
-        [length + DECODES for length in wanted_prompts]
-        + [sum(cell) for cell in wanted_chunks]
-        + [context + 64 for _, context in wanted_decodes]
-    )
     step_tokens = max([tokens for tokens, _ in wanted_chunks] + [64])
     started = time.perf_counter()
     runner = make_runner(longest, step_tokens)
