@@ -6,11 +6,13 @@ blocks two neighbours share says the rest. It changes only when a request gets i
 table gets later are new, so no other table has them yet."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from models.shared_runs import Levels, SharedRun, SharingLimits
 from server.engine.request import Request
+
+__all__ = ["PrefixSharing", "SharingLimits"]
 
 _STRIDE = 256  # blocks compared at a time
 _DEEPEST = 8  # prefixes within prefixes that are looked at: more are a pathology, and looking takes time
@@ -26,14 +28,14 @@ class _Node:
     children: list["_Node"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Memory:
     """The last question and its answer: mostly the same requests decode as in the step before."""
 
-    asked: list[Request] = field(default_factory=list)
-    rows: list[int] | None = None
-    arranged: list[Request] = field(default_factory=list)
-    levels: Levels = ()
+    asked: list[Request]
+    rows: list[int] | None
+    arranged: list[Request]
+    levels: Levels
 
 
 class PrefixSharing:
@@ -41,7 +43,7 @@ class PrefixSharing:
         self.limits = limits
         self._order: list[Request] = []
         self._common: list[int] = []  # leading blocks that a request shares with the next one; 0 for the last
-        self._memory = _Memory()
+        self._memory: dict[bool, _Memory] = {}  # of questions with rows, and without
 
     def join(self, request: Request) -> None:
         """The request has its first blocks. Compares it with what may be its neighbours only."""
@@ -61,7 +63,7 @@ class PrefixSharing:
         common.insert(place, after)
         if place:
             common[place - 1] = best
-        self._memory = _Memory()
+        self._memory.clear()
 
     def leave(self, request: Request) -> None:
         """The request gives up its blocks. One that never joined is none of our business."""
@@ -72,20 +74,31 @@ class PrefixSharing:
         gone = self._common.pop(place)
         if place:
             self._common[place - 1] = min(self._common[place - 1], gone)
-        self._memory = _Memory()
+        self._memory.clear()
 
     def arrange(self, requests: Sequence[Request], rows: Sequence[int] | None = None) -> tuple[list[Request], Levels]:
         """An order of the requests in which those that share stand side by side, and the runs of blocks to read once;
         the order as it is when none is worth it. `rows`: query rows of each request (None: one)."""
-        memory = self._memory
-        if memory.asked == requests and memory.rows == rows:
-            return list(memory.arranged), memory.levels
-        arranged, levels = self._arrange(requests, rows)
-        self._memory = _Memory(list(requests), None if rows is None else list(rows), list(arranged), levels)
-        return arranged, levels
+        memory = self._memory.get(rows is None)
+        if memory is None or memory.asked != requests or memory.rows != rows:
+            arranged, levels = self._arrange(requests, [1] * len(requests) if rows is None else rows)
+            memory = _Memory(list(requests), None if rows is None else list(rows), arranged, levels)
+            self._memory[rows is None] = memory
+        return list(memory.arranged), memory.levels
 
-    def _arrange(self, requests: Sequence[Request], rows: Sequence[int] | None) -> tuple[list[Request], Levels]:
-        count = dict(zip(requests, rows or [1] * len(requests), strict=True))
+    def _could_save(self, requests: Sequence[Request], rows: Sequence[int]) -> bool:
+        """Whether it would be worth it if all had the same blocks: not for chunks that fill tiles alone."""
+        if len(requests) < 2:
+            return False
+        lengths = sorted(len(request.block_ids) for request in requests)
+        tile = self.limits.tile_rows
+        saved = sum(-(-n // tile) for n in rows) - -(-sum(rows) // tile)
+        return saved > 0 and saved * lengths[-2] >= self.limits.least_saved_blocks
+
+    def _arrange(self, requests: Sequence[Request], rows: Sequence[int]) -> tuple[list[Request], Levels]:
+        if not self._could_save(requests, rows):
+            return list(requests), ()
+        count = dict(zip(requests, rows, strict=True))
         chosen: list[Request] = []
         between: list[int] = []  # leading blocks that chosen[i] and chosen[i + 1] share
         shared = 0
