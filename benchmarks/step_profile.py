@@ -135,7 +135,8 @@ def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, ma
     prompt = torch.randint(10, 100_000, (prompt_tokens,)).tolist()
     sampling = SamplingParams(temperature=1.0, max_tokens=DECODES, ignore_eos=True)
     link.inbox.append(AddRequest("request", prompt, sampling))
-    start, times = time.perf_counter(), []
+    times: list[float] = []
+    start = time.perf_counter()
     while len(times) < DECODES:
         core.turn()
         now = time.perf_counter()
