@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from attention_backend.heuristics.prefix import TILE_ROWS, least_saved_keys
 from attention_backend.metadata import SharedPages
 from attention_backend.shared_prefix import PrefixGroups
 from models.attention_sites import AttentionSite
-from models.copies import to_device
 from models.shared_runs import Levels, SharedRun, SharingLimits
 
 _LEADERS, _STARTS, _LENS, _CU_ROWS = range(4)
@@ -115,49 +113,6 @@ def shared_pages(groups: Tensor, own_starts: Tensor, block_table: Tensor, max_ro
         ),
         own_starts,
     )
-
-
-class GraphGroups:
-    """The groups of decode steps at fixed addresses: what recorded passes read, written anew when sharing changes."""
-
-    def __init__(
-        self, max_num_seqs: int, *, block_size: int, device: torch.device, num_levels: int = 1, max_rows: int = 0
-    ) -> None:
-        """`max_rows`: most rows of a group, if its kernel takes no more (0: any number)."""
-        self._block_size = block_size
-        self._num_levels = num_levels
-        self._max_rows = max_rows or max_num_seqs
-        size = num_levels * NUM_FIELDS * (max_num_seqs + 1)
-        self._groups = torch.zeros(size, dtype=torch.int32, device=device)
-        self._own_starts = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self._written: tuple[Levels, int] | None = None
-
-    def fits(self, levels: Levels) -> bool:
-        return len(levels) <= self._num_levels
-
-    def pages(self, size: int, block_table: Tensor) -> SharedPages:
-        """For recording a step of `size` rows, after `write` of that size; block_table int32 `[size, max_blocks]`."""
-        return shared_pages(*self._views(size), block_table, min(size, self._max_rows))
-
-    def write(self, levels: Levels, size: int) -> None:
-        """Before the replay of a step of `size` rows, in the order of the current stream. () shares nothing."""
-        if self._written == (levels, size):
-            return
-        arrays = group_arrays(
-            levels,
-            size,
-            block_size=self._block_size,
-            num_levels=self._num_levels,
-            num_groups=size,
-            max_rows=min(size, self._max_rows),
-        )
-        for target, array in zip(self._views(size), (arrays.groups, arrays.own_starts), strict=True):
-            target.copy_(to_device(array.copy(), target.device))
-        self._written = (levels, size)
-
-    def _views(self, size: int) -> tuple[Tensor, Tensor]:
-        shape = (self._num_levels, NUM_FIELDS, size + 1)
-        return self._groups[: prod(shape)].view(shape), self._own_starts[:size]
 
 
 def _filled(runs: tuple[SharedRun, ...], num_seqs: int) -> list[SharedRun]:

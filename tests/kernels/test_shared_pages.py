@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from attention_backend import dispatch, paged_attention
 from attention_backend.metadata import PagedMetadata
-from models.prefix_groups import GraphGroups, group_arrays, shared_pages
+from models.prefix_groups import group_arrays, shared_pages
 from models.shared_runs import Levels, SharedRun
 
 from .error_rule import check
@@ -144,6 +145,11 @@ REPLAYED: dict[str, Levels] = {
 }
 
 
+def _recorded(levels: Levels, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    arrays = group_arrays(levels, rows, block_size=PAGE, num_levels=1, num_groups=rows)
+    return arrays.groups, arrays.own_starts
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [12, 64])
 def test_a_recorded_step_follows_what_is_shared(rows: int, cuda: torch.device) -> None:
@@ -154,18 +160,18 @@ def test_a_recorded_step_follows_what_is_shared(rows: int, cuda: torch.device) -
         step.metadata.cu_seqlens_q[: rows + 1], lens, table, step.metadata.slot_mapping[:rows].contiguous(), rows, 1,
         table.shape[1] * PAGE,
     )  # fmt: skip
-    groups = GraphGroups(64, block_size=PAGE, device=cuda, num_levels=1)
-    groups.write((), rows)
+    fixed = [torch.from_numpy(x.copy()).to(cuda) for x in _recorded((), rows)]
     q, k, v = (x[:rows].contiguous() for x in (step.q, step.k, step.v))
 
     def work() -> Tensor:
-        shared = replace(plain, shared_decodes=groups.pages(rows, table))
+        shared = replace(plain, shared_decodes=shared_pages(fixed[0], fixed[1], table, rows))
         return paged_attention(q, k, v, step.k_cache, step.v_cache, shared, softmax_scale=0.1)
 
     graph, out = captured(work)
     for levels in REPLAYED.values():
         inside = tuple(tuple(one for one in level if one.end <= rows) for level in levels)
-        groups.write(inside, rows)
+        for target, array in zip(fixed, _recorded(inside, rows), strict=True):
+            target.copy_(torch.from_numpy(array.copy()))
         q.copy_(torch.randn_like(q))
         graph.replay()
         want = paged_attention(q, k, v, step.k_cache, step.v_cache, plain, softmax_scale=0.1)

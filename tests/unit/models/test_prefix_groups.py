@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_model, tiny_config
 
+from attention_backend.heuristics.prefix import least_saved_keys
 from attention_backend.metadata import SharedPages
-from models.attention_sites import find_attention_sites
+from models.attention_sites import AttentionSite, find_attention_sites
 from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
 from models.inputs import StepInputs, StepTensors
 from models.kv_pool import allocate
-from models.prefix_groups import GraphGroups, GroupArrays, group_arrays, shared_pages
-from models.shared_runs import Levels, SharedRun, StepSharing
+from models.prefix_groups import GroupArrays, group_arrays, shared_pages, sharing_limits
+from models.shared_runs import Levels, SharedRun, SharingLimits, StepSharing
 
 BLOCK = 16
 ONE = ((SharedRun(0, 3, 0, 2),),)
@@ -87,6 +88,23 @@ def test_what_does_not_fit_a_graph_is_refused() -> None:
         group_arrays(NESTED, 8, block_size=BLOCK, num_levels=2, num_groups=3)
 
 
+def test_limits_follow_from_heads_and_from_what_kernels_read() -> None:
+    def sites(heads: int, kv_heads: int, **changes: Any) -> list[AttentionSite]:
+        site = AttentionSite(0, "full_attention", heads, kv_heads, 128, 128, 1.0, 0, 0, 0.0, False)
+        return [replace(site, window=128), replace(site, **changes)]
+
+    llama = sharing_limits(sites(32, 8), torch.bfloat16, 64, "cuda")
+    assert llama == SharingLimits(least_saved_keys("cuda", 4096) // 64, 1, 32, 0)
+    assert sharing_limits(sites(32, 8), torch.float8_e4m3fn, 64, "cuda", max_levels=2) == SharingLimits(
+        least_saved_keys("cuda", 2048) // 64, 2, 16, 16
+    )
+    mqa = sharing_limits(sites(71, 1), torch.bfloat16, 64, "cuda")
+    assert mqa is not None
+    assert mqa.tile_rows == 1
+    assert sharing_limits(sites(71, 1), torch.float8_e4m3fn, 64, "cuda") is None  # its kernel takes 64 rows
+    assert sharing_limits(sites(32, 8, window=4096), torch.bfloat16, 64, "cuda") is None
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_as_many_groups_as_sequences_are_always_enough(data: Any) -> None:
@@ -103,30 +121,6 @@ def test_as_many_groups_as_sequences_are_always_enough(data: Any) -> None:
     assert ends == arrays.own_starts.tolist()
     covered = [sum(end - start for _, start, end in keys) for keys in keys_of(arrays, [1] * 12)]
     assert covered == ends
-
-
-def test_a_graph_reads_what_was_written_last() -> None:
-    """Views that were made once, as a graph holds them, follow every write of their size."""
-    table = torch.arange(24, dtype=torch.int32).view(8, 3)
-    graph = GraphGroups(8, block_size=BLOCK, device=torch.device("cpu"), num_levels=2)
-    assert graph.fits(NESTED)
-    assert not graph.fits((*NESTED, ()))
-    graph.write(NESTED, 8)
-    seen = graph.pages(8, table)
-    assert seen.own_starts.tolist() == [16, 32, 32, 16, 0, 64, 64, 0]
-    assert seen.prefixes[0].block_table[0].tolist() == [0, 1, 2]
-    graph.write((), 6)
-    six = graph.pages(6, table[:6])
-    graph.write(ONE, 6)
-    assert six.own_starts.tolist() == [32, 32, 32, 0, 0, 0]
-    assert six.prefixes[0].lens.tolist() == [32, 0, 0, 0, 0, 0]
-    assert six.prefixes[1].lens.tolist() == [0] * 6
-    assert [level.max_rows for level in six.prefixes] == [6, 6]
-    for level in six.prefixes:
-        assert level.cu_rows is not None
-        assert level.cu_rows[-1] == 6
-    graph.write((), 6)
-    assert six.own_starts.tolist() == [0] * 6
 
 
 def with_sharing(step: StepTensors, sharing: StepSharing, rows: list[int]) -> StepTensors:
