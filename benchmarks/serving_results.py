@@ -34,6 +34,8 @@ class Results:
         if run is None:
             run = {**key, "rows": {}}
             runs.append(run)
+        if row["case"].startswith("start"):
+            run["rows"].pop("exit", None)  # how an earlier process of it ended
         at = {"commit": self.content["machine"]["commit"], "date": datetime.now(UTC).isoformat(timespec="seconds")}
         run["rows"][row["case"]] = {name: value for name, value in row.items() if name != "case"} | at
         self.write()

@@ -1,4 +1,4 @@
-"""`longwave bench serve` against `longwave serve` with the bundled model, each a process of its own."""
+"""`longwave bench` with the bundled model: against `longwave serve`, and with an engine of its own."""
 
 import json
 import subprocess
@@ -52,3 +52,31 @@ def test_a_prompt_that_cannot_fit_fails_the_run(server: ServerProcess) -> None:
     done = bench(server, "--num-prompts", "2", "--random-input-len", "5000", "--random-output-len", "4")
     assert done.returncode == 1
     assert "2 failed: the server replied 400" in done.stdout
+
+
+@pytest.mark.parametrize(("command", "requests"), [("latency", 4), ("throughput", 3)])
+def test_the_engine_alone(bundled_model: Path, tmp_path: Path, command: str, requests: int) -> None:
+    load = {
+        "latency": ("--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"),
+        "throughput": ("--num-prompts", "3"),
+    }[command]
+    limits = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "8")
+    sizes = ("--input-len", "16", "--output-len", "3", "--output-json", str(tmp_path / "r.json"))
+    arguments = [
+        sys.executable,
+        "-m",
+        "server",
+        "bench",
+        command,
+        *load,
+        *sizes,
+        *limits,
+        "--model",
+        str(bundled_model),
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = results(tmp_path / "r.json")
+    assert (found["completed"], found["failed"]) == (requests, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (16 * requests, 3 * requests)
+    assert found["p90_e2el_ms"] > found["p90_ttft_ms"] > 0

@@ -107,6 +107,14 @@ def test_results_are_in_the_file_after_every_row_and_later_runs_add_to_it(tmp_pa
         Results({"gpu": None}, {"scale": 1.0, "model": "8b"}, path).merge(path)
 
 
+def test_a_process_that_starts_again_takes_back_how_the_last_one_ended() -> None:
+    results = Results({"gpu": None, "commit": "abc"}, {}, None)
+    results.add("ours", "", "offline", {"case": "exit", "error": "the process ended with code 1"})
+    assert results.errors == ["ours  offline exit: the process ended with code 1"]
+    results.add("ours", "", "offline", {"case": "start", "s": 1.0})
+    assert results.errors == []
+
+
 def run_of(engine: str, rows: dict[str, dict[str, float]], driver: str = "offline", variant: str = "") -> Run:
     return Run(engine, variant, driver, rows)
 
