@@ -37,15 +37,27 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
             (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
             for path in [temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
                 _sync(path)
-            if target.exists():
-                shutil.rmtree(target)
-            temporary.rename(target)
+            _put(temporary, target)
             _sync(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = DiskFullError if _is_full_disk(error) else CheckpointError
         raise reason(f"{target} cannot be written: {error}") from error
+
+
+def _put(temporary: Path, target: Path) -> None:
+    """What stood there goes when the new folder stands: deleting takes long, and may fail in the middle."""
+    if not target.exists():
+        temporary.rename(target)
+        return
+    before = target.rename(temporary.with_name(f"{temporary.name}-before"))
+    try:
+        temporary.rename(target)
+    except BaseException:
+        before.rename(target)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _is_full_disk(error: OSError | SafetensorError) -> bool:

@@ -4,6 +4,7 @@ LoRA: the same model with its adapter off, asked for every batch. Full tuning: t
 that learns, so all of them are computed before the first step and kept in a folder of their own.
 """
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ class References:
         if self._model.adapter is not None:
             return
         digests = {name: data.digest(examples_) for name, examples_ in examples.items()}
+        digests["plan"] = hashlib.sha256(self._plan.to_json().encode()).hexdigest()
         if not (is_whole(self._folder) and _digests(self._folder) == digests):
             tensors = {name: self._compute(examples_) for name, examples_ in examples.items() if examples_}
 

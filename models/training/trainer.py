@@ -19,7 +19,7 @@ from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.checkpoint import Checkpoints, Identity, Progress
 from models.training.errors import CheckpointError, DivergedError
-from models.training.folder import is_whole, write_folder
+from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
 from models.training.out_of_memory import enough_memory
@@ -84,6 +84,7 @@ class Trainer:
             return self._run(on_step)
 
     def _run(self, on_step: OnStep) -> Outcome:
+        remove_unfinished(self._folder)
         saved = self._checkpoints.newest()
         progress = Progress() if saved is None else saved[0]
         result = self._folder / "result"

@@ -63,6 +63,23 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["one"]
 
 
+def test_a_replacement_that_fails_leaves_the_old_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+    failures = iter([OSError(errno.EIO, "Input/output error")])
+
+    def refused(path: Path, target: Path) -> Path:
+        if target == folder and (error := next(failures, None)):
+            raise error
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write_folder(folder, lambda new: (new / "other").write_text("x") and None)
+    assert is_whole(folder)
+    assert (folder / "weights.bin").exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["one"]
+
+
 @pytest.mark.parametrize(
     ("error", "full"),
     [

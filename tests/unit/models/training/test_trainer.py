@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_runs import Reports, random_examples, random_preferences, tiny_plan
+from training_runs import Reports, random_examples, random_preferences, tiny_plan, write_model
 
 from models.training import CheckpointError, DivergedError, ExampleError, LoraSettings, Trainer, Verdict
 from models.training.folder import is_whole
@@ -132,6 +132,26 @@ def test_another_plan_is_not_mixed_with_the_folder_s_run(tiny_folder: Path, tmp_
     trainer(tiny_folder, tmp_path).run(Reports())
     with pytest.raises(CheckpointError, match=r"another plan .*seed 1 / 0"):
         trainer(tiny_folder, tmp_path, seed=1).run(Reports())
+
+
+def test_a_reference_of_another_model_is_not_taken_up(tiny_folder: Path, tmp_path: Path) -> None:
+    """Left in the folder by a run that ended before its first checkpoint."""
+    other = write_model(tmp_path / "other", hidden_size=16)
+    data = random_preferences(4)
+    losses = []
+    for model, verdict in ((other, Verdict.CANCEL), (tiny_folder, Verdict.CANCEL)):
+        reports = Reports(verdict, after=1)
+        plan = tiny_plan(model, lora=None, method="dpo", batch_size=4)
+        Trainer(plan, data, None, tmp_path / "run", "cpu").run(reports)
+        losses.append(reports[0].train_loss)
+    assert losses == pytest.approx([math.log(2)] * 2, abs=1e-5)
+
+
+def test_what_a_killed_run_left_of_its_result_goes(tiny_folder: Path, tmp_path: Path) -> None:
+    left = tmp_path / "run" / ".result-abc123"
+    left.mkdir(parents=True)
+    trainer(tiny_folder, tmp_path / "run").run(Reports(Verdict.CANCEL, after=1))
+    assert not left.exists()
 
 
 def test_two_processes_do_not_train_in_one_folder(tiny_folder: Path, tmp_path: Path) -> None:
