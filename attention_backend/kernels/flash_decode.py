@@ -92,6 +92,7 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     params.batch, params.num_kv_heads = args.batch, args.num_kv_heads
     params.group_rows, params.min_tiles = group_rows, min_tiles
     smem = config.smem_bytes(*options.tiles, args.batch, args.k.element_size())
-    load(variant, index)((blocks, row_blocks, 1), (config.threads, 1, 1), (*maps, params), smem)
+    early = hopper and torch.cuda.is_current_stream_capturing()
+    load(variant, index)((blocks, row_blocks, 1), (config.threads, 1, 1), (*maps, params), smem, early=early)
     del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
     return out, lse

@@ -10,6 +10,7 @@
 // Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, NUM_WARPS (4, 8 or 12), ROWS (8, 16 or 32), STAGES, MERGE_WIDTH, PAGED
 // (PAGE_ROWS keys a copy), WHOLE_ROWS, FP8_KV, SOFTCAP, ALIBI, BIAS. KEY_MASK must be 0.
 #include "parts/decode_merge.cuh"
+#include "parts/dependent_launch.cuh"
 #include "parts/tma.cuh"
 
 constexpr uint64 kEvictNormal = 0x1000000000000000ull;  // as CUTLASS encodes it
@@ -86,9 +87,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   int* const prefix = reinterpret_cast<int*>(merge + End::kMergeFloats + 4 * STAGES);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#if PAGED
-  if (warp == NUM_WARPS) prefetch_table(p, lane);
-#endif
   if (threadIdx.x == kTeam) {
     prefetch_map(&map_k);
     prefetch_map(&map_v);
@@ -99,6 +97,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     barrier_init_fence();
   }
+  let_next_start();
+  wait_for_previous();  // it may have written anything that is read from here on
+#if PAGED
+  if (warp == NUM_WARPS) prefetch_table(p, lane);
+#endif
   DecodePlan plan;
   plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
 
