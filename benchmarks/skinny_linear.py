@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from attention_backend.heuristics.skinny import MAX_ROWS, SkinnyConfig
+from attention_backend.heuristics.skinny import LINES, MAX_ROWS, REGISTERS, SkinnyConfig
 from attention_backend.kernels import skinny_linear
 from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu
@@ -58,8 +58,10 @@ def _variants() -> dict[str, Linear]:
     configs = {f"ring{t}.{group}.{slots}": SkinnyConfig(t, group, slots) for t, group, slots in shapes}
     configs["deep2"] = SkinnyConfig(2, 2, 12, blocks_per_sm=1)  # 192 KB in flight, no room for the next block
     configs["deep14"] = SkinnyConfig(14, 2, 12, blocks_per_sm=1)
-    configs["reg2"] = SkinnyConfig(2, 2, 4, ring=False, blocks_per_sm=1)
-    configs["reg4"] = SkinnyConfig(4, 2, 4, ring=False, blocks_per_sm=1)
+    for name, shape in (("line2", (2, 2, 3)), ("line4", (4, 1, 6)), ("line8", (8, 1, 6)), ("line14", (14, 1, 6))):
+        configs[name] = SkinnyConfig(*shape, ring=LINES)
+    for name, shape in (("reg2", (2, 2, 4)), ("reg4", (4, 2, 4))):
+        configs[name] = SkinnyConfig(*shape, ring=REGISTERS, blocks_per_sm=1)
     for kib in (0, 192, 384):
         configs[f"ahead{kib}"] = SkinnyConfig(14, 2, 6, prefetch=kib << 10)
     named = {name: ours(config, early=True) for name, config in configs.items()}
@@ -183,7 +185,7 @@ def main(
     rows: Annotated[str, typer.Option(help="rows of x, each 1 to 16")] = "1,2,4,8,16",
     variants: Annotated[
         str, typer.Option(help="of ours: " + ", ".join(VARIANTS))
-    ] = "table,late,ring2.2.6,ring14.2.6,deep14,reg4",
+    ] = "table,late,ring2.2.6,line2,line14,reg4",
     layers: Annotated[int, typer.Option(help="of the chain; 0: no chain")] = 32,
     chain_rows: Annotated[str, typer.Option(help="rows of x in the chain")] = "1,8",
     chain_variants: Annotated[str, typer.Option(help="of ours, in the chain")] = "table,late",

@@ -14,26 +14,29 @@ STEP = 32  # elements of k
 #: Rows of x that a compiled kernel takes.
 COLUMNS = (8, 16)
 MAX_ROWS = COLUMNS[-1]
+#: Where a warp's items wait, and what they are: RING of the kernel.
+REGISTERS, STEPS, LINES = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """Up to `tiles` of 16 rows of the weight at a time; `slots` items under way a warp, each a step of `group` tiles.
+    """Up to `tiles` of 16 rows of the weight at a time; `slots` items under way a warp, each of `group` tiles.
 
-    `ring`: they wait in shared memory (cp.async), not in registers, where they must be whole lines of all tiles.
+    `ring`: an item is a step in REGISTERS (where all items must be whole lines of all tiles), a step in shared memory
+    (STEPS) or a line of two steps there (LINES).
     `prefetch`: bytes that a block of a kernel which starts early asks into L2 besides.
     """
 
     tiles: int
     group: int
     slots: int
-    ring: bool = True
+    ring: int = STEPS
     prefetch: int = 96 * 1024
     blocks_per_sm: int = 2  # that registers are kept for: the next kernel's block beside this one's
 
     def smem_bytes(self, columns: int) -> int:
         partial = 4 * WARPS * columns * (TILE_ROWS * min(2, self.tiles) + 4)
-        return partial + (WARPS * self.slots * self.group * TILE_ROWS * STEP * 2 if self.ring else 0)
+        return partial + self.ring * WARPS * self.slots * self.group * TILE_ROWS * STEP * 2
 
 
 # From so many tiles of a block on, by columns, the last that fits: 64 to 96 KB in flight an SM, room for the next
@@ -49,7 +52,7 @@ _RINGS = {
     ),
     16: ((1, SkinnyConfig(2, 2, 4)), (3, SkinnyConfig(6, 2, 4))),
 }
-_TURING = SkinnyConfig(2, 1, 4, ring=False)  # no asynchronous copies
+_TURING = SkinnyConfig(2, 1, 4, ring=REGISTERS)  # no asynchronous copies
 
 
 @cache

@@ -45,7 +45,7 @@ def skinny_variant(dtype: torch.dtype, columns: int, config: SkinnyConfig, arch:
         ("COLUMNS", columns),
         ("GROUP", config.group),
         ("MIN_BLOCKS", config.blocks_per_sm),
-        ("RING", int(config.ring)),
+        ("RING", config.ring),
         ("SLOTS", config.slots),
         ("TILES", config.tiles),
         ("WARPS", WARPS),

@@ -1,10 +1,16 @@
-// The weights that a warp of skinny_linear has under way: SLOTS items of GROUP tiles, in registers or in shared memory. A
-// lane's part of an item is 16 bytes of each of 2 * GROUP rows, 8 rows apart; no other lane reads them.
+// The weights that a warp of skinny_linear has under way: SLOTS items of GROUP tiles of 16 rows.
+//
+// RING = 0, in registers, and 1, in shared memory: an item is a step, 64 bytes of each row. A lane asks for 16 bytes of
+// rows that are 8 apart, and no other lane reads them. RING = 2, in shared memory: an item is a line, 128 bytes of each
+// row, eight lanes a row: whole lines of L2, for a meeting of the warp before and after it is read.
 #pragma once
 
 #include "parts/copy_sm80.cuh"
 
-constexpr int kItemBytes = 512 * 2 * GROUP;
+constexpr int kItemSteps = RING == 2 ? 2 : 1;
+constexpr int kRowsApart = RING == 2 ? 4 : 8;  // of a lane's copies
+constexpr int kCopies = 16 * GROUP / kRowsApart;
+constexpr int kItemBytes = 512 * kCopies;
 
 // 16 bytes that are read once: past L1, first to leave L2. Zeros, and no access, unless `valid`.
 __device__ __forceinline__ uint4 read_once(const element* from, bool valid) {
@@ -68,20 +74,39 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32 bytes) {
 #if RING
 struct Weights {
   const char* own;
-  uint32 address;  // of `own`
-  int at = 0;      // bytes behind both: the slot, whose number is for the other kind
+  uint32 address;  // where the lane's copies go
+  int at = 0;      // bytes behind both: the slot, whose number is for registers
+  // Steps are [16 rows][64 bytes]; the second of a line has its rows in pairs exchanged, so that no banks collide when a
+  // row of both is written.
   __device__ __forceinline__ Weights(const char* ring, int warp, int lane)
-      : own(ring + kItemBytes * SLOTS * warp + 16 * lane), address(shared_address(own)) {}
+      : own(ring + kItemBytes * SLOTS * warp + 16 * lane), address(shared_address(own)) {
+#if RING == 2
+    const int second = lane / 4 % 2;
+    address += 1024 * second + 64 * (lane / 8 ^ second) + 16 * (lane % 4) - 16 * lane;
+#endif
+  }
   // Asks for the lane's part of an item: rows `stride` elements apart, as many as lie in `rows`; zeros where not `inside`.
   __device__ __forceinline__ void ask(int, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
-    for (int i = 0; i < 2 * GROUP; i++)
-      copy16_if(address + at + 512 * i, from + i * stride, 8 * i < rows, inside);
+    for (int i = 0; i < kCopies; i++) {
+      const int row = kRowsApart * i, to = 1024 * kItemSteps * (row / 16) + 64 * (row % 16);
+      copy16_if(address + at + to, from + i * stride, row < rows, inside);
+    }
     copy_commit();
   }
-  __device__ __forceinline__ void wait() { copy_wait<SLOTS - 1>(); }
-  __device__ __forceinline__ uint4 take(int, int i) const {
-    return *reinterpret_cast<const uint4*>(own + at + 512 * i);
+  // The oldest item is there.
+  __device__ __forceinline__ void wait() {
+    copy_wait<SLOTS - 1>();
+    if (RING == 2) __syncwarp();
+  }
+  // The lane's 16 bytes in a step of the item, of one of a tile's halves of 8 rows.
+  __device__ __forceinline__ uint4 take(int, int step, int tile, int half) const {
+    const char* from = step ? own + 1024 + ((threadIdx.x & 4) ? -64 : 64) : own;
+    return *reinterpret_cast<const uint4*>(from + at + 1024 * kItemSteps * tile + 512 * half);
+  }
+  // The item is read.
+  __device__ __forceinline__ void release() {
+    if (RING == 2) __syncwarp();
   }
   __device__ __forceinline__ void advance() {
     at += kItemBytes;
@@ -91,14 +116,15 @@ struct Weights {
 };
 #else
 struct Weights {
-  uint4 held[SLOTS][2 * GROUP];
+  uint4 held[SLOTS][kCopies];
   __device__ __forceinline__ Weights(const char*, int, int) {}
   __device__ __forceinline__ void ask(int slot, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
-    for (int i = 0; i < 2 * GROUP; i++) held[slot][i] = read_once(from + i * stride, inside && 8 * i < rows);
+    for (int i = 0; i < kCopies; i++) held[slot][i] = read_once(from + i * stride, inside && 8 * i < rows);
   }
   __device__ __forceinline__ void wait() {}
-  __device__ __forceinline__ uint4 take(int slot, int i) const { return held[slot][i]; }
+  __device__ __forceinline__ uint4 take(int slot, int, int tile, int half) const { return held[slot][2 * tile + half]; }
+  __device__ __forceinline__ void release() {}
   __device__ __forceinline__ void advance() {}
   __device__ __forceinline__ void finish() {}
 };
