@@ -23,7 +23,6 @@ _ACTIVATIONS = {
     "torch.nn.modules.activation.SiLU": "silu",
     "transformers.activations.SiLUActivation": "silu",
     "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
 }
 
 

@@ -3,10 +3,15 @@
 import pytest
 import torch
 from fused_models import CONFIGS, logits, made
+from torch import Tensor
 
 from models.attention_sites import find_attention_sites
+from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
 from models.fusing import fuse
+from models.inputs import StepInputs
+from models.kv_pool import allocate
+from models.packed_linear import pack_linears
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -53,3 +58,27 @@ def test_eager_logits_are_bitwise_what_they_were_before_fusing(name: str) -> Non
     before = model(input_ids=ids, use_cache=False).logits
     fuse(model)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["linear", "for a CPU"])
+def test_a_step_that_samples_nothing_stores_its_keys_for_the_next(packed: bool) -> None:
+    model = made("llama")
+    if packed:
+        pack_linears(model)
+    inputs = StepInputs(
+        max_num_seqs=1, max_num_batched_tokens=64, max_blocks_per_seq=4, block_size=16, device=model.device
+    )
+    prompt = list(range(1, 41))
+
+    @torch.inference_mode()
+    def last_row(forward: PagedForward, *, chunk: int) -> Tensor:
+        caches = allocate(find_attention_sites(model), 4, 16, model.dtype, model.device)
+        rows = []
+        for start in range(0, len(prompt), chunk):
+            seq = ScheduledSeq(0, prompt[start : start + chunk], start, [3, 1, 2], sample=start + chunk >= len(prompt))
+            rows.append(forward.sampled_rows(inputs.build(StepBatch((seq,))), caches))
+        assert [len(part) for part in rows] == [0] * (len(rows) - 1) + [1]
+        return rows[-1]
+
+    whole = last_row(PagedForward(model, fused=False), chunk=40)
+    torch.testing.assert_close(last_row(PagedForward(model), chunk=20), whole, rtol=1e-4, atol=1e-4)
