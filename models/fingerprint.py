@@ -4,13 +4,13 @@ pages and no files.
 Weights are summed up on their own device, at the speed of its memory: this finds other weights, not forged ones."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from models.attention_sites import AttentionSite
+from models.kv_pool import KVCaches
 
 _LAYOUT = "longwave pages 1"  # [num_kv_heads, block_size, head_dim], k then v, layer by layer
 _CHUNK_WORDS = 1 << 24  # of 8 bytes
@@ -18,21 +18,15 @@ _MULTIPLIER = -7046029254386353131  # odd, so that every bit of a word counts; 2
 
 
 @torch.inference_mode()
-def fingerprint(
-    model: PreTrainedModel,
-    sites: Sequence[AttentionSite],
-    *,
-    block_size: int,
-    kv_dtype: torch.dtype,
-    max_model_len: int,
-) -> bytes:
+def fingerprint(model: PreTrainedModel, kv_caches: KVCaches, *, max_model_len: int) -> bytes:
+    """`max_model_len` chooses between the frequencies of some rotary embeddings."""
     digest = hashlib.sha256(_LAYOUT.encode())
-    facts = (type(model).__name__, model.config.to_json_string(), list(sites), block_size, kv_dtype, max_model_len,
-             model.dtype, model.device.type)  # fmt: skip
+    pages = [(array.dtype, tuple(array.shape[1:])) for layer in kv_caches for array in (layer.k, layer.v)]
+    facts = (type(model).__name__, model.config.to_json_string(), model.dtype, model.device.type, pages, max_model_len)
     for fact in facts:
         digest.update(f"{fact}\0".encode())
     sums: list[Tensor] = []
-    for name, tensor in _tensors(model):
+    for name, tensor in (*_tensors(model), *_scales(kv_caches)):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
         sums += _sums(tensor)
     digest.update(torch.stack(sums).cpu().numpy().tobytes())
@@ -46,6 +40,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in sorted((name, value) for group in own for name, value in group.items()):
             if isinstance(value, Tensor):
                 yield f"{prefix}.{name}", value.to_dense() if value.is_mkldnn else value
+
+
+def _scales(kv_caches: KVCaches) -> Iterator[tuple[str, Tensor]]:
+    for number, pages in enumerate(kv_caches):
+        for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+            if scale is not None:
+                yield f"{number}.{name}", scale
 
 
 def _sums(tensor: Tensor) -> Iterator[Tensor]:

@@ -50,7 +50,7 @@ class KVOffload:
     def __init__(self, kv_caches: KVCaches, num_bytes: int) -> None:
         """Takes up to `num_bytes` of host memory, pinned for a GPU. Raises HostMemoryError when that is no block, or
         more than there is."""
-        self._pages = PageCopy([array for layer in kv_caches for array in layer])
+        self._pages = PageCopy([array for pages in kv_caches for array in (pages.k, pages.v)])
         self.block_bytes = self._pages.row_bytes
         self.num_slots = num_bytes // self.block_bytes
         free = available_memory_bytes()

@@ -15,6 +15,7 @@ from server.engine.offload_stats import OffloadStats
 from server.engine.prefixes import Prefix, new_serial
 from server.engine.request import Request
 
+WORTH_A_COPY = 256  # tokens: shorter prefixes are computed as soon as fetched
 MAX_DISK_READS = 64  # blocks on their way from disk at once
 MAX_DISK_WRITES = 16
 AHEAD = 4  # 1 / AHEAD of host memory is kept ready to be given up: on disk already, if there is one
@@ -55,7 +56,7 @@ class Held:
 class Offload:
     """Slots are numbered from 1, as blocks are."""
 
-    def __init__(self, memory: HostMemory, disk: DiskTier | None = None, *, min_blocks: int = 4) -> None:
+    def __init__(self, memory: HostMemory, disk: DiskTier | None = None, *, min_blocks: int) -> None:
         """Only prefixes that were hit, or of requests with at least `min_blocks` full blocks, are worth a copy."""
         self.min_blocks = min_blocks
         self._memory = memory

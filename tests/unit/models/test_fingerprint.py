@@ -8,13 +8,22 @@ from transformers import PreTrainedModel
 from models import fingerprint as module
 from models.attention_sites import find_attention_sites
 from models.fingerprint import fingerprint
+from models.kv_pool import allocate
 from models.packed_linear import pack_linears
 from models.runner import ModelRunner
 
 
-def of(model: PreTrainedModel, block_size: int = 16, kv_dtype: torch.dtype = torch.float32, length: int = 256) -> bytes:
+def of(
+    model: PreTrainedModel,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    length: int = 256,
+    scale: float = 0,
+) -> bytes:
     sites = find_attention_sites(model)
-    return fingerprint(model, sites, block_size=block_size, kv_dtype=kv_dtype, max_model_len=length)
+    scales = [(torch.full((site.num_kv_heads,), scale),) * 2 for site in sites] if scale else None
+    kv_caches = allocate(sites, 2, block_size, torch.float8_e4m3fn if scale else dtype, model.device, scales)
+    return fingerprint(model, kv_caches, max_model_len=length)
 
 
 def test_the_same_weights_give_the_same_fingerprint() -> None:
@@ -27,11 +36,13 @@ def test_every_other_thing_gives_another_one() -> None:
     seen = {
         of(model),
         of(model, block_size=32),
-        of(model, kv_dtype=torch.bfloat16),
+        of(model, dtype=torch.bfloat16),
+        of(model, scale=0.5),
+        of(model, scale=0.25),
         of(model, length=512),
         of(random_model(tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}))),
     }
-    assert len(seen) == 5
+    assert len(seen) == 7
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_backend.metadata import KVPages
 from models import kv_offload
 from models.kv_offload import HostMemoryError, KVOffload, buffer_bytes
 from models.kv_pool import KVCaches
@@ -20,7 +21,7 @@ def caches(device: torch.device, num_blocks: int = 40) -> KVCaches:
     """Two layers whose values have half the width of their keys."""
     g = torch.Generator().manual_seed(0)
     return [
-        (
+        KVPages(
             torch.randn(num_blocks, 2, 16, 8, generator=g).to(device),
             torch.randn(num_blocks, 2, 16, 4, generator=g).to(device),
         )
@@ -29,7 +30,7 @@ def caches(device: torch.device, num_blocks: int = 40) -> KVCaches:
 
 
 def content(layers: KVCaches, block: int) -> list[Tensor]:
-    return [array[block].cpu().clone() for layer in layers for array in layer]
+    return [array[block].cpu().clone() for layer in layers for array in (layer.k, layer.v)]
 
 
 def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -61,7 +62,7 @@ def test_what_was_stored_comes_back_into_other_blocks(device: torch.device) -> N
     before = {block: content(layers, block) for block, _ in pairs}
     offload.queue(Transfers(stores=pairs))
     for layer in layers:  # the next step writes over them
-        for array in layer:
+        for array in (layer.k, layer.v):
             array[1:17] = 0
     assert settle(offload) == (sorted(slot for _, slot in pairs), [])
     offload.queue(Transfers(loads=[(slot, block + 20) for block, slot in pairs]))
