@@ -26,7 +26,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from attention_backend.heuristics.skinny import LINES, MAX_ROWS, REGISTERS, SkinnyConfig
+from attention_backend.heuristics.skinny import COLUMNS, LINES, MAX_ROWS, REGISTERS, SkinnyConfig
+from attention_backend.jit import arch_for, build_variants, default_cache
 from attention_backend.kernels import skinny_linear
 from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu
@@ -48,11 +49,18 @@ _ROTATED_BYTES = 400 << 20  # several times any L2
 _REPLAYS = 7
 
 
-def ours(config: SkinnyConfig | None, *, early: bool) -> Linear:
-    return lambda x, weight: skinny_linear.linear(x, weight, None, early=early, config=config)
+@dataclass(frozen=True)
+class Variant:
+    """A configuration of ours (None: what the heuristics choose), and whether it may start early."""
+
+    config: SkinnyConfig | None = None
+    early: bool = True
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        return skinny_linear.linear(x, weight, None, early=self.early, config=self.config)
 
 
-def _variants() -> dict[str, Linear]:
+def _variants() -> dict[str, Variant]:
     """`table` is what the heuristics choose, `late` the same without an early start; the rest name a configuration."""
     shapes = ((2, 2, 4), (2, 2, 6), (4, 1, 12), (4, 2, 6), (6, 2, 4), (8, 2, 4), (14, 1, 12), (14, 2, 4), (14, 2, 6))
     configs = {f"ring{t}.{group}.{slots}": SkinnyConfig(t, group, slots) for t, group, slots in shapes}
@@ -64,11 +72,19 @@ def _variants() -> dict[str, Linear]:
         configs[name] = SkinnyConfig(*shape, ring=REGISTERS, blocks_per_sm=1)
     for kib in (0, 192, 384):
         configs[f"ahead{kib}"] = SkinnyConfig(14, 2, 6, prefetch=kib << 10)
-    named = {name: ours(config, early=True) for name, config in configs.items()}
-    return {"table": ours(None, early=True), "late": ours(None, early=False)} | named
+    named = {name: Variant(config) for name, config in configs.items()}
+    return {"table": Variant(), "late": Variant(early=False)} | named
 
 
 VARIANTS = _variants()
+
+
+def compile_ahead(variants: Sequence[Variant], device: torch.device) -> None:
+    """On all cores; the heuristics' own are found compiled, or compiled as they are met."""
+    arch = arch_for(torch.cuda.get_device_capability(device))
+    configs = [variant.config for variant in variants if variant.config is not None]
+    kernels = [skinny_linear.skinny_variant(torch.bfloat16, c, config, arch) for config in configs for c in COLUMNS]
+    build_variants([*kernels, *skinny_linear.covering_set(arch)], default_cache())
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -195,6 +211,7 @@ def main(
     device = require_gpu()
     chosen, chained = ({TORCH: F.linear} | {n: VARIANTS[n] for n in v.split(",")} for v in (variants, chain_variants))
     ms, chain_ms = numbers(rows), numbers(chain_rows)
+    compile_ahead([VARIANTS[n] for n in (*variants.split(","), *chain_variants.split(","))], device)
     if max((*ms, *chain_ms)) > MAX_ROWS:
         raise typer.BadParameter(f"ours takes up to {MAX_ROWS} rows")
     measured = [row for name in WEIGHTS for row in measure(name, ms, chosen, device)]

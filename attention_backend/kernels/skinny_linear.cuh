@@ -1,17 +1,17 @@
 // out[m, n] = x[m, k] weight[n, k]^T + bias[n] for few rows of x: bound by reading the weight once.
 //
-// A tile is 16 rows of the weight. Every block has one run of tiles, all of k, and takes up to TILES of them at a time (a
-// pass), so that x is read once a pass; its warps share k in lines of 64 elements, warp w having lines w, w + WARPS, ...
-// Weights are the A operand of the tensor cores, x the B operand: a lane reads 16 bytes of a row, 8 elements, which are its
-// own part of two fragments once k is taken in another order, in which x is read too: nothing is shuffled.
+// A tile is 16 rows of the weight. Every block has one run of tiles, all of k, and takes up to TILES of them at a time
+// (a pass), so that x is read once a pass; its warps share k in lines of 64 elements, warp w having lines w, w + WARPS,
+// and so on. Weights are the A operand of the tensor cores, x the B operand: a lane reads 16 bytes of a row, 8 elements,
+// which are its own part of two fragments once k is taken in another order, in which x is read too: nothing is shuffled.
 //
-// A warp has SLOTS items under way, each a step (32 elements of k) or a line of GROUP tiles: parts/skinny_weights.cuh. They
-// are asked for before the previous kernel has ended, if this one started early: the weight must be constant.
+// A warp has SLOTS items under way, each a step (32 elements of k) or a line of GROUP tiles: parts/skinny_weights.cuh.
+// They are asked for before the previous kernel has ended, if this one started early: the weight must be constant.
 //
 // The order of every sum is a function of k and WARPS alone: a row's result does not depend on m or on the other rows.
 //
-// Compile-time: BF16, WARPS, TILES, GROUP, SLOTS, COLUMNS (8 or 16: most rows of x), RING (0: registers, 1:
-// steps in shared memory, 2: lines there), MIN_BLOCKS.
+// Compile-time: BF16, WARPS, TILES, GROUP, SLOTS, COLUMNS (8 or 16: most rows of x), RING (0: steps in registers, 1: in
+// shared memory, 2: lines in shared memory), MIN_BLOCKS.
 #include "parts/copy_sm80.cuh"
 #include "parts/dependent_launch.cuh"
 #include "parts/mma_sm80.cuh"
@@ -26,19 +26,19 @@ struct SkinnyParams {
   int64 x_row, weight_row, out_row;
   int m, n, k;
   int tiles_each, tiles_more;  // of a block; the first tiles_more blocks have one more
-  int prefetch;                // pieces of a row, a line of every warp, that the block asks into L2 besides: what it needs next
+  int prefetch;  // pieces of a row, each a line of every warp, that a block asks into L2 besides: what it needs next
 };
 
 constexpr int kThreads = 32 * WARPS;
-constexpr int kMmas = COLUMNS / 8;                            // that a weight fragment takes part in
-constexpr int kGroups = (TILES + GROUP - 1) / GROUP;          // items of a step of k
-constexpr int kSteps = RING ? 2 : SLOTS / kGroups;            // of a turn of the loop; registers have no index
-constexpr bool kAhead = RING == 2 && TILES * kMmas <= 8;      // x of the next turn in registers of its own
-constexpr int kLines = WARPS * 64;                            // elements of k that are a line of every warp
-constexpr int kTurn = kSteps / 2 * kLines;                    // elements of k of a turn
-constexpr int kPhase = TILES < 2 ? TILES : 2;                 // tiles whose partial sums meet at a time
-constexpr int kPitch = 16 * kPhase + 4;                       // floats of a column of them: free of bank conflicts
-constexpr int kPartial = COLUMNS * kPitch;                    // floats of a warp's
+constexpr int kMmas = COLUMNS / 8;                        // that a weight fragment takes part in
+constexpr int kGroups = TILES / GROUP;                    // items of a step, or line, of k
+constexpr int kSteps = RING ? 2 : SLOTS / kGroups;        // of a turn of the loop; registers have no index
+constexpr bool kAhead = RING == 2 && TILES * kMmas <= 8;  // x of the next turn in registers of its own
+constexpr int kLines = WARPS * 64;                        // elements of k that are a line of every warp
+constexpr int kTurn = kSteps / 2 * kLines;                // elements of k of a turn
+constexpr int kPhase = TILES < 2 ? TILES : 2;             // tiles whose partial sums meet at a time
+constexpr int kPitch = 16 * kPhase + 4;                   // floats of a column of them: free of bank conflicts
+constexpr int kPartial = COLUMNS * kPitch;                // floats of a warp's
 static_assert(TILES % GROUP == 0, "groups are whole");
 static_assert(kSteps % 2 == 0 && (RING || kSteps * kGroups == SLOTS), "a line is two steps");
 
@@ -70,7 +70,8 @@ struct Items {
     rows = rows_left = min(16 * tiles, p.n - begin) - lane_row;  // none past the last pass
     row = first_row = p.weight + (begin + lane_row) * p.weight_row + lane_k;
   }
-  __device__ __forceinline__ void advance(const SkinnyParams& p, const Passes& own, int lane_row, int lane_k, int end_k) {
+  __device__ __forceinline__ void advance(const SkinnyParams& p, const Passes& own, int lane_row, int lane_k,
+                                          int end_k) {
     row += 16 * GROUP * p.weight_row, rows_left -= 16 * GROUP;
     if (++group < groups) return;
     group = 0, row = first_row, rows_left = rows;
@@ -107,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) skinny_linear
 #pragma unroll 1
   for (int i = WARPS * lane + warp; i < p.prefetch; i += kThreads) {
     const int from = (SLOTS * kItemSteps / kGroups / 2 + i / rows) * kLines;
-    if (from < p.k)
-      prefetch_to_l2(p.weight + (16 * own.first + i % rows) * p.weight_row + from, min(kLines, p.k - from) * sizeof(element));
+    const element* row = p.weight + (16 * own.first + i % rows) * p.weight_row;
+    if (from < p.k) prefetch_to_l2(row + from, min(kLines, p.k - from) * sizeof(element));
   }
   let_next_start();
   wait_for_previous();
@@ -119,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) skinny_linear
   auto read_x = [&](uint4 (&to)[kMmas], int step, int at) {
     at += step / 2 * kLines + step % 2 * 32;
 #pragma unroll
-    for (int c = 0; c < kMmas; c++) to[c] = read_cached(x_row + 8 * c * p.x_row + at, g + 8 * c < p.m && at < last_k);
+    for (int c = 0; c < kMmas; c++)
+      to[c] = read_cached(x_row + 8 * c * p.x_row + at, g + 8 * c < p.m && at < last_k);
   };
 #pragma unroll
   for (int step = 0; step < kSteps; step++) read_x(x[step], step, 0);

@@ -1,8 +1,8 @@
 // Programmatic dependent launch (sm_90 and up): a kernel may start while the one before it still runs.
 //
-// A kernel that is launched with `early=True` (attention_backend/jit/launch.py) may read, before wait_for_previous(), only
-// what no kernel writes just before it, and may write nothing. Every such kernel calls wait_for_previous(): then "the
-// previous kernel is complete" means for the next one that all before it are.
+// A kernel that is launched with `early=True` (attention_backend/jit/launch.py) may read, before wait_for_previous(),
+// only what no kernel writes just before it, and may write nothing. Every such kernel calls wait_for_previous(): then
+// "the previous kernel is complete" means for the next one that all before it are.
 #pragma once
 
 // The next kernel may start as soon as every block has called this or has ended. What this kernel writes is seen by the

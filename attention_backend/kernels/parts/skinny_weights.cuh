@@ -76,8 +76,8 @@ struct Weights {
   const char* own;
   uint32 address;  // where the lane's copies go
   int at = 0;      // bytes behind both: the slot, whose number is for registers
-  // Steps are [16 rows][64 bytes]; the second of a line has its rows in pairs exchanged, so that no banks collide when a
-  // row of both is written.
+  // Steps are [16 rows][64 bytes]; the second of a line has its rows exchanged in pairs, so that no banks collide when
+  // a row of both is written.
   __device__ __forceinline__ Weights(const char* ring, int warp, int lane)
       : own(ring + kItemBytes * SLOTS * warp + 16 * lane), address(shared_address(own)) {
 #if RING == 2
@@ -85,7 +85,7 @@ struct Weights {
     address += 1024 * second + 64 * (lane / 8 ^ second) + 16 * (lane % 4) - 16 * lane;
 #endif
   }
-  // Asks for the lane's part of an item: rows `stride` elements apart, as many as lie in `rows`; zeros where not `inside`.
+  // Asks for the lane's part of an item: rows `stride` elements apart, as many as lie in `rows`; zeros unless `inside`.
   __device__ __forceinline__ void ask(int, const element* from, int64 stride, int rows, bool inside) {
 #pragma unroll
     for (int i = 0; i < kCopies; i++) {
