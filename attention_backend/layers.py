@@ -71,6 +71,9 @@ def rotary_store(
     _check_rotary(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together")
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None and (norm.shape != q.shape[2:] or norm.dtype != q.dtype or not norm.is_contiguous()):
+            raise ValueError(f"{name} must be {q.dtype} [{q.shape[2]}], got {norm.dtype} {tuple(norm.shape)}")
     turned: Tensor = rotary_store_op(
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
     )

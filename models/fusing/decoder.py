@@ -26,14 +26,16 @@ from models.kv_pool import KVCaches
 class FusedLayer:
     """A decoder layer's blocks and norms; `after_*` are there in families that normalise a block's result too."""
 
-    def __init__(self, module: Any, site: AttentionSite, family: Family, *, pack: bool) -> None:
-        self.attention = FusedAttention(module.self_attn, site, family, pack=pack)
+    def __init__(self, module: Any, site: AttentionSite, family: Family, dtype: torch.dtype, *, pack: bool) -> None:
+        def norm(name: str) -> Norm:
+            return Norm(getattr(module, name), family, dtype)
+
+        self.attention = FusedAttention(module.self_attn, site, family, dtype, pack=pack)
         self.mlp = FusedMLP(module.mlp, pack=pack)
-        self.before_attention = Norm(module.input_layernorm, family)
-        self.after_attention = Norm(module.post_attention_layernorm, family) if family.sandwich else None
-        between = module.pre_feedforward_layernorm if family.sandwich else module.post_attention_layernorm
-        self.before_mlp = Norm(between, family)
-        self.after_mlp = Norm(module.post_feedforward_layernorm, family) if family.sandwich else None
+        self.before_attention = norm("input_layernorm")
+        self.after_attention = norm("post_attention_layernorm") if family.sandwich else None
+        self.before_mlp = norm("pre_feedforward_layernorm" if family.sandwich else "post_attention_layernorm")
+        self.after_mlp = norm("post_feedforward_layernorm") if family.sandwich else None
         self.structure = (module, module.self_attn, module.mlp)
 
     @property
@@ -55,10 +57,10 @@ class FusedDecoder:
         self.rotary = StepRotary(self._inner.rotary_emb, family)
         self.layers: list[FusedLayer] = []
         for module, site in zip(self._inner.layers, sites, strict=True):
-            self.layers.append(FusedLayer(module, site, family, pack=pack))
+            self.layers.append(FusedLayer(module, site, family, model.dtype, pack=pack))
             if pack and model.device.type == "cuda":
                 torch.cuda.empty_cache()  # the parts' memory, before the next layer's whole is allocated
-        self.norm = Norm(self._inner.norm, family)
+        self.norm = Norm(self._inner.norm, family, model.dtype)
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
         self._structure = [model, self._inner, *(m for layer in self.layers for m in layer.structure)]
 

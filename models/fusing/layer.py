@@ -5,6 +5,7 @@ Norms belong to the loop over layers, which carries the residual. Knows no batch
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import attention_backend
@@ -29,7 +30,7 @@ _ACTIVATIONS = {
 class FusedAttention:
     """Projections, heads' norms, rotary, pages, attention. `out` is called by itself: the last layer needs few rows."""
 
-    def __init__(self, module: Any, site: AttentionSite, family: Family, *, pack: bool) -> None:
+    def __init__(self, module: Any, site: AttentionSite, family: Family, dtype: torch.dtype, *, pack: bool) -> None:
         self._site = site
         sizes = [heads * site.head_dim for heads in (site.num_heads, site.num_kv_heads, site.num_kv_heads)]
         packed_already = getattr(module, "qkv_proj", None)
@@ -38,7 +39,7 @@ class FusedAttention:
         self.out: nn.Module = module.o_proj
         self._rotates = bool(getattr(module, "use_rope", True))  # SmolLM3 leaves some layers without positions
         has_norms = hasattr(module, "q_norm")
-        self.norms = (Norm(module.q_norm, family), Norm(module.k_norm, family)) if has_norms else None
+        self.norms = tuple(Norm(norm, family, dtype) for norm in (module.q_norm, module.k_norm)) if has_norms else None
 
     @property
     def layer_type(self) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attention_backend import layers
@@ -12,9 +13,10 @@ from models.fusing.plain import is_plain
 class Norm:
     """One RMSNorm of a family."""
 
-    def __init__(self, module: nn.Module, family: Family) -> None:
+    def __init__(self, module: nn.Module, family: Family, dtype: torch.dtype) -> None:
+        """`dtype` of the rows: a module whose weight has another one (kept in float32) is left alone."""
         self.module: Any = module
-        self._known = class_name(module) == family.cls("RMSNorm")
+        self._known = class_name(module) == family.cls("RMSNorm") and self.module.weight.dtype == dtype
         self._unit_offset = family.unit_offset
         # Two names for one thing in transformers.
         eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0)

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from models.fusing.decoder import FusedDecoder, fuse
+from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError
 
 _PACKED = ("packed QKV", "packed gate/up")
@@ -34,12 +35,14 @@ def report(decoder: FusedDecoder) -> FusionReport:
         _PACKED[0]: [layer.attention.projections.refuses() for layer in layers],
         _PACKED[1]: [layer.mlp.projections.refuses() for layer in layers],
         "residual + RMSNorm": [
-            None if norm.fused else f"{type(norm.module).__name__} is not the family's, or is hooked"
-            for norm in [*(norm for layer in layers for norm in layer.norms), decoder.norm]
+            _of(norm) for norm in [*(norm for layer in layers for norm in layer.norms), decoder.norm]
         ],
         "rotary + KV store": [None if decoder.rotary.fused else "frequencies come from the module"],
         "gated activation": [None if layer.mlp.activation else "its activation is not a fused one" for layer in layers],
     }
+    of_heads = [_of(norm) for layer in layers for norm in layer.attention.norms or ()]
+    if of_heads:
+        parts["heads' RMSNorm"] = of_heads
     for part, reasons in parts.items():
         given = Counter(reason for reason in reasons if reason is not None)
         if len(list(given.elements())) < len(reasons):
@@ -48,6 +51,11 @@ def report(decoder: FusedDecoder) -> FusionReport:
             reason, count = given.most_common(1)[0]
             unfused[part] = reason if count == len(reasons) else f"{reason} ({count} of {len(reasons)})"
     return FusionReport(tuple(fused), unfused)
+
+
+def _of(norm: Norm) -> str | None:
+    kind = type(norm.module).__name__
+    return None if norm.fused else f"{kind} is not the family's, is hooked, or of another dtype"
 
 
 def foretell(model: PreTrainedModel, device: torch.device) -> FusionReport:

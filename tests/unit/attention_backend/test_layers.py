@@ -123,6 +123,7 @@ def test_a_linear_layer_on_a_cpu_is_torchs() -> None:
         ({"sin": torch.zeros(TOKENS, DIM // 2).half()}, TypeError, "cos and sin must be float32"),
         ({"slot_mapping": torch.zeros(TOKENS, dtype=torch.int32)}, ValueError, "slot_mapping must be int64"),
         ({"q_norm": torch.ones(DIM)}, ValueError, "q_norm and k_norm go together"),
+        ({"q_norm": torch.ones(DIM), "k_norm": torch.ones(DIM).half()}, ValueError, "k_norm must be torch.float32"),
     ],
 )
 def test_rotary_calls_that_do_not_fit_raise(changes: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -94,7 +94,21 @@ def test_a_subclassed_norm_stays_a_module() -> None:
         layer.post_attention_layernorm.__class__ = Louder
     forward = PagedForward(model)
     same(model, forward)
-    assert forward.fused.unfused == {"residual + RMSNorm": "Louder is not the family's, or is hooked (3 of 7)"}
+    assert forward.fused.unfused == {
+        "residual + RMSNorm": "Louder is not the family's, is hooked, or of another dtype (3 of 7)"
+    }
+
+
+def test_norms_kept_in_float32_stay_modules() -> None:
+    model = made("gemma3", torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.float()
+        layer.self_attn.k_norm.float()
+    forward = PagedForward(model)
+    expected = logits(model, PagedForward(model, fused=False))
+    torch.testing.assert_close(logits(model, forward), expected, rtol=2e-3, atol=2e-3)
+    reason = "Gemma3RMSNorm is not the family's, is hooked, or of another dtype"
+    assert forward.fused.unfused == {"heads' RMSNorm": reason}
 
 
 def test_an_activation_without_a_kernel_stays_a_module() -> None:
