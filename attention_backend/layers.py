@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_backend import ops, skinny
+from attention_backend import ops
 from attention_backend.operators import operator
 from attention_backend.reference import layers as reference
 
@@ -104,8 +104,11 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: x `[rows, in_features]`, weight `[out_features, in_features]`, bias `[out_features]`."""
-    return skinny.skinny_linear(x, weight, bias) if skinny.serves(x, weight) else F.linear(x, weight, bias)
+    """x W^T + b: x `[rows, in_features]`, weight `[out_features, in_features]`, bias `[out_features]`.
+
+    cuBLAS on a GPU. `skinny_linear` does not serve here: alone it is as fast, among a step's other kernels slower.
+    """
+    return F.linear(x, weight, bias)
 
 
 def _by_kernel(x: Tensor) -> bool:
