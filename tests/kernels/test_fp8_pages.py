@@ -1,12 +1,13 @@
 """Steps of the engine over float8 pages: stored with scales, read as they are by few rows, over a copy by many."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_backend import dispatch, fp8_pages, paged_attention
+from attention_backend import cached, dispatch, fp8_pages
 from attention_backend.fp8_pages import dequantize_pages_op
 from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import AttentionArgs
@@ -18,6 +19,8 @@ from .problems import generator, randn
 from .test_paged_attention import BATCHES, SMALL, Step, step
 from .test_shared_pages import CASES, build, with_sharing
 
+# Loosely typed: caches are handed in as a pair.
+paged_attention: Callable[..., Tensor] = cached.paged_attention
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 LIMIT = 2**31
