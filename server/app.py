@@ -53,6 +53,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         store,
         settings.trainer_config(),
         lifecycle.load_adapter,
+        lifecycle.engine.unload_adapter,
         max_live_jobs=settings.max_fine_tuning_jobs,
     )
     if settings.enable_fine_tuning:

@@ -4,7 +4,7 @@ Torch comes in with the trainer process only.
 """
 
 from server.finetune.config import TrainerConfig
-from server.finetune.finishing import LoadAdapter
+from server.finetune.finishing import LoadAdapter, UnloadAdapter
 from server.finetune.hyperparameters import decided
 from server.finetune.jobs import FineTuning
 from server.finetune.journal import metrics
@@ -24,6 +24,7 @@ __all__ = [
     "LoadAdapter",
     "Status",
     "TrainerConfig",
+    "UnloadAdapter",
     "checkpoint_name",
     "decided",
     "metrics",

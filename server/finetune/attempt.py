@@ -141,7 +141,7 @@ class Attempt:
             while True:
                 changed.clear()
                 self._obey(await self._writer.leases(lambda leases: leases.beat(self.job, self._now())))
-                if time.monotonic() - self._heard > self._config.silence_limit:
+                if not self._settling and time.monotonic() - self._heard > self._config.silence_limit:
                     self._hung = True
                     process.kill()
                     return

@@ -2,13 +2,15 @@
 repeated after a crash. Knows no HTTP and no processes."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from server.errors import AdapterExists, LongwaveError
+from server.errors import AdapterExists, FileMissing, LongwaveError, ModelNotFound
 from server.files.store import FileStore
 from server.finetune.folders import Folders
+from server.finetune.leases import LeaseLostError
 from server.finetune.messages import Finished
 from server.finetune.records import Job
 from server.finetune.results import PURPOSE, metrics_csv, model_name, result_file_id
@@ -17,14 +19,23 @@ from server.finetune.writer import Writer
 logger = logging.getLogger("longwave")
 
 LoadAdapter = Callable[[str, Path, str], Awaitable[None]]  # name, folder, owner; raises LongwaveError
+UnloadAdapter = Callable[[str], Awaitable[None]]  # name; raises LongwaveError
 
 
 class Finishing:
-    def __init__(self, writer: Writer, folders: Folders, files: FileStore, load_adapter: LoadAdapter) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        folders: Folders,
+        files: FileStore,
+        load_adapter: LoadAdapter,
+        unload_adapter: UnloadAdapter,
+    ) -> None:
         self._writer = writer
         self._folders = folders
         self._files = files
         self._load_adapter = load_adapter
+        self._unload_adapter = unload_adapter
 
     async def finish(self, job: Job, finished: Finished) -> None:
         """Raises LeaseLostError, InsufficientStorage, OSError."""
@@ -44,11 +55,15 @@ class Finishing:
         )
         notes = await self.load(name, place, job.owner)
         now = self._writer.clock()
-        await self._writer.leases(
-            lambda leases: leases.succeeded(
-                job, now, model=name, trained_tokens=finished.trained_tokens, result_file=file_id, notes=notes
+        try:
+            await self._writer.leases(
+                lambda leases: leases.succeeded(
+                    job, now, model=name, trained_tokens=finished.trained_tokens, result_file=file_id, notes=notes
+                )
             )
-        )
+        except LeaseLostError:
+            await self._take_back(job, name, file_id)
+            raise
         logger.info("%s succeeded: %s", job.id, name)
 
     async def load(self, name: str, folder: Path, owner: str) -> list[str]:
@@ -61,3 +76,11 @@ class Finishing:
             logger.warning("%s is not served: %s", name, error.message)
             return [f"The model is finished and kept, but not served now: {error.message}"]
         return []
+
+    async def _take_back(self, job: Job, name: str, file_id: str) -> None:
+        """Of a job that was cancelled meanwhile; not where another server has finished it."""
+        if await self._writer.store(lambda store: store.adapter(name)) is None:
+            with contextlib.suppress(ModelNotFound):
+                await self._unload_adapter(name)
+            with contextlib.suppress(FileMissing):
+                await asyncio.to_thread(self._files.delete, file_id, job.owner)

@@ -91,13 +91,15 @@ class Folders:
         """Removes what jobs that have ended leave, and what crashes left. `has_ended` of an unknown job is None."""
         for path in _entries(self.root / "jobs"):
             ended = has_ended(path.name)
-            if ended or (ended is None and _is_old(path)):
-                with JobFolder(path).alone() as alone:
-                    if alone:
-                        shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another server was faster
+                if ended or (ended is None and _is_old(path)):
+                    with JobFolder(path).alone() as alone:
+                        if alone:
+                            shutil.rmtree(path, ignore_errors=True)
         for path in _entries(self.root / "adapters"):
-            if not has_adapter(path.name) and has_ended(path.name) is not False and _is_old(path):
-                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                if not has_adapter(path.name) and has_ended(path.name) is not False and _is_old(path):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _entries(parent: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from server.files.catalog import StoredFile
 from server.files.examples import Form
 from server.files.store import FileStore
 from server.finetune.config import TrainerConfig
-from server.finetune.finishing import Finishing, LoadAdapter
+from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
 from server.finetune.folders import TRAINING, VALIDATION, Folders, JobFolder
 from server.finetune.records import Adapter, Checkpoint, Event, Job, JobRequest
 from server.finetune.results import model_name
@@ -47,7 +47,14 @@ class FineTuning:
     whoever asks, and other owners' jobs do not exist for it."""
 
     def __init__(
-        self, root: Path, files: FileStore, config: TrainerConfig, load_adapter: LoadAdapter, *, max_live_jobs: int
+        self,
+        root: Path,
+        files: FileStore,
+        config: TrainerConfig,
+        load_adapter: LoadAdapter,
+        unload_adapter: UnloadAdapter,
+        *,
+        max_live_jobs: int,
     ) -> None:
         self.stats = FineTuningStats()
         self._files = files
@@ -55,7 +62,7 @@ class FineTuning:
         self._max_live_jobs = max_live_jobs
         self._folders = Folders(root)
         self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds, config.back_off)
-        self._finishing = Finishing(self._writer, self._folders, files, load_adapter)
+        self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter)
         self.supervisor = Supervisor(config, self._writer, self._folders, self._finishing, self.stats)
 
     async def start(self) -> None:
@@ -80,8 +87,11 @@ class FineTuning:
         await self.supervisor.close()
         await self._writer.close()
 
-    async def create(self, owner: str, request: JobRequest, idempotency_key: str | None = None) -> Job:
-        """Raises InvalidRequest, InvalidFile, QuotaExceeded."""
+    async def create(self, owner: str, request: JobRequest, key: str | None = None) -> Job:
+        """`key`: of idempotency. Raises InvalidRequest, InvalidFile, QuotaExceeded."""
+        known = None if key is None else await self._store(lambda store: store.sent_before(owner, key))
+        if known is not None:  # whatever has become of its files since
+            return _same(known, request)
         job_id = f"ftjob-{secrets.token_hex(16)}"
         name = model_name(request.model, request.suffix, job_id)
         if not ADAPTER_NAME.fullmatch(name):
@@ -107,7 +117,7 @@ class FineTuning:
                     request,
                     seed,
                     self._writer.clock(),
-                    idempotency_key,
+                    key,
                     self._max_live_jobs,
                 )
             )
@@ -120,10 +130,8 @@ class FineTuning:
             raise QuotaExceeded(
                 f"The server has {self._max_live_jobs} fine-tuning jobs that have not ended, which is its limit."
             )
-        if job.request != request:
-            raise InvalidRequest("This Idempotency-Key was sent before, with another request.", param=None)
         await self._changed()
-        return job
+        return _same(job, request)
 
     async def get(self, job_id: str, owner: str) -> Job:
         """Raises JobMissing."""
@@ -261,6 +269,13 @@ class FineTuning:
 
     async def _store(self, work: Callable[[JobStore], T]) -> T:
         return await self._writer.store(work)
+
+
+def _same(job: Job, request: JobRequest) -> Job:
+    """The job that an idempotency key has made. Raises InvalidRequest unless it is the one that is asked for."""
+    if job.request != request:
+        raise InvalidRequest("This Idempotency-Key was sent before, with another request.", param=None)
+    return job
 
 
 def _events_after(job_id: str, seen: int, store: JobStore) -> list[Event]:

@@ -49,7 +49,7 @@ class JobStore:
     ) -> Job | None:  # fmt: skip
         """The new job, or the one that the owner's idempotency key made before; None when `max_live` jobs live."""
         with self.transaction():
-            known = None if key is None else self._one("owner = ? AND idempotency_key = ?", owner, key)
+            known = None if key is None else self.sent_before(owner, key)
             if known is not None:
                 return known
             (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
@@ -74,6 +74,10 @@ class JobStore:
 
     def find(self, job_id: str, owner: str) -> Job | None:
         return self._one("id = ? AND owner = ?", job_id, owner)
+
+    def sent_before(self, owner: str, key: str) -> Job | None:
+        """The job that the owner's idempotency key made."""
+        return self._one("owner = ? AND idempotency_key = ?", owner, key)
 
     def page(self, owner: str, after: str | None, limit: int, metadata: dict[str, str]) -> list[Job]:
         """The newest first, older than the job `after`; only those that have all of `metadata`."""

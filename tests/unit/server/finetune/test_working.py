@@ -1,21 +1,24 @@
 """Jobs from creation to their end, through real processes that are killed, stopped and drained."""
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from working import PAIR, at_work, script, trained
+from working import PAIR, at_work, put, script, trained
 
-from server.errors import InvalidAdapter
-from server.finetune import Status
+from server.errors import InvalidAdapter, InvalidFile, InvalidRequest
+from server.finetune import Hyperparameters, JobRequest, Status
 from server.finetune.database import connect
-from server.finetune.folders import JobFolder
+from server.finetune.folders import Folders, JobFolder
 from server.finetune.journal import Journal
 from server.finetune.leases import MAX_CRASHES, TRAIN, Leases
 from server.finetune.store import JobStore
@@ -415,6 +418,94 @@ def test_a_model_that_cannot_be_served_is_kept_and_its_owner_told(
             assert work.loaded == []
 
     asyncio.run(main())
+
+
+def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is gone by then, and its silence says nothing."""
+    script(tmp_path, monkeypatch)
+    silence, lease = 1.5, 2.0
+
+    async def main() -> None:
+        async with at_work(tmp_path, silence_limit=silence, lease_seconds=lease) as work:
+            served, loading = asyncio.Event(), asyncio.Event()
+
+            async def load(*_: object) -> None:
+                loading.set()
+                await served.wait()
+
+            monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+            job = await work.create()
+            await asyncio.wait_for(loading.wait(), 60)
+            begun = time.time()
+            with contextlib.closing(sqlite3.connect(tmp_path / "finetune" / "jobs.sqlite3")) as store:
+                held = "SELECT lease_until FROM jobs WHERE lease_until > ?"
+                await work.wait(job, lambda _: store.execute(held, (begun + silence + 1 + lease,)).fetchone())
+            served.set()
+            await work.until(job, Status.SUCCEEDED)
+
+    asyncio.run(main())
+
+
+def test_a_job_cancelled_while_its_model_is_loaded_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            served, loading = asyncio.Event(), asyncio.Event()
+
+            async def load(*asked: Any) -> None:
+                loading.set()
+                await served.wait()
+                await work.load(*asked)
+
+            monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+            job = await work.create()
+            await asyncio.wait_for(loading.wait(), 60)
+            await work.jobs.cancel(job.id, "me")
+            served.set()
+            await work.wait(job, lambda _: work.trainer_pid is None and not work.job_folder(job).exists())
+            assert (await work.jobs.get(job.id, "me")).status is Status.CANCELLED
+            assert work.loaded == []
+            files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
+            assert [file.purpose for file in files] == ["fine-tune"]  # no results
+
+    asyncio.run(main())
+
+
+def test_a_job_sent_again_is_the_same_job_although_its_file_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with at_work(tmp_path, start=False) as work:
+            request = JobRequest("base", "supervised", Hyperparameters(), put(work.files, PAIR, "me"))
+            job = await work.jobs.create("me", request, "once")
+            work.files.delete(request.training_file, "me")
+            assert await work.jobs.create("me", request, "once") == job
+            with pytest.raises(InvalidRequest, match="Idempotency-Key was sent before, with another request"):
+                await work.jobs.create("me", replace(request, suffix="other"), "once")
+            with pytest.raises(InvalidFile):
+                await work.jobs.create("me", request, "twice")
+            assert [path.name for path in (tmp_path / "finetune" / "jobs").iterdir()] == [job.id]
+
+    asyncio.run(main())
+
+
+def test_folders_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) -> None:
+    """Another server sweeps too."""
+    folders = Folders(tmp_path)
+    for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
+        for place in (folders.job(name).path, folders.adapter(name)):
+            place.mkdir(parents=True)
+
+    def has_ended(job_id: str) -> bool | None:
+        if job_id != "ftjob-2":
+            folders.remove(job_id)
+            folders.remove_adapter(job_id)
+        return {"ftjob-1": True, "ftjob-2": True, "ftjob-3": None}[job_id]
+
+    folders.sweep(has_ended, lambda _: False)
+    assert list((tmp_path / "jobs").iterdir()) == []
+    assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["ftjob-2"]  # of late
 
 
 def test_nothing_is_written_to_the_disk_before_somebody_asks(tmp_path: Path) -> None:

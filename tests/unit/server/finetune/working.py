@@ -37,6 +37,9 @@ class Work:
         assert folder.is_dir()
         self.loaded.append((name, folder, owner))
 
+    async def unload(self, name: str) -> None:
+        self.loaded = [one for one in self.loaded if one[0] != name]
+
     async def create(self, content: bytes = PAIR * 4, owner: str = "me", steps: int = 6, **changes: Any) -> Job:
         file_id = put(self.files, content, owner)
         asked = Hyperparameters(n_epochs=steps, batch_size=len(content.splitlines()))
@@ -98,7 +101,7 @@ async def at_work(folder: Path, *, max_live_jobs: int = 100, start: bool = True,
     files = FileStore(folder / "files", FileLimits(2**20, 2**22, 100))
     config = TrainerConfig(MODEL, **{**CONFIG, **changes})
     work = Work(None, files, folder)  # type: ignore[arg-type] - it needs the work itself
-    work.jobs = FineTuning(folder / "finetune", files, config, work.load, max_live_jobs=max_live_jobs)
+    work.jobs = FineTuning(folder / "finetune", files, config, work.load, work.unload, max_live_jobs=max_live_jobs)
     if start:
         await work.jobs.start()
     try:
