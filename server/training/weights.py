@@ -6,6 +6,7 @@
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,7 @@ class WeightsStore:
         """Raises InvalidRequest, TrainingMissing: also for another owner's."""
         found = _read(self.folder(path))
         if found is None or found.label.owner != owner:
-            raise TrainingMissing(f"There are no saved weights {path}.", param="path")
+            raise _missing(path)
         return found
 
     def all(self) -> list[SavedWeights]:
@@ -85,17 +86,25 @@ class WeightsStore:
         return [saved for saved in self.all() if saved.label.owner == owner]
 
     def remove(self, saved: SavedWeights) -> None:
-        """Gone in one instant, whatever becomes of the process."""
+        """Gone in one instant, whatever becomes of the process. Raises TrainingMissing when somebody else was faster."""
         doomed = saved.folder.with_name(f".{saved.folder.name}-deleted-{time.time_ns()}")
-        saved.folder.rename(doomed)
+        try:
+            saved.folder.rename(doomed)
+        except FileNotFoundError:
+            raise _missing(saved.label.path) from None
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sweep(self) -> None:
         """What crashes left half written or half deleted."""
         for kind in KINDS:
             for left in self._root.glob(f"*/{kind}/.*"):
-                if time.time() - left.stat().st_mtime > UNFINISHED_SECONDS:
-                    shutil.rmtree(left, ignore_errors=True)
+                with suppress(FileNotFoundError):  # another server was faster
+                    if time.time() - left.stat().st_mtime > UNFINISHED_SECONDS:
+                        shutil.rmtree(left, ignore_errors=True)
+
+
+def _missing(path: str) -> TrainingMissing:
+    return TrainingMissing(f"There are no saved weights {path}.", param="path")
 
 
 def _read(folder: Path) -> SavedWeights | None:

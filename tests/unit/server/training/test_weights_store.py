@@ -86,8 +86,19 @@ def test_removed_weights_are_gone_and_what_crashes_left_is_swept(tmp_path: Path)
         left.mkdir()
     long_ago = old.stat().st_mtime - UNFINISHED_SECONDS - 1
     os.utime(old, (long_ago, long_ago))
+    gone = parent / ".gone-1"
+    gone.symlink_to("nowhere")  # as good as removed between the look and the touch
     store.sweep()
     assert (old.exists(), new.exists(), store.folder(other).exists()) == (False, True, True)
+
+
+def test_weights_that_two_remove_at_once_are_missing_for_the_second(tmp_path: Path) -> None:
+    store = WeightsStore(tmp_path / "saved")
+    path = put(store, "a")
+    first, second = store.find(path, "me"), store.find(path, "me")
+    store.remove(first)
+    with pytest.raises(TrainingMissing, match=f"There are no saved weights {path}"):
+        store.remove(second)
 
 
 def test_a_store_without_a_folder_is_empty(tmp_path: Path) -> None:
