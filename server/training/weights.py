@@ -86,7 +86,7 @@ class WeightsStore:
         return [saved for saved in self.all() if saved.label.owner == owner]
 
     def remove(self, saved: SavedWeights) -> None:
-        """Gone in one instant, whatever becomes of the process. Raises TrainingMissing when somebody else was faster."""
+        """Gone in one instant, whatever becomes of the process. Raises TrainingMissing if somebody else was faster."""
         doomed = saved.folder.with_name(f".{saved.folder.name}-deleted-{time.time_ns()}")
         try:
             saved.folder.rename(doomed)
