@@ -145,7 +145,7 @@ def test_a_float8_pool_may_be_larger_than_two_to_the_31(rows: int, cuda: torch.d
     q, k, v = (randn((n, h, dim), torch.bfloat16, g) for n, h in ((rows, 32), (1000, kv_heads), (1000, kv_heads)))
     from attention_backend.kernels import kv_cache_store
 
-    kv_cache_store.store(k, v, *caches, slots, scale, scale)
+    kv_cache_store.store(k, v, caches[0], caches[1], slots, scale, scale)
     metadata = PagedMetadata(
         torch.tensor([0, rows], dtype=torch.int32, device=cuda), lens, table, slots[-rows:], int(rows == 1), rows, 1024
     )
