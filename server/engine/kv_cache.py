@@ -80,10 +80,10 @@ class KVCache:
         request.block_ids.append(block)
         return True
 
-    def fetch(self, request: Request, hits: Sequence[Entry]) -> int:  # noqa: ARG002
-        """How many blocks after `hits` are on their way from slower memory and worth waiting for. Only for a request
-        that would fit, with these hits, now."""
-        return 0
+    def prepare(self, request: Request, hits: Sequence[Entry], num_blocks: int) -> bool:  # noqa: ARG002
+        """Before allocate(): false when there is nothing to wait for, true when the request is to be looked at again in
+        the next turn. Only for one that would fit, with these hits, now."""
+        return False
 
     def settle(self) -> None:
         """Begins each turn of the scheduler."""

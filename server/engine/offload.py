@@ -18,7 +18,6 @@ from server.engine.request import Request
 WORTH_A_COPY = 256  # tokens: shorter prefixes are computed as soon as fetched
 MAX_DISK_READS = 64  # blocks on their way from disk at once
 MAX_DISK_WRITES = 16
-AHEAD = 4  # 1 / AHEAD of host memory is kept ready to be given up: on disk already, if there is one
 
 
 class HostMemory(Protocol):
@@ -56,13 +55,16 @@ class Held:
 class Offload:
     """Slots are numbered from 1, as blocks are."""
 
-    def __init__(self, memory: HostMemory, disk: DiskTier | None = None, *, min_blocks: int) -> None:
-        """Only prefixes that were hit, or of requests with at least `min_blocks` full blocks, are worth a copy."""
+    def __init__(
+        self, memory: HostMemory, disk: DiskTier | None = None, *, min_blocks: int, ready: float = 0.25
+    ) -> None:
+        """Only prefixes that were hit, or of requests with at least `min_blocks` full blocks, are worth a copy. That
+        share of the slots is kept `ready` to be given up: it is on disk already, if there is one."""
         self.min_blocks = min_blocks
         self._memory = memory
         self._disk = disk
         self._pool = BlockPool(memory.num_slots + 1)
-        self._ahead = max(1, memory.num_slots // AHEAD)
+        self.ready_slots = int(memory.num_slots * ready)
         self._by_hash: dict[bytes, Held] = {}
         self._by_slot: dict[int, Held] = {}
         self._stores: list[tuple[int, int]] = []  # for the next transfer
@@ -73,6 +75,14 @@ class Offload:
         self._reading: dict[int, Held] = {}  # by slot, which is the ticket
         self._writing: dict[int, Held] = {}  # by slot, negative as the ticket
         self.num_queried = self.num_stored = self.num_loaded = self.num_skipped = 0  # blocks
+
+    @property
+    def num_slots(self) -> int:
+        return self._memory.num_slots
+
+    @property
+    def is_writing(self) -> bool:
+        return bool(self._writing)
 
     def serial(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> int:
         """Of a prefix just computed: what it is known by here already, or a new one."""
@@ -223,7 +233,7 @@ class Offload:
 
     def _write_ahead(self, disk: DiskTier) -> None:
         """Copies what would be given up soon to disk, so that giving it up costs nothing."""
-        while self._pool.num_ready < self._ahead and len(self._writing) < MAX_DISK_WRITES:
+        while self._pool.num_ready < self.ready_slots and len(self._writing) < MAX_DISK_WRITES:
             found = self._pool.next_to_retire()
             if found is None:
                 return

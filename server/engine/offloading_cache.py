@@ -5,7 +5,7 @@ they have arrived; then they are hits like any others. So nothing that runs ever
 common prefix share one, and a copy that fails leaves a prompt to be computed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.engine.kv_cache import Entry, KVCache
 from server.engine.offload import Held, Offload
@@ -13,7 +13,7 @@ from server.engine.offload_stats import OffloadStats
 from server.engine.request import Request
 
 AHEAD = 8  # 1 / AHEAD of the device's blocks is kept ready to be given up: blank, or in host memory already
-MAX_RETIRED = 256  # blocks looked at in one step, to be copied before they are given up
+MAX_RETIRED = 1024  # blocks looked at in one turn, to be copied before they are given up
 
 
 @dataclass(slots=True)
@@ -28,6 +28,16 @@ class _Fetched:
         return self.from_disk > 0 or self.from_host > 0
 
 
+@dataclass(slots=True)
+class _Found:
+    """What continues a prompt's hits."""
+
+    on_device: list[Entry]  # the hits too
+    in_host: list[tuple[int, Held]] = field(default_factory=list)  # (index in the prompt, content): may be loaded now
+    num_blocks: int = 0  # in slower tiers, or on their way from there
+    is_arriving: bool = False  # some of them are on their way
+
+
 class OffloadingKVCache(KVCache):
     def __init__(self, num_blocks: int, block_size: int, offload: Offload) -> None:
         super().__init__(num_blocks, block_size)
@@ -36,9 +46,11 @@ class OffloadingKVCache(KVCache):
         self._is_worth_a_copy = bytearray(num_blocks)  # by block: it was hit, or is of a long request
         self._loading: dict[int, int] = {}  # serial number of a prefix on its way here -> its block, which we hold
         self._fetched: dict[str, _Fetched] = {}  # by request
+        self._num_wanted = 0  # blocks that a request would take at once, were they ready
 
     def allocate(self, request: Request, num_blocks: int, hits: Sequence[Entry] = ()) -> None:
         self._fetched.pop(request.request_id, None)
+        self._num_wanted = 0
         for entry in hits:
             self._is_worth_a_copy[entry.block] = True
         super().allocate(request, num_blocks, hits)
@@ -55,46 +67,56 @@ class OffloadingKVCache(KVCache):
         for block_hash, _ in request.block_hashes:
             self.offload.forget(block_hash)
 
-    def fetch(self, request: Request, hits: Sequence[Entry]) -> int:
-        offload = self.offload
+    def prepare(self, request: Request, hits: Sequence[Entry], num_blocks: int) -> bool:
+        """Waits for more of the prefix, and for blocks that can be taken without losing what they hold."""
+        offload, fetched = self.offload, self._fetched.get(request.request_id)
         usable = (len(request.token_ids) - 1) // self.block_size
-        fetched = self._fetched.get(request.request_id)
         if fetched is None:
             fetched = self._fetched[request.request_id] = _Fetched()
             offload.num_queried += usable - len(hits)
-        on_device, in_host = list(hits), list[tuple[int, Held]]()
-        coming, is_waiting, is_behind_gap = 0, False, False
+        found = self._find_more(request, hits, usable, fetched)
+        for _, held in found.in_host:
+            offload.pin(held)  # what is copied out to make room must not push it out
+        self._num_wanted = min(num_blocks - len(hits), offload.num_slots)
+        self._retire_ahead()
+        is_waiting = found.is_arriving or self.pool.num_ready < self._num_wanted
+        is_worth_it = is_waiting or fetched.has_begun or found.num_blocks >= offload.min_blocks
+        if found.in_host and is_worth_it and self.pool.num_ready >= self._num_wanted:
+            is_waiting |= self._load(found, fetched)
+        for _, held in reversed(found.in_host):
+            offload.unpin(held)
+        if is_waiting:
+            request.last_hits = len(hits) + found.num_blocks  # those that it will have
+        return is_waiting
+
+    def _find_more(self, request: Request, hits: Sequence[Entry], usable: int, fetched: _Fetched) -> _Found:
+        """What follows `hits`, in all tiers. What is on disk only begins to be read."""
+        found = _Found(list(hits))
+        is_behind_gap = False
         parent = hits[-1].serial if hits else 0
         for index in range(len(hits), usable):
             block_hash, token_bytes = request.block_hashes[index]
             entry = self._find(block_hash, token_bytes, parent, request)
             if entry is not None:  # on the device, after some that are not
-                on_device.append(entry)
+                found.on_device.append(entry)
                 parent = entry.serial
                 continue
             may_read = index >= fetched.from_disk
-            held = offload.find(block_hash, token_bytes, parent, request, may_read=may_read)
+            held = self.offload.find(block_hash, token_bytes, parent, request, may_read=may_read)
             if held is None:
                 break
             parent = held.prefix.serial
             if held.is_arriving:
                 fetched.from_disk = max(fetched.from_disk, index + 1)
-                is_waiting = is_behind_gap = True
+                found.is_arriving = is_behind_gap = True
             elif parent in self._loading:
-                is_waiting = True
-            elif is_behind_gap:  # in order, so that one number says what was asked for
-                pass
-            elif index >= fetched.from_host:
-                offload.pin(held)
-                in_host.append((index, held))
-            else:
+                found.is_arriving = True
+            elif index < fetched.from_host and not is_behind_gap:  # it was here, and is lost again
                 break
-            coming += 1
-        if is_waiting or fetched.has_begun or coming >= offload.min_blocks:
-            is_waiting |= self._load(on_device, in_host, fetched)
-        for _, held in reversed(in_host):
-            offload.unpin(held)
-        return coming if is_waiting else 0
+            elif not is_behind_gap:  # in order, so that one number says what was asked for
+                found.in_host.append((index, held))
+            found.num_blocks += 1
+        return found
 
     def settle(self) -> None:
         for block, held in self.offload.settle():
@@ -123,12 +145,12 @@ class OffloadingKVCache(KVCache):
         super().check_integrity(requests)
         self.offload.check_integrity()
 
-    def _load(self, on_device: Sequence[Entry], in_host: Sequence[tuple[int, Held]], fetched: _Fetched) -> bool:
-        """Whether any block is on its way. `on_device` is not to be given up for it."""
-        for entry in on_device:
+    def _load(self, found: _Found, fetched: _Fetched) -> bool:
+        """Whether any block is on its way. None that is on the device already is given up for it."""
+        for entry in found.on_device:
             self.pool.share(entry.block, entry.cache_salt)
         has_begun = False
-        for index, held in in_host:
+        for index, held in found.in_host:
             block = self._take()
             if block is None:
                 break
@@ -136,14 +158,14 @@ class OffloadingKVCache(KVCache):
             self.offload.load(held, block)
             fetched.from_host = index + 1
             has_begun = True
-        for entry in reversed(on_device):
+        for entry in reversed(found.on_device):
             self.pool.drop(entry.block, entry.cache_salt)
         return has_begun
 
     def _retire_ahead(self) -> None:
         """Copies what would be given up soon, while there is time: a long prompt takes very many blocks at once."""
         for _ in range(MAX_RETIRED):
-            if self.pool.num_ready >= self._ahead:
+            if self.pool.num_ready >= max(self._ahead, self._num_wanted):
                 return
             found = self.pool.next_to_retire()
             if found is None:
