@@ -36,11 +36,12 @@ class ScheduledSeq:
     """One sequence's share of a step."""
 
     slot: int  # row of the runner's persistent tables; fixed while the request is known to the runner
-    token_ids: Sequence[int]  # tokens to run now; IN_FLIGHT alone where it is not known yet
+    token_ids: Sequence[int]  # tokens to run now; the first alone may be IN_FLIGHT, before drafts or nothing
     num_computed: int  # tokens already in the KV cache
     block_ids: Sequence[int]  # the whole block table, new tokens' blocks included
     sample: bool  # whether the last of token_ids gives a next token (false for all but a prompt's last chunk)
     adapter_slot: int = NO_ADAPTER  # whose LoRA adapter changes its rows
+    num_drafts: int = 0  # the last of token_ids are guesses: they and the token before them give a next token each
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Aligned with the sequences of the batch that had `sample`, in their order."""
+    """A token for each sequence of the batch that had `sample`, and one for each of its drafts, in their order."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]

@@ -85,6 +85,7 @@ class _Groups:
 
     groups: Tensor  # int32 [1, NUM_FIELDS, rows + 1]
     own_starts: Tensor  # int32 [rows]
+    max_rows: int
     written: GroupArrays | None = None  # what is there
 
 
@@ -194,7 +195,7 @@ class DecodeGraphs:
     def _make_groups(self, size: int) -> _Groups:
         nothing = self._inputs.group_arrays((), size, num_levels=1, num_groups=size)
         groups, own_starts = (to_device(array.copy(), self._device) for array in (nothing.groups, nothing.own_starts))
-        return _Groups(groups, own_starts)
+        return _Groups(groups, own_starts, min(size, nothing.max_rows))
 
     def _write_groups(self, shared: _Groups, levels: Levels, size: int) -> None:
         arrays = self._inputs.group_arrays(levels, size, num_levels=1, num_groups=size)
@@ -216,7 +217,7 @@ class DecodeGraphs:
             max_seqlen_k=self._max_model_len,
             shared_decodes=None
             if shared is None
-            else shared_pages(shared.groups, shared.own_starts, block_table, max_rows=size),
+            else shared_pages(shared.groups, shared.own_starts, block_table, shared.max_rows),
         )
         step = StepTensors(
             input_ids=self._inputs.known(fields.token_ids[:size], slots)[None],

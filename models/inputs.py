@@ -43,6 +43,7 @@ class StepRows:
     lengths: np.ndarray  # new tokens
     computed: np.ndarray  # tokens in the cache before
     sampled: np.ndarray
+    drafts: np.ndarray  # guesses among the new tokens, at their end
     adapters: np.ndarray
     first_tokens: np.ndarray  # the first new token's id, or IN_FLIGHT
 
@@ -54,6 +55,7 @@ class StepRows:
             lengths=np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, count),
             computed=np.fromiter((seq.num_computed for seq in seqs), np.int64, count),
             sampled=np.fromiter((seq.sample for seq in seqs), np.bool_, count),
+            drafts=np.fromiter((seq.num_drafts for seq in seqs), np.int64, count),
             adapters=np.fromiter((seq.adapter_slot for seq in seqs), np.int32, count),
             first_tokens=np.fromiter((seq.token_ids[0] for seq in seqs), np.int64, count),
         )
@@ -80,7 +82,9 @@ class StepInputs:
         max_blocks_per_seq: int,
         block_size: int,
         device: torch.device,
+        max_group_rows: int = 0,
     ) -> None:
+        """`max_group_rows`: decodes of a group that shares pages, if its kernel takes no more (0: any number)."""
         self.tables = BlockTables(max_num_seqs, max_blocks_per_seq, device)
         #: int64 [max_num_seqs + 1], on the device: what was sampled last for each slot; the last is for padding
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -88,8 +92,9 @@ class StepInputs:
         self._max_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._device = device
+        self._max_group_rows = max_group_rows
         bytes_needed = (
-            8 * (3 * max_num_batched_tokens + 3 * max_num_seqs)
+            8 * (5 * max_num_batched_tokens + max_num_seqs)
             + 4 * (2 * max_num_seqs + 1 + max_num_batched_tokens)
             + 9 * _ALIGNMENT
         )
@@ -102,7 +107,8 @@ class StepInputs:
         self.tables.forget(slot)
 
     def note(self, slots: Tensor, token_ids: Tensor) -> None:
-        """The tokens that a step has sampled: a later step may name them as IN_FLIGHT."""
+        """The tokens that a step has sampled: a later step may name them as IN_FLIGHT. A slot with drafts comes several
+        times, and any of its tokens stays: nobody knows which is right until the host has looked, so none is named."""
         self.last_tokens.index_copy_(0, slots, token_ids)
 
     def update_tables(self, batch: StepBatch, rows: StepRows) -> None:
@@ -139,7 +145,8 @@ class StepInputs:
         positions = layout.take(np.int64, num_tokens)
         slot_mapping = layout.take(np.int64, num_tokens)
         all_slots = layout.take(np.int64, num_seqs)
-        sample_rows = layout.take(np.int64, int(sampled.sum()))
+        num_samples = (rows.drafts + 1)[sampled]
+        sample_rows = layout.take(np.int64, int(num_samples.sum()))
         sample_slots = layout.take(np.int64, len(sample_rows))
         cu_seqlens = layout.take(np.int32, num_seqs + 1)
         seq_lens = layout.take(np.int32, num_seqs)
@@ -151,8 +158,8 @@ class StepInputs:
         positions[:] = np.arange(num_tokens) + np.repeat(rows.computed - (ends - lengths), lengths)
         slot_mapping[:] = self.slot_mapping(np.repeat(slots, lengths), positions)
         all_slots[:] = slots
-        sample_rows[:] = ends[sampled] - 1
-        sample_slots[:] = slots[sampled]
+        sample_rows[:] = np.arange(len(sample_rows)) + np.repeat(ends[sampled] - np.cumsum(num_samples), num_samples)
+        sample_slots[:] = np.repeat(slots[sampled], num_samples)
         cu_seqlens[0] = 0
         cu_seqlens[1:] = ends
         seq_lens[:] = totals
@@ -164,7 +171,8 @@ class StepInputs:
             self._copied.record(torch.cuda.current_stream(self._device))
         input_ids, on_device = layout.tensor(staged, ids), layout.tensor(staged, all_slots)
         if (rows.first_tokens == IN_FLIGHT).any():
-            input_ids[:num_decodes] = self.known(input_ids[:num_decodes], on_device[:num_decodes])
+            first = layout.tensor(staged, cu_seqlens)[:-1].long()
+            input_ids[first] = self.known(input_ids[first], on_device)
         width = -(-int(totals.max()) // self._block_size)
         block_table = self.tables.device[:, :width].index_select(0, on_device)
         sharing = batch.sharing
@@ -185,16 +193,17 @@ class StepInputs:
                     sharing.prefills, tuple(lengths[num_decodes:].tolist()), block_table[num_decodes:]
                 ),
             ),
-            sample_slots=slots[sampled],
+            sample_slots=sample_slots.copy(),
             sample_slots_on_device=layout.tensor(staged, sample_slots),
-            sample_positions=totals[sampled],
+            sample_positions=positions[sample_rows] + 1,
             adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
             num_adapter_slots=num_adapter_slots,
         )
 
     def group_arrays(self, levels: Levels, rows: int | tuple[int, ...], **shape: int) -> GroupArrays:
-        """See `prefix_groups.group_arrays`."""
-        return group_arrays(levels, rows, block_size=self._block_size, **shape)
+        """See `prefix_groups.group_arrays`. `rows` is a number for decodes."""
+        most = self._max_group_rows if isinstance(rows, int) else 0
+        return group_arrays(levels, rows, block_size=self._block_size, max_rows=most or None, **shape)
 
     def _shared(self, levels: Levels, rows: int | tuple[int, ...], block_table: Tensor) -> SharedPages | None:
         if not levels:

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import torch
 from transformers import PreTrainedModel
 
-from attention_backend import dispatch
-from attention_backend.heuristics.prefix import least_saved_keys
+from attention_backend import dispatch, fp8_pages
+from attention_backend.metadata import KVPages
 from attention_backend.problem import AttentionArgs
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import AttentionSite, find_attention_sites
@@ -16,6 +16,7 @@ from models.forward import PagedForward
 from models.graphs import DecodeGraphs
 from models.inputs import StepInputs, StepRows
 from models.kv_pool import (
+    FP8,
     KVCaches,
     MemoryBudget,
     allocate,
@@ -23,9 +24,12 @@ from models.kv_pool import (
     count_blocks,
     cpu_pool_bytes,
     cuda_pool_bytes,
+    kv_cache_dtype,
 )
+from models.kv_scales import calibrate
 from models.loader import LoadedModel
 from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
+from models.prefix_groups import sharing_limits
 from models.sampling import LaunchedSample, Sampler
 from models.self_test import check_engine_path
 
@@ -55,9 +59,10 @@ class ModelRunner:
         memory_budget: MemoryBudget | None = None,
         lora: LoraLimits | None = None,
         enforce_eager: bool = False,
+        kv_dtype: str = "auto",
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
-        request of max_model_len tokens fits.
+        request of max_model_len tokens fits, KVCacheDtypeError for a `kv_dtype` that is not served.
 
         `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
         and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs of decode steps.
@@ -72,17 +77,22 @@ class ModelRunner:
         check_supported_for_serving(loaded.model, max_model_len)
         fix_longrope(loaded.model, max_model_len)
         self._sites = find_attention_sites(loaded.model)
+        self._kv_dtype = kv_cache_dtype(kv_dtype, self._dtype, self._sites, self.device)
         check_engine_path(loaded.model, self._sites, block_size=block_size)
+        self._kv_scales = calibrate(loaded.model, self._sites, block_size=block_size) if self._kv_dtype == FP8 else None
+        if self._kv_scales is not None:
+            check_engine_path(loaded.model, self._sites, block_size=block_size, scales=self._kv_scales)
         self._forward = PagedForward(loaded.model)
         self.adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
-        #: Blocks that a level of shared prefixes must save from reading to be worth its passes; None: no layer could.
-        self.shared_level_blocks = self._level_blocks()
+        #: When prefixes that requests share are worth passes of their own; None: no layer could.
+        self.sharing_limits = sharing_limits(self._sites, self._kv_dtype, block_size, self.device.type)
         self._inputs = StepInputs(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_blocks_per_seq=self._blocks_for(max_model_len),
             block_size=block_size,
             device=self.device,
+            max_group_rows=0 if self.sharing_limits is None else self.sharing_limits.max_group_rows,
         )
         self._sampler = Sampler(
             max_num_seqs=max_num_seqs,
@@ -96,7 +106,7 @@ class ModelRunner:
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
         self.num_blocks = num_blocks
-        self._kv_caches = allocate(self._sites, num_blocks, block_size, self._dtype, self.device)
+        self._kv_caches = self._allocate(num_blocks)
         self.kernels = self._select_kernels()
 
     @property
@@ -119,7 +129,7 @@ class ModelRunner:
             self._inputs,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
-            with_sharing=self.shared_level_blocks is not None,
+            with_sharing=self.sharing_limits is not None,
             device=self.device,
         )
 
@@ -193,18 +203,14 @@ class ModelRunner:
             linears, lora, max_num_batched_tokens=self._max_tokens, dtype=self._dtype, device=self.device
         )
 
-    def _level_blocks(self) -> int | None:
-        whole = [site for site in self._sites if site.window == 0 and site.chunk_size == 0]
-        if not whole:
-            return None
-        per_key = whole[0].num_kv_heads * (whole[0].head_dim + whole[0].head_dim_v) * self._dtype.itemsize
-        return -(-least_saved_keys(self.device.type, per_key) // self.block_size)
+    def _allocate(self, num_blocks: int) -> KVCaches:
+        return allocate(self._sites, num_blocks, self.block_size, self._kv_dtype, self.device, self._kv_scales)
 
     def _measure_num_blocks(self, budget: MemoryBudget) -> int:
         pool = cpu_pool_bytes(budget) if self.device.type == "cpu" else self._measure_cuda_pool(budget)
         return count_blocks(
             pool,
-            bytes_per_block(self._sites, self.block_size, self._dtype),
+            bytes_per_block(self._sites, self.block_size, self._kv_dtype),
             block_size=self.block_size,
             max_num_seqs=self._max_num_seqs,
             max_model_len=self._max_model_len,
@@ -212,7 +218,7 @@ class ModelRunner:
 
     def _measure_cuda_pool(self, budget: MemoryBudget) -> int:
         """Runs the steps that need most memory on a pool of one page, which every block table names over and over."""
-        self._kv_caches = allocate(self._sites, 1, self.block_size, self._dtype, self.device)
+        self._kv_caches = self._allocate(1)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self._rehearse_all()
@@ -274,20 +280,21 @@ class ModelRunner:
     def _select_kernels(self) -> dict[str, str]:
         """Which kernel serves each layer type, in prefill and in decode."""
         names = {}
-        for site, (k_cache, v_cache) in zip(self._sites, self._kv_caches, strict=True):
+        for site, pages in zip(self._sites, self._kv_caches, strict=True):
             for phase, rows in (("prefill", _PREFILL_ROWS), ("decode", 1)):
-                args = self._representative_args(site, k_cache.transpose(1, 2), v_cache.transpose(1, 2), rows)
-                names[f"{site.layer_type}/{phase}"] = dispatch.select(args).kernel
+                args = self._representative_args(site, pages, rows)
+                serving = dispatch.select(args).kernel if pages.k_scale is None else fp8_pages.kernel(args)
+                names[f"{site.layer_type}/{phase}"] = serving
         return names
 
-    def _representative_args(self, site: AttentionSite, k: torch.Tensor, v: torch.Tensor, rows: int) -> AttentionArgs:
+    def _representative_args(self, site: AttentionSite, pages: KVPages, rows: int) -> AttentionArgs:
         def int32(*values: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
         return AttentionArgs(
             q=torch.empty(rows, site.num_heads, site.head_dim, dtype=self._dtype, device=self.device),
-            k=k,
-            v=v,
+            k=pages.k.transpose(1, 2),
+            v=pages.v.transpose(1, 2),
             softmax_scale=site.softmax_scale,
             cu_seqlens_q=int32(0, rows),
             max_seqlen_q=rows,
@@ -299,6 +306,8 @@ class ModelRunner:
             window_right=0,
             chunk_size=site.chunk_size,
             softcap=site.softcap,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
         )
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -75,7 +75,7 @@ def serve(
     max_num_seqs: Annotated[int | None, Flag(help="Most sequences of one step.")] = None,
     max_num_batched_tokens: Annotated[int | None, Flag(help="Most tokens of one step.")] = None,
     gpu_memory_utilization: Annotated[float | None, Flag(help="Share of the GPU's memory to use.")] = None,
-    kv_cache_dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
+    kv_cache_dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16, float32 or fp8.")] = None,
     kv_cache_memory_bytes: Annotated[int | None, Flag(help="Size of the KV cache, instead of what is free.")] = None,
     num_gpu_blocks_override: Annotated[int | None, Flag(help="Number of KV blocks, instead of what fits.")] = None,
     block_size: Annotated[int | None, Flag(help="Tokens of a KV block: 16, 32, 64 or 128.")] = None,

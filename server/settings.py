@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an 
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
 FINE_TUNED = "ft:"  # how the names of fine-tuned models begin
 SAVED_WEIGHTS = "longwave://"  # how those of weights begin that low-level training has saved
-SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 
 
 def _comma_separated(value: Any) -> Any:
@@ -63,7 +63,7 @@ class Settings(BaseSettings):
         None, ge=1, le=1_048_576, description="Most tokens of a step; 2048 on a GPU and 512 on a CPU if not given."
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    kv_cache_dtype: str = Field("auto", description="auto, bfloat16, float16 or float32.")
+    kv_cache_dtype: str = Field("auto", description="auto (the model's), bfloat16, float16, float32 or fp8.")
     kv_cache_memory_bytes: int | None = Field(None, ge=1_048_576, le=2**50)
     num_gpu_blocks_override: int | None = Field(None, ge=2, le=2**31 - 1)
     block_size: int = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")

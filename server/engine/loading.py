@@ -10,7 +10,7 @@ from attention_backend import dispatch
 from models import loader, registry
 from models.adapters import LoraLimits
 from models.errors import ModelLoadError
-from models.kv_pool import MemoryBudget, PoolTooSmallError
+from models.kv_pool import KVCacheDtypeError, MemoryBudget, PoolTooSmallError
 from models.patching import UnsupportedModelError
 from models.runner import ModelRunner
 from server.engine.config import EngineConfig
@@ -24,7 +24,7 @@ def load(config: EngineConfig) -> LoadedRunner:
     must know: no such model, one that cannot be served, a pool too small."""
     try:
         return _load(config)
-    except (ModelLoadError, UnsupportedModelError, PoolTooSmallError) as error:
+    except (ModelLoadError, UnsupportedModelError, PoolTooSmallError, KVCacheDtypeError) as error:
         raise CannotServeError(str(error)) from error
 
 
@@ -32,7 +32,6 @@ def _load(config: EngineConfig) -> LoadedRunner:
     device = _device(config.device)
     source = registry.resolve(config.model, cache_dir=_path(config.cache_dir), image_dir=_path(config.model_image_dir))
     model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format)
-    _check_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
     max_model_len = _max_model_len(config, model.max_position_embeddings)
     step_tokens = config.step_tokens(device.type)
     runner = ModelRunner(
@@ -45,6 +44,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
         lora=LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
         enforce_eager=config.enforce_eager,
+        kv_dtype=config.kv_cache_dtype,
     )
     logger.info("fused layers: %s", runner.fused)
     on_gpu = device.type == "cuda"
@@ -89,12 +89,6 @@ def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
     if room < length:
         logger.warning("max_model_len is %d, not %d: the KV cache was given only so many blocks", room, length)
     return min(length, room)
-
-
-def _check_kv_cache_dtype(name: str, dtype: torch.dtype) -> None:
-    served = str(dtype).removeprefix("torch.")
-    if name not in ("auto", served):
-        raise CannotServeError(f"kv_cache_dtype is {name}, but with this model the KV cache is {served}")
 
 
 def _host_is_there() -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from models.batch import AdapterFacts, SamplingParams, StepBatch, StepOutput
+from models.shared_runs import SharingLimits
 from server.engine.config import EngineConfig
 
 
@@ -45,8 +46,8 @@ class Runner(Protocol):
     def adapters(self) -> AdapterSlots | None: ...
 
     @property
-    def shared_level_blocks(self) -> int | None:
-        """Blocks that must be read less often for steps to name shared prefixes; None: it does not pay here."""
+    def sharing_limits(self) -> SharingLimits | None:
+        """When steps are to name shared prefixes; None: it does not pay here."""
         ...
 
     def warm_up(self) -> None: ...

@@ -20,7 +20,7 @@ from server.engine.messages import EngineFailed
 from server.engine.parent import die_with_parent
 from server.engine.runner import CannotServeError, LoadedRunner, load
 from server.engine.scheduler import Scheduler
-from server.engine.sharing import PrefixSharing, SharingLimits
+from server.engine.sharing import PrefixSharing
 
 logger = logging.getLogger("server.engine.worker")  # __name__ is "__main__" in the process itself
 
@@ -46,8 +46,8 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
         queue_timeout=config.queue_timeout,
     )
     adapters = AdapterTable(config.max_loras, config.max_cpu_loras) if config.enable_lora else AdapterTable()
-    least_saved = loaded.runner.shared_level_blocks
-    sharing = None if least_saved is None else PrefixSharing(SharingLimits(least_saved))
+    shared = loaded.runner.sharing_limits
+    sharing = None if shared is None else PrefixSharing(shared)
     return Scheduler(limits, cache, adapters, sharing=sharing)
 
 

@@ -16,7 +16,7 @@ runner = CliRunner()
 
 
 def test_bad_flags_are_listed_together_and_exit_3() -> None:
-    result = runner.invoke(app, ["serve", "--port", "99999", "--kv-cache-dtype", "fp8", "--api-key", "changeme"])
+    result = runner.invoke(app, ["serve", "--port", "99999", "--kv-cache-dtype", "fp4", "--api-key", "changeme"])
     assert result.exit_code == 3
     assert [line.split(":")[1].strip() for line in result.stderr.splitlines()] == ["port", "api-key", "kv-cache-dtype"]
 

@@ -33,16 +33,16 @@ def test_the_default_is_the_bundled_model_on_localhost() -> None:
 
 
 def test_all_problems_are_listed_at_once() -> None:
-    listed = problems(port=70_000, gpu_memory_utilization=2, block_size=5, kv_cache_dtype="fp8", nonsense=1)
+    listed = problems(port=70_000, gpu_memory_utilization=2, block_size=5, kv_cache_dtype="fp4", nonsense=1)
     assert len(listed) == 5
     for name in ("port:", "gpu-memory-utilization:", "block-size:", "kv-cache-dtype:", "nonsense:"):
         assert any(line.startswith(name) for line in listed), name
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "int8", ""])
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "nvfp4", "int8", ""])
 def test_unserved_kv_dtypes_name_what_is_served(dtype: str) -> None:
     (line,) = problems(kv_cache_dtype=dtype)
-    assert "auto, bfloat16, float16, float32" in line
+    assert "auto, bfloat16, float16, float32, fp8, fp8_e4m3" in line
 
 
 @pytest.mark.parametrize("key", ["", "changeme", "a,,b", "with space", "ta\tb", "ключ", "x" * 513])

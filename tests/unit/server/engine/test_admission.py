@@ -72,7 +72,7 @@ def test_a_configuration_that_can_not_work_is_refused(wrong: dict[str, Any]) -> 
 
 
 def test_a_step_is_smaller_on_a_cpu_unless_asked_for_and_has_room_for_every_sequence() -> None:
-    assert EngineConfig(model="m").step_tokens("cuda") == 2048
+    assert EngineConfig(model="m").step_tokens("cuda") == 8192
     assert EngineConfig(model="m").step_tokens("cpu") == 512
     assert EngineConfig(model="m", max_num_seqs=700).step_tokens("cpu") == 700
     assert EngineConfig(model="m", max_num_batched_tokens=4096).step_tokens("cpu") == 4096
