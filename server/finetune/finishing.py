@@ -12,7 +12,7 @@ from server.files.store import FileStore
 from server.finetune.folders import Folders
 from server.finetune.leases import LeaseLostError
 from server.finetune.messages import Finished
-from server.finetune.records import Job
+from server.finetune.records import Job, Status
 from server.finetune.results import PURPOSE, metrics_csv, model_name, result_file_id
 from server.finetune.writer import Writer
 
@@ -78,8 +78,9 @@ class Finishing:
         return []
 
     async def _take_back(self, job: Job, name: str, file_id: str) -> None:
-        """Of a job that was cancelled meanwhile; not where another server has finished it."""
-        if await self._writer.store(lambda store: store.adapter(name)) is None:
+        """Of a job that was cancelled meanwhile. Where another server has it now, that one finishes it."""
+        now = await self._writer.store(lambda store: store.get(job.id))
+        if now.status in (Status.CANCELLED, Status.FAILED):
             with contextlib.suppress(ModelNotFound):
                 await self._unload_adapter(name)
             with contextlib.suppress(FileMissing):

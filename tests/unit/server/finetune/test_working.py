@@ -448,7 +448,10 @@ def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
     asyncio.run(main())
 
 
-def test_a_job_cancelled_while_its_model_is_loaded_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "another server's by then"])
+def test_a_job_lost_while_its_model_is_loaded_takes_it_back_if_it_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
     script(tmp_path, monkeypatch)
 
     async def main() -> None:
@@ -463,13 +466,19 @@ def test_a_job_cancelled_while_its_model_is_loaded_leaves_none(tmp_path: Path, m
             monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
             job = await work.create()
             await asyncio.wait_for(loading.wait(), 60)
-            await work.jobs.cancel(job.id, "me")
+            if cancelled:
+                await work.jobs.cancel(job.id, "me")
+            else:
+                with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
+                    later = time.time() + 1000
+                    thief = Leases(store, "thief", 10_000.0, back_off=0.0)
+                    assert thief.claim(TRAIN, "base", later) is None
+                    assert thief.claim(TRAIN, "base", later) is not None
             served.set()
-            await work.wait(job, lambda _: work.trainer_pid is None and not work.job_folder(job).exists())
-            assert (await work.jobs.get(job.id, "me")).status is Status.CANCELLED
-            assert work.loaded == []
+            await work.wait(job, lambda _: work.trainer_pid is None)
+            assert [name for name, _, _ in work.loaded] == ([] if cancelled else [f"ft:base::{job.id[6:18]}"])
             files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
-            assert [file.purpose for file in files] == ["fine-tune"]  # no results
+            assert [file.purpose for file in files] == ["fine-tune", "fine-tune-results"][: 1 if cancelled else 2]
 
     asyncio.run(main())
 
