@@ -296,6 +296,7 @@ class Second : Half<1> {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_bwd_large_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                          const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
+                         const __grid_constant__ TensorMap map_lse2, const __grid_constant__ TensorMap map_delta,
                          const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
@@ -304,10 +305,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_lower<PRODUCER_REGISTERS>();
     switch (uniform(threadIdx.x / 32)) {
       case 0:
-        load_tiles<true>(shared, &map_k, &map_q, p);
+        load_tiles<true>(shared, &map_k, &map_q, &map_lse2, p);
         break;
       case 1:
-        load_tiles<false>(shared, &map_v, &map_o, p);
+        load_tiles<false>(shared, &map_v, &map_o, &map_delta, p);
         break;
       case 2:
         draw_tiles(shared, p);

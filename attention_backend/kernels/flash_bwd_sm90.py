@@ -22,7 +22,7 @@ from attention_backend.kernels.flash_bwd_rows import padded_rows, row_terms, sin
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
 from attention_backend.kernels.hopper_backward_variants import BackwardOptions, backward_variant, postprocess_variant
 from attention_backend.kernels.params import pointer, score_params, sequence_params
-from attention_backend.kernels.tensor_map import tensor_map
+from attention_backend.kernels.tensor_map import plain_tensor_map, tensor_map
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
@@ -91,8 +91,7 @@ def backward(
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
     if args.dropout_threshold:
         p.dropout = dropout_params(args)
-    p.lse2, p.delta, p.dq = terms.lse2.data_ptr(), terms.delta.data_ptr(), sums.data_ptr()
-    p.counters, p.turns = counters.data_ptr(), pointer(turns)
+    p.dq, p.counters, p.turns = sums.data_ptr(), counters.data_ptr(), pointer(turns)
     _set_keys(p, "dk", to_k, parts)
     _set_keys(p, "dv", to_v, parts)
     p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
@@ -100,7 +99,8 @@ def backward(
     p.section = section_lines(tile, seqlen_q=args.seqlen_q, group=group // parts, lines=lines * parts)
     q, o = (tensor_map(x, tile.block_m) for x in (args.q, grad_out))
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
-    load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, p), tile.smem_bytes)
+    lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))
+    load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, lse2, delta, p), tile.smem_bytes)
     del counters, turns  # kept until the launch was queued
 
     _store_dq(args, tile, sums, dq)

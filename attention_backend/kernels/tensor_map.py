@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_BFLOAT16, _FLOAT16 = 9, 6  # CUtensorMapDataType
-_SWIZZLE_128B = 3
+_DATA_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float32: 7}  # CUtensorMapDataType
+_NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _L2_PROMOTION_256B = 3
 _BOX_COLUMNS = 64  # elements: the 128 bytes of a swizzled row
 _BYTES = 128
@@ -55,6 +55,15 @@ def packed_tensor_map(x: Tensor, group: int, rows: int) -> TensorMap:
     return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, group, rows, 1, 1))
 
 
+def plain_tensor_map(x: Tensor, columns: int) -> TensorMap:
+    """The map of x `[rows, width]` for copies of `columns` (up to 256) neighbours of a row, as they lie.
+
+    Coordinates are (column, row).
+    """
+    rows, width = x.shape
+    return _encode(x.dtype, x.data_ptr(), (width, rows), (x.stride(0),), (columns, 1), _NO_SWIZZLE)
+
+
 def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of four dimensions, and the strides of the first three."""
     shape = x.shape if x.dim() == 4 else (1, *x.shape)
@@ -64,7 +73,12 @@ def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @lru_cache(maxsize=4096)
 def _encode(
-    dtype: torch.dtype, address: int, sizes: tuple[int, ...], steps: tuple[int, ...], box: tuple[int, ...]
+    dtype: torch.dtype,
+    address: int,
+    sizes: tuple[int, ...],
+    steps: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = _SWIZZLE_128B,
 ) -> TensorMap:
     """`steps`: elements between neighbours along every dimension but the first."""
     rank, element = len(sizes), dtype.itemsize
@@ -74,7 +88,7 @@ def _encode(
     aligned = ctypes.addressof(space) + (-ctypes.addressof(space)) % _ALIGNMENT
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
-        _BFLOAT16 if dtype == torch.bfloat16 else _FLOAT16,
+        _DATA_TYPES[dtype],
         rank,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * rank)(*sizes),
@@ -82,7 +96,7 @@ def _encode(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
         0,
-        _SWIZZLE_128B,
+        swizzle,
         _L2_PROMOTION_256B,
         0,
     )

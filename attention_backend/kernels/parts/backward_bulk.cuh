@@ -1,16 +1,8 @@
-// What the Hopper backward moves besides tiles: rows of floats and sums of them by the bulk copy engine, floats and
-// fragments to and from shared memory.
+// What the Hopper backward moves besides tiles: sums of floats by the bulk copy engine, floats and fragments to and from
+// shared memory.
 #pragma once
 
 #include "parts/tma.cuh"
-
-// Starts the copy of `bytes` (a multiple of 16) that lie in a row; they count on `barrier`.
-__device__ __forceinline__ void bulk_load(uint32 destination, const void* source, uint32 bytes, uint32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 
 // Starts the addition of `bytes` of floats in shared memory to those in global memory, as a group of its own.
 __device__ __forceinline__ void bulk_add(float* destination, uint32 source, uint32 bytes) {

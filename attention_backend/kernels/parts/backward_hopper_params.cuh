@@ -10,8 +10,6 @@ struct BackwardParams {
   SequenceParams sequence;
   ScoreParams score;
   DropoutParams dropout;
-  const float* lse2;   // [num_heads, padded_rows], as delta (flash_bwd_preprocess)
-  const float* delta;
   float* dq;    // zeros: [num_heads, padded_rows / 64, slabs, 4096]: 64 rows x 64 columns as fragments of wgmma lie
   int* counters;  // [2], zero before and after: tiles drawn, blocks that have finished
   int* turns;   // deterministic: zeros [num_heads, padded_rows / 64, 2]

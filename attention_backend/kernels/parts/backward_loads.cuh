@@ -62,9 +62,11 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
 }
 
 // KEYS: the tiles of keys, and the ring of queries with lse2. Else the values, and the ring of output gradients with delta.
+// Those terms, which threads read, come by a tensor map as all else does: of plain bulk copies (cp.async.bulk) racecheck
+// reports that they overwrite what was read, as it does not see that a barrier of the readers comes before one's arrival.
 template <bool KEYS>
 __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* once, const TensorMap* rows,
-                                           const BackwardParams& p) {
+                                           const TensorMap* terms, const BackwardParams& p) {
   constexpr int kStages = KEYS ? Q_STAGES : O_STAGES, kSlabs = KEYS ? kSlabsK : kSlabsV;
   constexpr int kBytes = kSlabs * kSlabQ;
   if (threadIdx.x % 32 != 0) return;
@@ -97,8 +99,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       if (KEYS && left == min(tiles, kDrawAhead)) barrier_arrive(shared.wanted_tile);
       place.wait_empty(empty_ring);
       barrier_expect(full, kBytes + kBytesTerms);
-      bulk_load(terms_ring + place.at * kBytesTerms,
-                (KEYS ? p.lse2 : p.delta) + step.head * p.padded_rows + tile.padded_row + step.m * kRows, kBytesTerms, full);
+      tma_load(terms_ring + place.at * kBytesTerms, terms, full, static_cast<int>(tile.padded_row) + step.m * kRows,
+               step.head, kEvictLast);
 #pragma unroll 1
       for (int c = 0; c < kSlabs; c++)
         tma_load(to + c * kSlabQ, rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,

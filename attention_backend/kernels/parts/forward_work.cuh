@@ -111,6 +111,7 @@ class WorkLine {
     const int low = seq.low(query), high = seq.high(query);
     const int held_low = __shfl_sync(~0u, low, 2), held_high = __shfl_sync(~0u, high, 3);
     const int whole_low = __shfl_sync(~0u, low, 1), any_high = __shfl_sync(~0u, high, 1);
+    __syncwarp();  // all lanes have read tile.seq, which is written below
     if (lane != 0) return;
     tile.held_low = held_low;
     // Behind a tensor's end TMA reads zeros.

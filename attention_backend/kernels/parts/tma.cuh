@@ -54,13 +54,22 @@ __device__ __forceinline__ void tma_load(uint32 destination, const TensorMap* ma
       : "memory");
 }
 
-// The same of a tensor of five dimensions.
+// The same of tensors of five and of two dimensions.
 __device__ __forceinline__ void tma_load(uint32 destination, const TensorMap* map, uint32 barrier, int c0, int c1,
                                          int c2, int c3, int c4, uint64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(uint32 destination, const TensorMap* map, uint32 barrier, int c0, int c1,
+                                         uint64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "l"(policy)
       : "memory");
 }
 

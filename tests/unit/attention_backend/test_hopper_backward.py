@@ -89,7 +89,7 @@ def test_the_covering_set_has_every_kernel_and_option() -> None:
 
 def test_parameters_are_laid_out_as_in_the_kernels() -> None:
     """Offsets of the C++ structures, by hand: eight-byte fields first, so that neither side pads."""
-    assert BackwardParams.lse2.offset % 8 == 0
-    pointers_and_strides = 7 * 8 + 8 * 8 + 8
-    assert ctypes.sizeof(BackwardParams) == BackwardParams.lse2.offset + pointers_and_strides + 8 * 4
+    assert BackwardParams.dq.offset % 8 == 0
+    pointers_and_strides = 5 * 8 + 8 * 8 + 8
+    assert ctypes.sizeof(BackwardParams) == BackwardParams.dq.offset + pointers_and_strides + 8 * 4
     assert ctypes.sizeof(RowsOfDqParams) == 3 * 8 + 3 * 8 + 8 + 4 * 4
