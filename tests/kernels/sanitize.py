@@ -4,8 +4,8 @@
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --grid          one, by hand
 
 Run from the checkout. Expected on an H200: memcheck a minute, the others a few, so one tool a command where time is
-limited. Exit code 0: no tool found anything; 1: one did; 2: compute-sanitizer or the GPU is missing. The problems are so
-small that a block of a persistent kernel has one tile: rings of keys and rows go round, those of tiles do not.
+limited. Exit code 0: no tool found anything; 1: one did; 2: compute-sanitizer or the GPU is missing. The problems are
+so small that a block of a persistent kernel has one tile: rings of keys and rows go round, those of tiles do not.
 """
 
 import os
