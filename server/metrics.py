@@ -138,6 +138,9 @@ class _EngineCollector(Collector):
             ("num_preemptions", "Requests preempted for lack of KV blocks.", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Sequences of steps with drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.num_accepted_tokens),
         ):
             counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)

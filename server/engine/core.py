@@ -11,6 +11,7 @@ from typing import Protocol
 from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, StepBatch
 from models.shared_runs import NOT_SHARED
 from server.engine.adapter_loading import AdapterLoading
+from server.engine.drafting import DraftStats
 from server.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -123,6 +124,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
+        drafts = DraftStats() if scheduler.drafter is None else scheduler.drafter.stats
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -139,6 +141,9 @@ class EngineCore:
             running_adapters=tuple(scheduler.adapters.running()),
             waiting_adapters=tuple(scheduler.adapters.waiting()),
             adapter_placements=self._num_placements,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
         )
 
     def _accept(self, message: ToEngine | RequestFailed) -> Sequence[FromEngine]:
@@ -281,11 +286,12 @@ def _batch(step: ScheduledStep) -> StepBatch:
     seqs = []
     for request, count in zip(step.requests, step.num_tokens, strict=True):
         start = request.num_computed
-        end = start + count
-        known = request.token_ids[start:end]
+        drafts = step.drafts.get(request, [])
+        end = start + count - len(drafts)
+        token_ids = (request.token_ids[start:end] or [IN_FLIGHT]) + drafts
         adapter_slot = NO_ADAPTER if request.adapter is None else request.adapter.slot
         samples = end == request.num_tokens
-        seqs.append(ScheduledSeq(request.slot, known or [IN_FLIGHT], start, request.block_ids, samples, adapter_slot))
+        seqs.append(ScheduledSeq(request.slot, token_ids, start, request.block_ids, samples, adapter_slot, len(drafts)))
     return StepBatch(tuple(seqs), step.sharing)
 
 

@@ -95,6 +95,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     running_adapters: tuple[str, ...] = ()  # names, sorted
     waiting_adapters: tuple[str, ...] = ()  # names that waiting requests ask for
     adapter_placements: int = 0  # copies of an adapter into a slot
+    num_drafts: int = 0  # counters since start: sequences of steps with guessed tokens
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class RequestTimes(msgspec.Struct, frozen=True, tag=True):

@@ -35,6 +35,7 @@ class Request:
         "num_bypassed",
         "num_cached_tokens",
         "num_computed",
+        "num_drafts",
         "num_filled",
         "num_in_flight",
         "num_preemptions",
@@ -79,6 +80,7 @@ class Request:
         self.num_computed = 0  # tokens whose K and V are in the blocks, or will be when the launched steps have run
         self.num_filled = 0  # of these, the ones of steps that have come back
         self.num_in_flight = 0  # sampled by a launched step and not read back yet
+        self.num_drafts = 0  # guesses of a launched step that nobody has compared with what it sampled
         self.num_registered = 0  # blocks already offered to the prefix cache
         self.block_hashes: list[tuple[bytes, bytes]] = []  # (chained hash, the block's token ids) of full blocks
         self.chain = (b"", 0)  # hash and serial number of the cache entry that the next block is chained onto
@@ -123,6 +125,15 @@ class Request:
     def awaits_its_end(self) -> bool:
         """Whether the token in flight is its last, whichever it is."""
         return self.num_in_flight > 0 and self.num_tokens >= self.max_length
+
+    def append(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Takes generated tokens up to the one that ends the request. Returns those taken, and why it has ended."""
+        for count, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            reason = self.finish_reason()
+            if reason is not None:
+                return list(token_ids[:count]), reason
+        return list(token_ids), None
 
     def finish_reason(self) -> FinishReason | None:
         """Looks at the last generated token. Stop tokens count from min_tokens on; `stop` wins over `length`."""

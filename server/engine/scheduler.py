@@ -3,18 +3,20 @@ structures: knows no tensors, no sockets, no clock but the one it is given, and 
 
 A step may be scheduled while the one before still runs: its tokens count as there, though nobody knows them yet.
 
-Every running decode has its token in every step; prompts share what is left of the step's token budget (prefill.py).
+Every running decode has its token in every step (and guesses of further ones, see drafting.py: then none until those
+are compared with what the step sampled); prompts share what is left of the step's token budget (prefill.py).
 A request is admitted only when its whole prompt and one more block fit. When a decode finds no block, the youngest
 request gives up its blocks and is computed again later: its generated tokens are kept, so its answer is the same."""
 
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from models.batch import StepOutput
 from models.shared_runs import NOT_SHARED, StepSharing
 from server.engine.adapters import AdapterTable
+from server.engine.drafting import Drafter, num_equal
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig, refusal
 from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
@@ -34,6 +36,9 @@ class ScheduledStep:
     num_tokens: list[int]  # aligned with requests
     admitted: list[Request]
     sharing: StepSharing = NOT_SHARED
+    drafts: dict[Request, list[int]] = field(default_factory=dict)  # guesses, among num_tokens, after the last token
+    has_prompts: bool = True
+    scheduled_at: float = 0.0
 
     @property
     def total_tokens(self) -> int:
@@ -45,9 +50,11 @@ class LaunchedRow:
     """What a row of a launched step was, when its result comes: the request may have ended or lost its blocks since."""
 
     request: Request
-    end: int  # tokens of the request that were in its blocks after the step
+    end: int  # tokens of the request that were in its blocks after the step, without its drafts
     samples: bool
     num_preemptions: int  # of the request, at the launch
+    step: ScheduledStep
+    drafts: Sequence[int] = ()
 
 
 class Scheduler:
@@ -58,13 +65,15 @@ class Scheduler:
         adapters: AdapterTable | None = None,
         clock: Callable[[], float] = time.monotonic,
         sharing: PrefixSharing | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`sharing`: who finds common prefixes, where the runner can read them once."""
+        """`sharing`: who finds common prefixes, where the runner can read them once. `drafter`: who guesses tokens."""
         self.config = config
         self.cache = cache
         self.adapters = AdapterTable() if adapters is None else adapters
         self.clock = clock
         self.sharing = sharing
+        self.drafter = drafter
         self.waiting = WaitingQueue(cache, self.adapters)  # preempted ones included
         self.running: list[Request] = []  # oldest first
         self.requests: dict[str, Request] = {}
@@ -76,6 +85,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
         self._num_seen = 0
+        self._last_result = 0.0  # when it came
 
     @property
     def has_work(self) -> bool:
@@ -144,77 +154,94 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         before = self.num_preemptions
         decodes, prefills = self._grow_decodes()
-        budget = self.config.max_num_batched_tokens - len(decodes)
         short_of_blocks = self.num_preemptions > before
+        drafts = {} if short_of_blocks else self._draft(decodes, beside_prompts=bool(prefills))
+        budget = self.config.max_num_batched_tokens - len(decodes) - sum(map(len, drafts.values()))
         admitted = self._admit(prefills, budget) if self.waiting and not short_of_blocks else []
         if not decodes and not prefills:
             return None
         shares = share_budget(prefills, budget) if prefills else []
         decodes += [request for request, count in shares if count == 1]  # the last tokens of prompts
         chunks = [(request, count) for request, count in shares if count > 1]
-        return self._arranged(decodes, chunks, admitted)
+        return self._arranged(decodes, chunks, admitted, drafts)
 
     def _arranged(
-        self, decodes: list[Request], chunks: list[tuple[Request, int]], admitted: list[Request]
+        self,
+        decodes: list[Request],
+        chunks: list[tuple[Request, int]],
+        admitted: list[Request],
+        drafts: dict[Request, list[int]],
     ) -> ScheduledStep:
         """Rows with one token first, and in both parts those that share a prefix side by side."""
+        has_prompts = bool(chunks or admitted)
+        if drafts:
+            decodes = [request for request in decodes if request not in drafts]
+            chunks = chunks + [(request, 1 + len(token_ids)) for request, token_ids in drafts.items()]
         prefills, counts = [request for request, _ in chunks], dict(chunks)
         sharing = NOT_SHARED
         if self.sharing is not None:
             decodes, decode_levels = self.sharing.arrange(decodes)
-            prefills, prefill_levels = self.sharing.arrange(prefills, [counts[request] for request in prefills])
-            sharing = StepSharing(decode_levels, prefill_levels)
+            sharing = StepSharing(decode_levels)
+            if len(prefills) > 1:
+                prefills, levels = self.sharing.arrange(prefills, [counts[request] for request in prefills])
+                sharing = StepSharing(decode_levels, levels)
         num_tokens = [1] * len(decodes) + [counts[request] for request in prefills]
-        return ScheduledStep(decodes + prefills, num_tokens, admitted, sharing)
+        return ScheduledStep(decodes + prefills, num_tokens, admitted, sharing, drafts, has_prompts, self.clock())
 
     def launched(self, step: ScheduledStep) -> list[LaunchedRow]:
         """Counts the step's tokens as computed: from here on the device does what it was told, in order."""
         rows = []
         for request, count in zip(step.requests, step.num_tokens, strict=True):
-            request.num_computed += count
+            drafts = step.drafts.get(request, ())
+            request.num_computed += count - len(drafts)
+            request.num_drafts = len(drafts)
             samples = request.num_remaining == 0
             request.num_in_flight += samples
-            rows.append(LaunchedRow(request, request.num_computed, samples, request.num_preemptions))
+            rows.append(LaunchedRow(request, request.num_computed, samples, request.num_preemptions, step, drafts))
         return rows
 
     def postprocess(self, rows: Sequence[LaunchedRow], output: StepOutput) -> list[Event]:
         """Takes a step's results: appends the sampled tokens, offers full blocks for reuse, ends what is finished.
 
-        Rows whose request has ended meanwhile are dropped; one that lost its blocks keeps its token."""
+        `output` has a token for every row that samples, and one more for each of its drafts. Rows whose request has
+        ended meanwhile are dropped; one that lost its blocks keeps its tokens."""
         events: list[Event] = []
         now = self.clock()
-        block_size = self.cache.block_size
-        sampled = zip(output.token_ids, output.logprobs, output.finite, strict=True)
+        self._measure(rows, now)
+        at = 0
         ended = False
         for row in rows:
             request = row.request
-            token_id, logprobs, finite = next(sampled) if row.samples else (0, None, True)
+            first, at = at, at + (1 + len(row.drafts) if row.samples else 0)
             request.num_in_flight -= row.samples
+            request.num_drafts -= len(row.drafts)
             if request.state is RequestState.FINISHED:
                 continue
-            if not finite:
+            num_right = num_equal(row.drafts, output.token_ids[first:at]) if row.drafts else 0
+            last = first + num_right + row.samples  # what was sampled after a wrong draft means nothing
+            if not all(output.finite[first:last]):
                 self.cache.withdraw(request)
                 events += self.fail([request], "server_error", "The model's output for this request was not finite.")
                 continue
+            token_ids, reason = request.append(output.token_ids[first:last])
             if row.num_preemptions == request.num_preemptions:
-                before, request.num_filled = request.num_filled, row.end
-                if row.end // block_size != before // block_size:
-                    self.cache.register(request)
+                self._fill(request, row.end, min(num_right, len(token_ids)))
             if not row.samples:
                 continue
-            request.token_ids.append(token_id)
+            if row.drafts and self.drafter is not None:
+                self.drafter.count(len(row.drafts), num_right)
             request.last_token_time = now
-            if request.num_generated == 1:
+            if request.num_generated == len(token_ids):
                 request.first_token_time = now
-            self.generation_tokens += 1
-            reason = request.finish_reason()
+            self.generation_tokens += len(token_ids)
+            logprobs = [entry for entry in output.logprobs[first : first + len(token_ids)] if entry is not None]
             events.append(
                 TokenDelta(
                     request.request_id,
-                    [token_id],
-                    None if logprobs is None else [logprobs],
+                    token_ids,
+                    logprobs or None,
                     reason,
-                    token_id if reason == "stop" else None,
+                    token_ids[-1] if reason == "stop" else None,
                     request.num_cached_tokens,
                 )
             )
@@ -226,6 +253,21 @@ class Scheduler:
             self._sweep()
         return events
 
+    def _fill(self, request: Request, end: int, num_right: int) -> None:
+        """A step with `num_right` right drafts after the `end` tokens it had to compute has come back."""
+        before, request.num_filled = request.num_filled, end + num_right
+        request.num_computed += num_right
+        if request.num_filled // self.cache.block_size != before // self.cache.block_size:
+            self.cache.register(request)
+
+    def _measure(self, rows: Sequence[LaunchedRow], now: float) -> None:
+        """Steps of prompts take long for other reasons than drafts."""
+        step = rows[0].step
+        if self.drafter is not None and not step.has_prompts:
+            begin = max(step.scheduled_at, self._last_result)
+            self.drafter.observe(len(step.requests), now - begin, drafted=bool(step.drafts))
+        self._last_result = now
+
     def check_integrity(self) -> None:
         """Raises unless every block, slot and request is accounted for."""
         self.cache.check_integrity(list(self.requests.values()))
@@ -235,6 +277,19 @@ class Scheduler:
             raise AssertionError("a slot is lost or held twice")
         if len(self.waiting) + len(self.running) != len(self.requests):
             raise AssertionError("a request is neither waiting nor running")
+
+    def _draft(self, decodes: list[Request], *, beside_prompts: bool) -> dict[Request, list[int]]:
+        """Guesses that have room in free blocks: they take none from others. None while any wait to be compared: then
+        all who draft miss the same turns, and the steps between are as short as ever."""
+        if self.drafter is None or not decodes or any(request.num_drafts for request in self.running):
+            return {}
+        drafts = self.drafter.propose(decodes, beside_prompts=beside_prompts)
+        for request, token_ids in drafts.items():
+            end = request.num_computed + 1 + len(token_ids)
+            while end > len(request.block_ids) * self.cache.block_size and self.cache.grow(request):
+                pass
+            del token_ids[max(0, len(request.block_ids) * self.cache.block_size - request.num_computed - 1) :]
+        return {request: token_ids for request, token_ids in drafts.items() if token_ids}
 
     def _grow_decodes(self) -> tuple[list[Request], list[Request]]:
         """Running rows with one token left, each with a block for it, and running prompts. May preempt."""
@@ -247,7 +302,7 @@ class Scheduler:
             index += 1
             if request.num_remaining > 1:
                 prefills.append(request)
-            elif request.awaits_its_end:
+            elif request.awaits_its_end or request.num_drafts:
                 continue
             elif request.num_computed < len(request.block_ids) * block_size or self._find_block(request):
                 decodes.append(request)
@@ -315,6 +370,8 @@ class Scheduler:
         del self.requests[request.request_id]
         if request.adapter is not None:
             self.adapters.close(request.adapter)
+        if self.drafter is not None:
+            self.drafter.forget(request)
 
     def _sweep(self) -> None:
         self.running = [request for request in self.running if request.state is RequestState.RUNNING]

@@ -24,6 +24,7 @@ from models.batch import (
     TokenLogprobs,
 )
 from models.errors import AdapterError
+from models.shared_runs import SharingLimits
 from server.engine.config import EngineConfig
 from server.engine.runner import CannotServeError, LoadedRunner
 
@@ -42,6 +43,7 @@ RAISE = 31_002  # the step raises
 OUT_OF_MEMORY = 31_003  # the step runs out of memory
 DIE = 31_004  # the process is killed
 REFUSED = 31_006  # the runner does not take the request
+QUOTES = 31_007  # the answer mostly quotes the request's own tokens
 LOST = 31_005  # the step raises, and the device is gone
 
 
@@ -51,7 +53,13 @@ class DeviceLostError(RuntimeError):
 
 def next_token(token_ids: npt.ArrayLike, *, vocab_size: int = 31_000) -> int:
     """Never a token with an effect, rarely EOS."""
-    return zlib.crc32(np.asarray(token_ids, dtype=np.int64).tobytes()) % vocab_size
+    ids = np.asarray(token_ids, dtype=np.int64)
+    drawn = zlib.crc32(ids.tobytes())
+    if drawn % 8 and (ids == QUOTES).any():
+        places = np.flatnonzero(ids[:-1] == ids[-1]) + 1
+        place = places[-1] if len(places) else drawn % len(ids)  # a quotation goes on, or begins
+        return int(ids[place]) % vocab_size
+    return drawn % vocab_size
 
 
 def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (EOS,), adapter: int = 0) -> list[int]:
@@ -59,7 +67,7 @@ def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (E
     token_ids = list(prompt)
     stop = set(stop)
     for _ in range(max_tokens):
-        token_ids.append(next_token([token + ADAPTER_STRIDE * adapter for token in token_ids]))
+        token_ids.append(next_token(np.array(token_ids) + ADAPTER_STRIDE * adapter))
         if token_ids[-1] in stop:
             break
     return token_ids[len(prompt) :]
@@ -126,7 +134,7 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kernels = {"full_attention": "fake"}
-        self.shared_level_blocks: int | None = 4
+        self.sharing_limits: SharingLimits | None = SharingLimits(4)
         self.memory = np.full((num_blocks, block_size), NOTHING, dtype=np.int64)
         self.slots: dict[int, SamplingParams] = {}
         self.lengths: dict[int, int] = {}  # tokens that a sampler with penalties would know
@@ -166,7 +174,9 @@ class FakeRunner:
     def _known(self, batch: StepBatch) -> StepBatch:
         """With the tokens that the step before sampled, in case the engine has not seen them."""
         seqs = [
-            replace(seq, token_ids=[self.sampled[seq.slot]]) if list(seq.token_ids) == [IN_FLIGHT] else seq
+            replace(seq, token_ids=[self.sampled[seq.slot], *seq.token_ids[1:]])
+            if seq.token_ids[0] == IN_FLIGHT
+            else seq
             for seq in batch.seqs
         ]
         return replace(batch, seqs=tuple(seqs))
@@ -213,15 +223,23 @@ class FakeRunner:
         self.memory[list(seq.block_ids[first:last])] = flat.reshape(-1, size)
         if not seq.sample:
             return
+        length -= seq.num_drafts
         assert self.lengths[seq.slot] == length, "the sampler has not seen every generated token"
-        self.lengths[seq.slot] += 1
-        seen = self.memory[list(seq.block_ids[:last])].reshape(-1)[:length]
-        token = next_token(seen)
-        self.sampled[seq.slot] = token
-        output.token_ids.append(token)
+        drafts = list(seq.token_ids[len(seq.token_ids) - seq.num_drafts :])
         wanted = sampling.logprobs
-        output.logprobs.append(None if wanted is None else TokenLogprobs(-0.5, 1, ((token, -0.5),) * wanted))
-        output.finite.append(NAN not in seen)
+        right = True
+        for number in range(seq.num_drafts + 1):
+            seen = self.memory[list(seq.block_ids[:last])].reshape(-1)[: length + number]
+            token = next_token(seen)
+            output.token_ids.append(token)
+            output.logprobs.append(None if wanted is None else TokenLogprobs(-0.5, 1, ((token, -0.5),) * wanted))
+            output.finite.append(NAN not in seen)
+            self.lengths[seq.slot] += right
+            right = right and [token] == drafts[number : number + 1]
+        if seq.num_drafts:
+            self.sampled.pop(seq.slot, None)  # nobody knows yet which is right
+        else:
+            self.sampled[seq.slot] = token
 
     def _trigger(self, batch: StepBatch) -> None:
         found = {token for seq in batch.seqs for token in seq.token_ids if token > 31_000}
