@@ -11,10 +11,10 @@ flash_attn.cute, flashinfer) are timed when they can be imported; they cannot al
 those of its PYTHONPATH, and ratios are within a run.
 
 Contenders take turns on the same random inputs in the same run; a time is the median of CUDA-event timings with the L2
-flushed before each call. Each contender's result is compared with a float32 truth before and after it is timed, on up
-to 64 rows of up to 4 sequences. Decode is replayed from CUDA graphs, as engines run it: otherwise the host's time to
-launch is what is measured. TFLOP/s count 4 * heads * head_dim for every visible pair of a row and a key (a causal
-square as its half); decode counts bytes of keys and values read.
+flushed before each call. Calls are queued while the GPU waits, so the host's time to launch is in no time. Each
+contender's result is compared with a float32 truth before and after it is timed, on up to 64 rows of up to 4 sequences.
+Decode is replayed from CUDA graphs, as engines run it. TFLOP/s count 4 * heads * head_dim for every visible pair of a
+row and a key (a causal square as its half); decode counts bytes of keys and values read.
 
 Exit code 0: timed (goals may be missed). 1: a result of ours was wrong or missing. 2: no NVIDIA GPU, or an argument
 that names nothing.

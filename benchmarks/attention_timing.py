@@ -15,7 +15,7 @@ from benchmarks.attention_report import MEASURED, Record, Result
 from benchmarks.attention_truth import Truth, acceptable
 from benchmarks.stopwatch import Stopwatch, alternate
 
-#: Sections that are replayed from CUDA graphs, as engines run them: else the host's time to launch would be measured.
+#: Sections that are replayed from CUDA graphs, as engines run them.
 GRAPHED = ("decode", "latency", "shared_prefix", "fp8_kv")
 _ROTATED_BYTES = 256 * 1024 * 1024
 _MAX_SETS = 8

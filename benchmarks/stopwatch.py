@@ -1,13 +1,21 @@
-"""Times calls on a GPU with CUDA events: warm-up, an L2 flush before each call, rotating inputs, contenders in turn."""
+"""Times calls on a GPU with CUDA events: warm-up, an L2 flush before each call, rotating inputs, contenders in turn.
+
+The device waits while calls are queued, so that the host's time to launch them is in no time.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import torch
 
 Call = Callable[[], object]
-_FLUSH_BYTES = 256 * 1024 * 1024  # several times any L2; writing it also hides the launch latency of what follows
+_FLUSH_BYTES = 256 * 1024 * 1024  # several times any L2
+_QUEUED = 64  # calls queued at a time: the driver holds about a thousand launches
+_TRIES = 3
+_LONGEST_WAIT = 0.1  # seconds
+_CYCLES_PER_SECOND = 2e9  # at a GPU's fastest: slower ones wait longer
 _MIN_REPEATS, _MAX_REPEATS = 3, 300  # in a round; the flush takes longer than a short call
 
 
@@ -20,25 +28,45 @@ class Stopwatch:
     warm_up_ms: float = 5.0
     repeat_ms: float = 40.0
     _scratch: torch.Tensor = field(init=False, repr=False)
+    _launch: float = field(init=False, repr=False, default=0.0)  # seconds that queueing a call takes, or more
 
     def __post_init__(self) -> None:
         self._scratch = torch.empty(_FLUSH_BYTES if self.flush else 0, dtype=torch.int8, device=self.device)
 
     def times(self, calls: Sequence[Call]) -> list[float]:
+        self._launch = 0.0
         calls[0]()
         guess = max(self._events(calls, 2)[-1], 1e-3)
         self._events(calls, repeats(self.warm_up_ms, guess, fewest=0))
         return self._events(calls, repeats(self.repeat_ms, guess))
 
     def _events(self, calls: Sequence[Call], count: int) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for i, (begin, end) in enumerate(marks):
-            if self.flush:
-                self._scratch.zero_()
-            begin.record()
-            calls[i % len(calls)]()
-            end.record()
-        torch.cuda.synchronize(self.device)
+        times: list[float] = []
+        while len(times) < count:
+            turn = [calls[i % len(calls)] for i in range(len(times), min(len(times) + _QUEUED, count))]
+            times += self._queued(turn)
+        return times
+
+    def _queued(self, calls: Sequence[Call]) -> list[float]:
+        """Once more with a longer wait where the device was done waiting before all calls were queued."""
+        for _ in range(_TRIES):
+            marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls]
+            waited = torch.cuda.Event()
+            wait = min(self._launch * len(calls), _LONGEST_WAIT)
+            torch.cuda._sleep(int(wait * _CYCLES_PER_SECOND))
+            waited.record()
+            started = perf_counter()
+            for call, (begin, end) in zip(calls, marks, strict=True):
+                if self.flush:
+                    self._scratch.zero_()
+                begin.record()
+                call()
+                end.record()
+            took, late = perf_counter() - started, waited.query()
+            torch.cuda.synchronize(self.device)
+            if not late or wait == _LONGEST_WAIT:
+                break
+            self._launch = max(1.5 * took / len(calls), 2 * self._launch)
         return [begin.elapsed_time(end) for begin, end in marks]
 
 
