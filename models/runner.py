@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -12,9 +13,11 @@ from attention_backend.problem import AttentionArgs
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch, StepOutput
+from models.fingerprint import fingerprint
 from models.forward import PagedForward
 from models.graphs import DecodeGraphs
 from models.inputs import StepInputs, StepRows
+from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import (
     FP8,
     KVCaches,
@@ -59,6 +62,7 @@ class ModelRunner:
         memory_budget: MemoryBudget | None = None,
         lora: LoraLimits | None = None,
         enforce_eager: bool = False,
+        kv_offload_bytes: int = 0,
         kv_dtype: str = "auto",
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
@@ -100,6 +104,7 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             device=self.device,
         )
+        self._offloads = kv_offload_bytes > 0
         self._warm = False
         self._graphs: DecodeGraphs | None = None
         self._kv_caches: KVCaches = []
@@ -108,6 +113,9 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self._kv_caches = self._allocate(num_blocks)
         self.kernels = self._select_kernels()
+        #: Host memory for blocks that the engine gives up, if `kv_offload_bytes` are to be taken for it.
+        self.host_memory = KVOffload(self._kv_caches, kv_offload_bytes) if self._offloads else None
+        self.fingerprint = partial(fingerprint, loaded.model, self._kv_caches, max_model_len=max_model_len)
 
     @property
     def fused(self) -> str:
@@ -227,6 +235,8 @@ class ModelRunner:
         peak = outside_torch + torch.cuda.max_memory_allocated(self.device) + self._graph_bytes()
         self._kv_caches = []
         torch.cuda.empty_cache()
+        if self._offloads:
+            peak += buffer_bytes(bytes_per_block(self._sites, self.block_size, self._kv_dtype))
         return cuda_pool_bytes(budget, total=total, peak=peak)
 
     def _graph_bytes(self) -> int:

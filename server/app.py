@@ -23,6 +23,7 @@ from server.api import (
     training,
 )
 from server.api.job_events import EventFeeds
+from server.engine import block_files
 from server.files.body import StreamedBody
 from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
@@ -108,7 +109,8 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         pause=settings.body_timeout,
         timeout=settings.upload_timeout,
     )
-    app.add_middleware(Authentication, keys=[key.get_secret_value() for key in settings.api_key])
+    secret = None if settings.kv_offload_dir is None else block_files.secret(settings.kv_offload_dir)
+    app.add_middleware(Authentication, keys=[key.get_secret_value() for key in settings.api_key], secret=secret)
     app.add_middleware(RequestContext, metrics=lifecycle.metrics)
     return app
 

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.engine.messages import EngineReady, EngineStats, RequestTimes
+from server.engine.offload_stats import DiskStats, OffloadStats
 from server.finetune.stats import FineTuningStats
 from server.training.stats import TrainingStats
 
@@ -147,6 +148,8 @@ class _EngineCollector(Collector):
             yield counter
         if stats.max_loras:
             yield from self._adapters(stats)
+        if stats.offload is not None and self.ready is not None:
+            yield from self._offload(stats.offload, self.ready.block_size)
         calls = CounterMetricFamily(
             "longwave:attention_kernel_calls", "Attention calls by the kernel that served.", labels=(*LABELS, "kernel")
         )
@@ -165,6 +168,38 @@ class _EngineCollector(Collector):
         placements = CounterMetricFamily("longwave:lora_placements", "Adapters copied into a slot.", labels=LABELS)
         placements.add_metric(self._labels, stats.adapter_placements)
         yield placements
+
+    def _offload(self, stats: OffloadStats, block_size: int) -> Iterator[Metric]:
+        disk = stats.disk or DiskStats(0, 0, 0, 0, False)
+        moved = CounterMetricFamily(
+            "longwave:kv_offload_total_bytes", "KV moved between tiers.", labels=(*LABELS, "transfer_type")
+        )
+        for kind, count in (
+            ("GPU_to_CPU", stats.stored_blocks * stats.block_bytes),
+            ("CPU_to_GPU", stats.loaded_blocks * stats.block_bytes),
+            ("CPU_to_disk", disk.written_bytes),
+            ("disk_to_CPU", disk.read_bytes),
+        ):
+            moved.add_metric([*self._labels, kind], count)
+        yield moved
+        for name, text, value in (
+            ("external_prefix_cache_queries", "Tokens looked up in slower tiers.", stats.queried_blocks * block_size),
+            ("external_prefix_cache_hits", "Tokens brought back from slower tiers.", stats.loaded_blocks * block_size),
+            ("kv_offload_stores_skipped", "KV blocks given up without a copy.", stats.skipped_blocks),
+            ("kv_offload_disk_damaged", "KV blocks on disk that were not what their names said.", disk.num_damaged),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        used = stats.num_held / stats.num_slots
+        for name, text, share in (
+            ("kv_offload_cpu_cache_usage_perc", "Share of host slots in use, 0 to 1.", used),
+            ("kv_offload_disk_blocks", "KV blocks on disk.", disk.num_blocks),
+            ("kv_offload_disk_full", "1: a write failed, and no more are tried.", float(disk.is_full)),
+        ):
+            gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            gauge.add_metric(self._labels, share)
+            yield gauge
 
     def _cache_config(self, ready: EngineReady) -> Metric:
         labels = ("block_size", "num_gpu_blocks", "dtype", "device")

@@ -120,11 +120,18 @@ class RequestContext:
 class Authentication:
     """One of the API keys, on every path that is not open. The key also decides whose prefix cache is read."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: frozenset[str] = OPEN_PATHS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        open_paths: frozenset[str] = OPEN_PATHS,
+        secret: bytes | None = None,
+    ) -> None:
+        """`secret` makes salts of the keys: where prefixes outlive this process, it must too."""
         self.app = app
         self.open_paths = open_paths
         self._digests = [_digest(key) for key in keys]
-        self._secret = secrets.token_bytes(32)
+        self._secret = secret or secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._digests or scope["path"] in self.open_paths:

@@ -69,6 +69,14 @@ class Settings(BaseSettings):
     block_size: int = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
     enable_prefix_caching: bool = True
     enforce_eager: bool = Field(False, description="Run decode steps without CUDA graphs.")
+    num_speculative_tokens: int = Field(
+        7, ge=0, le=64, description="Most tokens guessed at once where an answer quotes its prompt; 0: none."
+    )
+    prompt_lookup_max: int = Field(4, ge=1, le=64, description="Tokens that must be the same to guess on, at most.")
+    prompt_lookup_min: int = Field(2, ge=1, le=64, description="Tokens that must be the same to guess on, at least.")
+    kv_offload_gb: float = Field(0.0, ge=0, le=2**20, description="GiB of host memory for KV blocks given up; 0: none.")
+    kv_offload_dir: Path | None = Field(None, description="Where KV blocks go that host memory gives up.")
+    kv_offload_disk_gb: float = Field(100.0, gt=0, le=2**20, description="GiB that they may take there.")
     max_queued_requests: int = Field(512, ge=0, le=1_000_000)
     queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
 
@@ -148,12 +156,12 @@ class Settings(BaseSettings):
                 raise ValueError("an API key must not be a placeholder such as 'changeme'")
         return keys
 
-    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir", mode="before")
+    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir", "kv_offload_dir", mode="before")
     @classmethod
     def _empty_is_unset(cls, value: Any) -> Any:
         return None if value == "" else value
 
-    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir")
+    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir", "kv_offload_dir")
     @classmethod
     def _is_absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.absolute()
@@ -222,6 +230,12 @@ class Settings(BaseSettings):
             kv_cache_dtype=self.kv_cache_dtype,
             enable_prefix_caching=self.enable_prefix_caching,
             enforce_eager=self.enforce_eager,
+            kv_offload_gb=self.kv_offload_gb,
+            kv_offload_dir=None if self.kv_offload_dir is None else str(self.kv_offload_dir),
+            kv_offload_disk_gb=self.kv_offload_disk_gb,
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_max=self.prompt_lookup_max,
+            prompt_lookup_min=self.prompt_lookup_min,
             max_queued_requests=self.max_queued_requests,
             queue_timeout=self.queue_timeout,
             enable_lora=self.serves_adapters,

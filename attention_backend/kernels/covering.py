@@ -13,6 +13,7 @@ from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import flash_fwd_fp8_sm90, hopper_backward_variants, linear_variants, skinny_linear
 from attention_backend.kernels.backward_covering import backward_covering_set
 from attention_backend.kernels.choose_tokens import choice_variant
+from attention_backend.kernels.copy_pages import copy_pages_variant
 from attention_backend.kernels.decode_covering import decode_covering_set
 from attention_backend.kernels.flash_merge import merge_variant
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
@@ -44,6 +45,8 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
     yield merge_variant(torch.float32, 128, arch)
     for dtype in dict.fromkeys((main, other, torch.float32)):
         yield choice_variant(dtype, arch)
+    for to_pages in (False, True):
+        yield copy_pages_variant(arch, to_pages=to_pages)
     yield from decode_covering_set(arch)
     yield from backward_covering_set(arch)
     yield f32_variant(Options(torch.float32, 64, 64), arch)

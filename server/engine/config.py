@@ -28,7 +28,13 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    kv_offload_gb: float = 0.0  # GiB of host memory for blocks that the device gives up; 0: they are lost
+    kv_offload_dir: str | None = None  # where blocks go that host memory gives up
+    kv_offload_disk_gb: float = 100.0  # GiB that they may take there
     enforce_eager: bool = False  # no CUDA graphs
+    num_speculative_tokens: int = 7  # most guesses of a request in a step, by prompt lookup; 0: none are made
+    prompt_lookup_max: int = 4  # tokens that must be the same before what followed them is guessed, at most
+    prompt_lookup_min: int = 2
     max_queued_requests: int = 512
     enable_lora: bool = False
     max_loras: int = 4  # adapters in one step
@@ -59,11 +65,20 @@ class EngineConfig:
             "gpu_memory_utilization must be above 0 and at most 1": 0 < self.gpu_memory_utilization <= 1,
             "max_loras and max_lora_rank must be at least 1": self.max_loras >= 1 and self.max_lora_rank >= 1,
             "max_cpu_loras must be at least max_loras": self.max_cpu_loras >= self.max_loras,
+            "num_speculative_tokens must not be negative": self.num_speculative_tokens >= 0,
+            "prompt_lookup_min must be at least 1 and at most prompt_lookup_max": 1
+            <= self.prompt_lookup_min
+            <= self.prompt_lookup_max,
             "max_queued_requests must not be negative": self.max_queued_requests >= 0,
             f"max_model_len must be at least {SMALLEST_MAX_MODEL_LEN}": self.max_model_len is None
             or self.max_model_len >= SMALLEST_MAX_MODEL_LEN,
             "num_gpu_blocks_override must be at least 2 (block 0 is reserved)": self.num_gpu_blocks_override is None
             or self.num_gpu_blocks_override >= 2,
+            "kv_offload_gb must not be negative, kv_offload_disk_gb above 0": self.kv_offload_gb >= 0
+            and self.kv_offload_disk_gb > 0,
+            "kv_offload_gb needs prefix caching": self.kv_offload_gb == 0 or self.enable_prefix_caching,
+            "kv_offload_dir needs kv_offload_gb: what goes to disk passes through host memory": self.kv_offload_gb > 0
+            or self.kv_offload_dir is None,
             "queue_timeout must be above 0": self.queue_timeout is None or self.queue_timeout > 0,
             "runner must be 'module:function'": self.runner.count(":") == 1,
         }

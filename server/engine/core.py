@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL = 0.1  # seconds, while stepping
 IDLE_INTERVAL = 1.0  # seconds between heartbeats with nothing to do
 LOADING_INTERVAL = 0.01  # seconds between looks at adapters that are being read, with nothing else to do
+STALLED_INTERVAL = 0.001  # seconds between looks at requests of which none could run
 MAX_FAILED_STEPS = 20  # in a row: an engine that only fails is to be replaced
 
 
@@ -102,6 +103,8 @@ class EngineCore:
         """One round: everything that has arrived, at most one step, one message back."""
         idle = not self.has_work
         timeout = max(0.0, self._next_stats - self.clock()) if idle else 0.0
+        if not idle and self._in_flight is None and not self._step_tokens:  # all wait for copies, or for room
+            timeout = STALLED_INTERVAL
         if self.loading.is_busy:
             timeout = min(timeout, LOADING_INTERVAL)
         outbox: list[FromEngine] = []
@@ -141,6 +144,7 @@ class EngineCore:
             running_adapters=tuple(scheduler.adapters.running()),
             waiting_adapters=tuple(scheduler.adapters.waiting()),
             adapter_placements=self._num_placements,
+            offload=scheduler.cache.offload_stats(),
             num_drafts=drafts.num_drafts,
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,

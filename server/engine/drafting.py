@@ -1,5 +1,5 @@
-"""Which requests guess their next tokens in a step, and how many: drafts quoted from the request's own tokens, which the
-model then checks all at once. Knows requests, no tensors and no clock.
+"""Which requests guess their next tokens in a step, and how many: drafts quoted from the request's own tokens, which
+the model then checks all at once. Knows requests, no tensors and no clock.
 
 A sampled token is a function of seed, position and logits, so the tokens of a step with drafts are accepted as far as
 what was sampled is what was guessed, and the answer is the one without drafts (compare arXiv 2211.17192, where noise is

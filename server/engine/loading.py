@@ -10,6 +10,7 @@ from attention_backend import dispatch
 from models import loader, registry
 from models.adapters import LoraLimits
 from models.errors import ModelLoadError
+from models.kv_offload import HostMemoryError
 from models.kv_pool import KVCacheDtypeError, MemoryBudget, PoolTooSmallError
 from models.patching import UnsupportedModelError
 from models.runner import ModelRunner
@@ -24,7 +25,7 @@ def load(config: EngineConfig) -> LoadedRunner:
     must know: no such model, one that cannot be served, a pool too small."""
     try:
         return _load(config)
-    except (ModelLoadError, UnsupportedModelError, PoolTooSmallError, KVCacheDtypeError) as error:
+    except (ModelLoadError, UnsupportedModelError, PoolTooSmallError, KVCacheDtypeError, HostMemoryError) as error:
         raise CannotServeError(str(error)) from error
 
 
@@ -44,6 +45,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
         lora=LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
         enforce_eager=config.enforce_eager,
+        kv_offload_bytes=int(config.kv_offload_gb * 2**30),
         kv_dtype=config.kv_cache_dtype,
     )
     logger.info("fused layers: %s", runner.fused)
@@ -62,6 +64,8 @@ def _load(config: EngineConfig) -> LoadedRunner:
         probe=torch.cuda.synchronize if on_gpu else _host_is_there,
         free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,
         kernel_calls=dispatch.calls,
+        host_memory=runner.host_memory,
+        fingerprint=runner.fingerprint,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from models.batch import AdapterFacts, SamplingParams, TokenLogprobs
+from server.engine.offload_stats import OffloadStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -95,6 +96,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     running_adapters: tuple[str, ...] = ()  # names, sorted
     waiting_adapters: tuple[str, ...] = ()  # names that waiting requests ask for
     adapter_placements: int = 0  # copies of an adapter into a slot
+    offload: OffloadStats | None = None  # None: there is no slower memory for blocks
     num_drafts: int = 0  # counters since start: sequences of steps with guessed tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

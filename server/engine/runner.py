@@ -9,6 +9,7 @@ from typing import Protocol, cast
 from models.batch import AdapterFacts, SamplingParams, StepBatch, StepOutput
 from models.shared_runs import SharingLimits
 from server.engine.config import EngineConfig
+from server.engine.offload import HostMemory
 
 
 class AdapterSlots(Protocol):
@@ -89,6 +90,8 @@ class LoadedRunner:
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more
     free_memory: Callable[[], None] = _nothing  # gives cached memory back before a retry
     kernel_calls: Callable[[], dict[str, int]] = dict
+    host_memory: HostMemory | None = None  # for blocks that the device gives up
+    fingerprint: Callable[[], bytes] = bytes  # of what keys and values depend on besides tokens: 32 bytes
 
 
 def load(config: EngineConfig) -> LoadedRunner:

@@ -152,12 +152,14 @@ class Scheduler:
         return released
 
     def schedule(self) -> ScheduledStep | None:
+        self.cache.settle()
         before = self.num_preemptions
         decodes, prefills = self._grow_decodes()
         short_of_blocks = self.num_preemptions > before
         drafts = {} if short_of_blocks else self._draft(decodes, beside_prompts=bool(prefills))
         budget = self.config.max_num_batched_tokens - len(decodes) - sum(map(len, drafts.values()))
         admitted = self._admit(prefills, budget) if self.waiting and not short_of_blocks else []
+        self.cache.queue_transfers()  # no block is taken after this
         if not decodes and not prefills:
             return None
         shares = share_budget(prefills, budget) if prefills else []

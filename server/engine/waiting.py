@@ -78,7 +78,9 @@ class WaitingQueue:
             if hits is None:
                 bypassed = bypassed or request
                 continue
-            if not fits_budget(request, length - len(hits) * block_size, prefills, budget):
+            remaining = length - len(hits) * block_size
+            is_prepared = not self.cache.prepare(request, hits, self.blocks_wanted(request))
+            if not is_prepared or not fits_budget(request, remaining, prefills, budget):
                 continue
             if self._twin_is_ahead(request, len(hits), computing):
                 continue

@@ -7,16 +7,21 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from server.engine.adapters import AdapterTable
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
+from server.engine.disk_tier import DiskTier, DiskTierError
+from server.engine.drafting import Drafter, DraftLimits
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig
 from server.engine.link import EngineLink
 from server.engine.messages import EngineFailed
+from server.engine.offload import WORTH_A_COPY, Offload
+from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.parent import die_with_parent
 from server.engine.runner import CannotServeError, LoadedRunner, load
 from server.engine.scheduler import Scheduler
@@ -33,10 +38,31 @@ class WorkerArguments:
     log_level: int
 
 
+def make_cache(config: EngineConfig, loaded: LoadedRunner) -> KVCache:
+    """Raises CannotServeError for a directory that cannot hold blocks."""
+    runner, memory = loaded.runner, loaded.host_memory
+    if memory is None:
+        return KVCache(runner.num_blocks, runner.block_size, enable_prefix_caching=config.enable_prefix_caching)
+    disk = None
+    if config.kv_offload_dir is not None:
+        try:
+            disk = DiskTier(
+                Path(config.kv_offload_dir),
+                max_bytes=int(config.kv_offload_disk_gb * 2**30),
+                fingerprint=loaded.fingerprint(),
+                block_bytes=memory.block_bytes,
+                block_size=runner.block_size,
+            )
+        except DiskTierError as error:
+            raise CannotServeError(str(error)) from error
+        logger.info("%d KV blocks found in %s", disk.stats().num_blocks, config.kv_offload_dir)
+    logger.info("host memory for %d KV blocks", memory.num_slots)
+    offload = Offload(memory, disk, min_blocks=-(-WORTH_A_COPY // runner.block_size))
+    return OffloadingKVCache(runner.num_blocks, runner.block_size, offload)
+
+
 def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
-    cache = KVCache(
-        loaded.runner.num_blocks, loaded.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
-    )
+    cache = make_cache(config, loaded)
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=loaded.max_num_batched_tokens,
@@ -48,7 +74,24 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
     adapters = AdapterTable(config.max_loras, config.max_cpu_loras) if config.enable_lora else AdapterTable()
     shared = loaded.runner.sharing_limits
     sharing = None if shared is None else PrefixSharing(shared)
-    return Scheduler(limits, cache, adapters, sharing=sharing)
+    return Scheduler(limits, cache, adapters, sharing=sharing, drafter=_drafter(config, loaded))
+
+
+def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
+    if config.num_speculative_tokens == 0:
+        return None
+    # On a GPU a step with drafts takes longer mostly because it runs without a graph.
+    max_rows, step_cost = (128, 2.0) if loaded.overlaps else (32, 2.0)
+    return Drafter(
+        DraftLimits(
+            num_tokens=config.num_speculative_tokens,
+            lookup_max=config.prompt_lookup_max,
+            lookup_min=config.prompt_lookup_min,
+            max_rows=min(max_rows, loaded.max_num_batched_tokens // 2),  # the rest is for prompts
+            step_cost=step_cost,
+            overlaps=loaded.overlaps,
+        )
+    )
 
 
 def serve(config: EngineConfig, link: EngineLink) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.batch import ScheduledSeq, StepBatch
+from models.batch import IN_FLIGHT, ScheduledSeq, StepBatch
 from models.inputs import StepInputs, StepTensors
 
 MAX_SEQS = 6
@@ -33,7 +33,7 @@ def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
             slot_mapping.append(seq.block_ids[position // block_size] * block_size + position % block_size)
         cu_seqlens.append(len(ids))
         if seq.sample:
-            sample_rows.append(len(ids) - 1)
+            sample_rows += range(len(ids) - 1 - seq.num_drafts, len(ids))
     totals = [seq.num_computed + len(seq.token_ids) for seq in batch.seqs]
     meta = step.metadata
     assert step.input_ids.tolist() == [ids]
@@ -42,9 +42,9 @@ def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
     assert meta.cu_seqlens_q.tolist() == cu_seqlens
     assert meta.seq_lens.tolist() == totals
     assert step.sample_rows.tolist() == sample_rows
-    assert step.sample_slots.tolist() == [seq.slot for seq in batch.seqs if seq.sample]
-    sampled = [total for seq, total in zip(batch.seqs, totals, strict=True) if seq.sample]
-    assert step.sample_positions.tolist() == sampled
+    slots = [seq.slot for seq in batch.seqs if seq.sample for _ in range(seq.num_drafts + 1)]
+    assert step.sample_slots.tolist() == step.sample_slots_on_device.tolist() == slots
+    assert step.sample_positions.tolist() == [positions[row] + 1 for row in sample_rows]
     for row, seq, total in zip(meta.block_table.tolist(), batch.seqs, totals, strict=True):
         used = -(-total // block_size)
         assert row[:used] == list(seq.block_ids[:used])
@@ -82,8 +82,11 @@ def test_tensors_equal_a_naive_construction_over_many_steps(data: st.DataObject)
             needed = -(-(computed[slot] + new) // block_size) + data.draw(st.integers(0, 1))
             while len(blocks[slot]) < needed:
                 blocks[slot].append(data.draw(st.integers(1, 9999)))
-            seqs.append(ScheduledSeq(slot, tokens, computed[slot], list(blocks[slot]), data.draw(st.booleans())))
-            computed[slot] += new
+            samples = data.draw(st.booleans())
+            drafts = data.draw(st.integers(0, new - 1)) if samples else 0
+            table = list(blocks[slot])
+            seqs.append(ScheduledSeq(slot, tokens, computed[slot], table, samples, num_drafts=drafts))
+            computed[slot] += new - data.draw(st.integers(0, drafts))  # wrong drafts are computed over
         seqs.sort(key=lambda seq: len(seq.token_ids) > 1)
         batch = StepBatch(tuple(seqs))
         _check(inputs.build(batch), batch, block_size)
@@ -94,6 +97,18 @@ def test_a_restarted_sequence_gets_its_new_blocks_without_being_forgotten() -> N
     for num_computed, block_ids in ((0, [7, 8]), (0, [3, 4])):
         batch = StepBatch((ScheduledSeq(0, [1] * 8, num_computed, block_ids, True),))
         _check(inputs.build(batch), batch, 4)
+
+
+def test_a_token_in_flight_may_stand_before_drafts() -> None:
+    inputs = _inputs(16)
+    inputs.note(torch.tensor([0, 2]), torch.tensor([70, 72]))
+    seqs = (
+        ScheduledSeq(1, [5], 9, [1], True),
+        ScheduledSeq(2, [IN_FLIGHT], 3, [2], True),
+        ScheduledSeq(0, [IN_FLIGHT, 6, 7], 4, [3], True, num_drafts=2),
+        ScheduledSeq(3, [8, 9], 0, [4], True),
+    )
+    assert inputs.build(StepBatch(seqs)).input_ids.tolist() == [[5, 72, 70, 6, 7, 8, 9]]
 
 
 def test_a_step_larger_than_the_limits_is_refused() -> None:
