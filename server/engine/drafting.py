@@ -17,8 +17,8 @@ PRIOR = (0.0, 0.3, 0.7, 1.5)  # right tokens of a guess from a match of 0, 1, 2,
 LONG_PRIOR = 3.0  # of a longer match
 LONGEST_PAUSE = 32  # tokens without a look after guesses that were wrong from the first token on
 MEASURED = 0.2  # weight of the latest step in a time
-FORGETTING = 0.002  # of a measured cost in each step without drafts: a bad one is tried again some day
-MOST_COST = 8.0  # that is believed: the first step of a kind may load kernels
+FORGETTING = 0.002  # of what was measured, in each step without drafts: a bad cost is tried again some day
+MOST_OFF = 8.0  # times the assumed cost that is believed: the first step of a kind may load kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class DraftLimits:
     lookup_max: int = 4  # tokens of a match
     lookup_min: int = 2
     max_rows: int = 128  # of a step with drafts: up to there reading the weights takes longer than using them
-    step_cost: float = 1.5  # seconds of a step with drafts over those of one without
+    step_cost: float = 0.5  # of drafts at all, in steps without drafts (on a GPU those are CUDA graphs)
+    row_cost: float = 0.01  # of every draft, the same
     overlaps: bool = False  # steps are launched before the one before is read: who drafted has to miss a turn
 
 
@@ -95,18 +96,27 @@ class _History:
 
 
 class _StepCost:
-    """How much longer steps with drafts take, for one size of batch."""
+    """How much longer steps with drafts take, for one size of batch: as assumed, times what was measured of that."""
 
-    def __init__(self, assumed: float) -> None:
-        self._assumed = self.ratio = assumed
-        self._plain = 0.0
+    def __init__(self, limits: DraftLimits) -> None:
+        self._limits = limits
+        self._factor = 1.0
+        self._plain = 0.0  # seconds of a step without drafts
 
-    def observe(self, seconds: float, *, drafted: bool) -> None:
-        if not drafted:
+    def of(self, num_drafts: int) -> float:
+        """In steps without drafts."""
+        return self._factor * self._assumed(num_drafts)
+
+    def observe(self, seconds: float, num_drafts: int) -> None:
+        if num_drafts == 0:
             self._plain += (MEASURED if self._plain else 1.0) * (seconds - self._plain)
-            self.ratio += FORGETTING * (self._assumed - self.ratio)
-        elif self._plain:
-            self.ratio += MEASURED * (min(seconds / self._plain, MOST_COST) - self.ratio)
+            self._factor += FORGETTING * (1.0 - self._factor)
+        elif self._plain and self._assumed(num_drafts):
+            measured = (seconds / self._plain - 1.0) / self._assumed(num_drafts)
+            self._factor += MEASURED * (min(max(measured, 0.0), MOST_OFF) - self._factor)
+
+    def _assumed(self, num_drafts: int) -> float:
+        return self._limits.step_cost + self._limits.row_cost * num_drafts
 
 
 class Drafter:
@@ -133,24 +143,21 @@ class Drafter:
                 if token_ids:
                     candidates.append((min(expected, len(token_ids)), token_ids, request))
         candidates.sort(key=lambda candidate: -candidate[0])
-        cost = 0.0 if beside_prompts else (self._cost(len(decodes)).ratio - 1) * len(decodes)
-        return self._worth_it(candidates, cost, spare, alone=not beside_prompts and len(candidates) == len(decodes))
-
-    def _worth_it(
-        self, candidates: list[tuple[float, list[int], Request]], cost: float, spare: int, *, alone: bool
-    ) -> dict[Request, list[int]]:
-        """The first candidates, as long as each one adds; none if all together add less than the others lose.
-
-        A turn that is missed costs a token, unless nobody else would have used it."""
+        # A turn that is missed costs a token, unless nobody else would have used it.
+        alone = not beside_prompts and len(candidates) == len(decodes)
         missed_turn = 1.0 if self.limits.overlaps and not alone else 0.0
-        chosen, gain = {}, -cost
-        for expected, token_ids, request in candidates:
-            if expected <= missed_turn or len(token_ids) > spare:
+        cost = self._cost(len(decodes))
+        best = num_drafts = 0
+        most = gain = 0.0
+        for number, (expected, token_ids, _) in enumerate(candidates, 1):
+            num_drafts += len(token_ids)
+            if num_drafts > spare:
                 break
-            spare -= len(token_ids)
             gain += expected - missed_turn
-            chosen[request] = token_ids
-        return chosen if gain > 0 else {}
+            lost = 0.0 if beside_prompts else cost.of(num_drafts) * len(decodes)  # tokens that all would have had
+            if gain - lost > most:
+                best, most = number, gain - lost
+        return {request: token_ids for _, token_ids, request in candidates[:best]}
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
         """The model has checked a sequence's drafts."""
@@ -158,17 +165,17 @@ class Drafter:
         self.stats.num_draft_tokens += num_drafts
         self.stats.num_accepted_tokens += num_accepted
 
-    def observe(self, num_sequences: int, seconds: float, *, drafted: bool) -> None:
+    def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step of decodes alone took so long."""
         if seconds > 0:
-            self._cost(num_sequences).observe(seconds, drafted=drafted)
+            self._cost(num_sequences).observe(seconds, num_drafts)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._histories.pop(request, None)
 
     def _cost(self, num_sequences: int) -> _StepCost:
-        return self._costs.setdefault(num_sequences.bit_length(), _StepCost(self.limits.step_cost))
+        return self._costs.setdefault(num_sequences.bit_length(), _StepCost(self.limits))
 
 
 def num_equal(drafts: Sequence[int], sampled: Sequence[int]) -> int:

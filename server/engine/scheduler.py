@@ -267,7 +267,7 @@ class Scheduler:
         step = rows[0].step
         if self.drafter is not None and not step.has_prompts:
             begin = max(step.scheduled_at, self._last_result)
-            self.drafter.observe(len(step.requests), now - begin, drafted=bool(step.drafts))
+            self.drafter.observe(len(step.requests), step.total_tokens - len(step.requests), now - begin)
         self._last_result = now
 
     def check_integrity(self) -> None:

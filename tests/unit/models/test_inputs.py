@@ -24,7 +24,8 @@ def _inputs(block_size: int, device: str = "cpu") -> StepInputs:
 
 
 def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
-    ids, positions, slot_mapping, cu_seqlens, sample_rows = [], [], [], [0], []
+    ids, positions, slot_mapping, cu_seqlens = [], [], [], [0]
+    sample_rows: list[int] = []
     for seq in batch.seqs:
         for i, token in enumerate(seq.token_ids):
             position = seq.num_computed + i
