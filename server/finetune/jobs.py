@@ -11,25 +11,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from server.engine.adapter_registry import NAME as ADAPTER_NAME
-from server.errors import (
-    InsufficientStorage,
-    InvalidFile,
-    InvalidRequest,
-    JobMissing,
-    LongwaveError,
-    QuotaExceeded,
-)
-from server.files.catalog import StoredFile
-from server.files.examples import Form
+from server.errors import InsufficientStorage, InvalidRequest, JobMissing, LongwaveError, QuotaExceeded
 from server.files.store import FileStore
 from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
-from server.finetune.folders import TRAINING, VALIDATION, Folders, JobFolder
+from server.finetune.folders import Folders
 from server.finetune.records import Adapter, Checkpoint, Event, Job, JobRequest
 from server.finetune.results import model_name
 from server.finetune.stats import FineTuningStats
 from server.finetune.store import JobStore, WrongStatusError
 from server.finetune.supervisor import Supervisor
+from server.finetune.training_files import make_folder
 from server.finetune.writer import Writer
 
 logger = logging.getLogger("longwave")
@@ -39,7 +31,6 @@ T = TypeVar("T")
 MAX_SEED = 2**31 - 1
 EVENTS_AT_ONCE = 100
 NEWS_SECONDS = 1.0
-FORMS = {"supervised": (Form.CHAT, Form.COMPLETION), "dpo": (Form.PREFERENCE,)}
 
 
 class FineTuning:
@@ -106,7 +97,7 @@ class FineTuning:
                 f"{self._config.max_rank} (--max-lora-rank).",
                 param="lora.rank",
             )
-        await asyncio.to_thread(self._make_folder, job_id, owner, request)
+        await asyncio.to_thread(make_folder, self._folders, self._files, job_id, owner, request)
         seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
         try:
             job = await self._store(
@@ -206,44 +197,6 @@ class FineTuning:
         """For good. It has to be unloaded before."""
         await self._store(lambda store: store.remove_adapter(adapter.name))
         await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
-
-    def _make_folder(self, job_id: str, owner: str, request: JobRequest) -> None:
-        files = {TRAINING: request.training_file}
-        if request.validation_file is not None:
-            files[VALIDATION] = request.validation_file
-        found = [self._checked(name, file_id, owner, request) for name, file_id in files.items()]
-        if len({stored.form for stored in found}) > 1:
-            raise InvalidFile("training_file and validation_file have different forms.", param=VALIDATION)
-
-        def link(folder: JobFolder) -> None:
-            for name, file_id in files.items():
-                self._files.link(file_id, owner, folder.dataset(name))
-
-        try:
-            self._folders.create(job_id, link)
-        except OSError as error:
-            logger.error("fine-tuning jobs: %s", error)
-            raise InsufficientStorage(
-                "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
-            ) from error
-
-    def _checked(self, name: str, file_id: str, owner: str, request: JobRequest) -> StoredFile:
-        try:
-            stored = self._files.get(file_id, owner)
-        except InvalidRequest as error:
-            raise InvalidFile(f"Invalid {name}: {error.message}", param=name) from None
-        if stored.form is None:
-            raise InvalidFile(
-                f"Invalid {name}: the purpose of {file_id} is '{stored.purpose}', not 'fine-tune'.", param=name
-            )
-        wanted = FORMS[request.method]
-        if stored.form not in wanted:
-            raise InvalidFile(
-                f"Invalid {name}: {file_id} holds {stored.form} examples; method '{request.method}' learns from "
-                f"{' or '.join(wanted)} examples.",
-                param=name,
-            )
-        return stored
 
     async def _steer(self, job_id: str, owner: str, verb: str, act: Callable[[JobStore, str, float], Job]) -> Job:
         job = await self.get(job_id, owner)
