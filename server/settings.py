@@ -59,6 +59,13 @@ class Settings(BaseSettings):
 
     max_model_len: int | None = Field(None, ge=2, le=MAX_MODEL_LEN)
     max_num_seqs: int = Field(256, ge=1, le=4096)
+    tpot_target_ms: float | None = Field(
+        None,
+        gt=0,
+        le=60_000,
+        description="Milliseconds that a step with generating requests in it may last while prompts are computed; "
+        "by default 28 on a GPU, and no limit on a CPU.",
+    )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, le=1_048_576, description="Most tokens of a step; 2048 on a GPU and 512 on a CPU if not given."
     )
@@ -223,6 +230,7 @@ class Settings(BaseSettings):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            tpot_target_ms=self.tpot_target_ms,
             block_size=self.block_size,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

@@ -6,6 +6,7 @@ from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64, 128)  # pages the kernels read: one page is one tile of a head
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
+TPOT_TARGETS: dict[str, float | None] = {"cuda": 0.028, "cpu": None}  # seconds; None: steps are limited in tokens only
 SMALLEST_MAX_MODEL_LEN = 2  # one prompt token, one answer token
 
 
@@ -22,6 +23,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None  # None: by the device, see step_tokens
+    tpot_target_ms: float | None = None  # of a step with decodes in it, while prompts are computed; None: by the device
     block_size: int = 64
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -55,6 +57,10 @@ class EngineConfig:
             return self.max_num_batched_tokens
         return max(STEP_TOKENS[device], self.max_num_seqs)
 
+    def tpot_target(self, device: str) -> float | None:
+        """Seconds, on a "cpu" or "cuda" device: what a piece of a prompt may make others' streams wait."""
+        return TPOT_TARGETS[device] if self.tpot_target_ms is None else self.tpot_target_ms / 1000
+
     def _problems(self) -> list[str]:
         checks = {
             f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}": self.block_size in BLOCK_SIZES,
@@ -79,6 +85,7 @@ class EngineConfig:
             "kv_offload_gb needs prefix caching": self.kv_offload_gb == 0 or self.enable_prefix_caching,
             "kv_offload_dir needs kv_offload_gb: what goes to disk passes through host memory": self.kv_offload_gb > 0
             or self.kv_offload_dir is None,
+            "tpot_target_ms must be above 0": self.tpot_target_ms is None or self.tpot_target_ms > 0,
             "queue_timeout must be above 0": self.queue_timeout is None or self.queue_timeout > 0,
             "runner must be 'module:function'": self.runner.count(":") == 1,
         }

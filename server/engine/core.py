@@ -27,6 +27,7 @@ from server.engine.messages import (
 from server.engine.request import Request, RequestState
 from server.engine.runner import LaunchedStep, LoadedRunner
 from server.engine.scheduler import Event, LaunchedRow, ScheduledStep, Scheduler
+from server.engine.step_time import StepWork, work_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Link(Protocol):
 class _InFlight:
     launched: LaunchedStep
     rows: list[LaunchedRow]
+    work: StepWork
+    launched_at: float
 
 
 class EngineCore:
@@ -68,6 +71,7 @@ class EngineCore:
         self.loading = AdapterLoading(self.runner.adapters, scheduler.adapters)
         self.draining = False
         self._in_flight: _InFlight | None = None
+        self._collected_at = 0.0
         self._failed_steps = 0
         self._step_tokens = 0
         self._num_placements = 0
@@ -217,6 +221,7 @@ class EngineCore:
     def _launch(self, step: ScheduledStep) -> tuple["_InFlight | None", list[Event]]:
         """Nothing of a step that was not launched counts as computed, so its rows can simply run again in smaller
         batches, after the step in flight."""
+        launched_at = self.clock()
         try:
             launched = self.runner.launch(_batch(step))
         except self.loaded.out_of_memory as error:
@@ -226,7 +231,7 @@ class EngineCore:
             events = self._land()
             return None, events + self._fail(_living(step).requests, error)
         else:
-            return _InFlight(launched, self.scheduler.launched(step)), []
+            return _InFlight(launched, self.scheduler.launched(step), step.work, launched_at), []
         # Outside the except block: the error's traceback would keep the failed step's tensors alive.
         events = self._land()
         self.loaded.free_memory()
@@ -261,6 +266,8 @@ class EngineCore:
                 [row.request for row in step.rows if row.request.state is not RequestState.FINISHED], error
             )
         self._failed_steps = 0
+        begin, self._collected_at = max(step.launched_at, self._collected_at), self.clock()
+        self.scheduler.step_time.observe(step.work, self._collected_at - begin)
         return self.scheduler.postprocess(step.rows, output)
 
     def _count_failure(self, error: Exception) -> None:
@@ -310,5 +317,8 @@ def _rows(step: ScheduledStep, wanted: Sequence[bool]) -> ScheduledStep:
         step,
         requests=list(compress(step.requests, wanted)),
         num_tokens=list(compress(step.num_tokens, wanted)),
+        work=work_of(
+            (r.num_computed, n) for r, n in compress(zip(step.requests, step.num_tokens, strict=True), wanted)
+        ),
         sharing=NOT_SHARED,
     )

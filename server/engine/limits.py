@@ -15,6 +15,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     queue_timeout: float | None = None  # seconds
+    tpot_target: float | None = None  # seconds; None: chunks of prompts are limited in tokens only
 
 
 def refusal(request: Request, config: SchedulerConfig, cache: KVCache) -> RequestFailed | None:

@@ -57,6 +57,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=max_model_len,
         max_num_batched_tokens=step_tokens,
+        tpot_target=config.tpot_target(device.type),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         overlaps=on_gpu,

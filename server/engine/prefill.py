@@ -1,50 +1,177 @@
-"""How prompts share a step's token budget. Knows numbers of tokens only.
+"""How prompts share one step: its tokens, and its time when others wait for it. Knows requests, not the queue.
 
-Shortest remaining first, so that a short prompt never waits behind a giant one; and the oldest prompt always has a
-quarter, so that a stream of short ones never stops a giant (each request becomes the oldest some day). Shares bind
-only under contention: a prompt alone has the whole budget."""
+Between tenants the least served goes first (fairness.py); then whoever is soonest done, older by AGEING seconds a
+second: so short prompts pass giant ones, and giants are finished one after another, not all at the end. The oldest
+prompt always has a quarter, so that nobody is passed for ever.
 
-from collections.abc import Sequence
+A step with decodes in it lasts no longer than they want (--tpot-target-ms); limits bind only under contention."""
+
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import NamedTuple
 
 from server.engine.request import Request
+from server.engine.step_time import StepTimeModel, StepWork
 
 MIN_CHUNK = 16  # tokens: less of a long prompt costs a step more than it gives the prompt
-OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of the budget
+MIN_TIMED_CHUNK = 64  # the same where time is what is short
+#: Rows that leave no tile of a matrix product, and no round of tiles of 32 heads' attention, half empty.
+TILES = (512, 64)
+LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
+OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
+PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
+FLOORS = 4  # a step may last as long as FLOORS reads of all weights, or most of it would be reading
+LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it
+PATIENCE = 32  # who waited s seconds for the first token may wait s / PATIENCE for each further one
+SHORT = 0.1  # seconds of work left: such prompts pass longer ones, however old those are
+AGEING = 0.25  # seconds of its own work that a second of others' work makes up for
 
 
-def _reserved(oldest_remaining: int, budget: int) -> int:
-    return min(oldest_remaining, -(-budget // OLDEST_SHARE))
+Urgency = tuple[bool, float]
 
 
-def fits_budget(newcomer: Request, remaining: int, prefills: Sequence[Request], budget: int) -> bool:
-    """Whether a waiting request would get a useful share of this step beside those that have one already."""
-    if budget <= 0:
-        return False
-    if not prefills:
-        return True
-    oldest = min(prefills, key=lambda request: request.sequence_number)
-    if newcomer.sequence_number < oldest.sequence_number:
-        return True
-    left = budget - _reserved(oldest.num_remaining, budget)
-    for other in prefills:
-        if other is not oldest and other.num_remaining <= remaining:
-            left -= other.num_remaining
-    return left >= min(remaining, MIN_CHUNK)
+class Turn(NamedTuple):
+    """Where a prompt stands among others. Smaller is first."""
+
+    rank: int  # of its tenant
+    urgency: Urgency
+    sequence_number: int
 
 
-def share_budget(prefills: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
-    """Tokens for each prompt in this step; prompts without any are left out. At least one token is given."""
-    oldest = min(prefills, key=lambda request: request.sequence_number)
-    left = budget - _reserved(oldest.num_remaining, budget)
-    shares: list[tuple[Request, int]] = []
-    for request in sorted(prefills, key=lambda request: request.num_remaining):
-        if request is oldest:
-            continue
-        count = min(request.num_remaining, left)
-        if count == request.num_remaining or count >= MIN_CHUNK:
-            if count > 0:
-                shares.append((request, count))
-            left -= count
-    count = min(oldest.num_remaining, _reserved(oldest.num_remaining, budget) + left)
-    shares.append((oldest, count))
-    return shares
+def urgency(request: Request, num_computed: int, model: StepTimeModel) -> Urgency:
+    """Short prompts first; then by the seconds of work that are left, and by when it came: an order that stays the same
+    while a request waits. Time is that of the engine, predicted: it stands still when nothing runs, and is right in
+    proportion on any device."""
+    seconds = model.prompt_seconds(num_computed, request.num_tokens - num_computed)
+    return seconds > SHORT, seconds + AGEING * request.entered_at
+
+
+class PrefillPlan:
+    """One step's prompts: those that run, then those that are admitted one by one, then shares()."""
+
+    def __init__(
+        self,
+        prefills: Iterable[Request],
+        decodes: Sequence[Request],
+        decode_work: StepWork,
+        *,
+        max_tokens: int,
+        tpot_target: float | None,
+        now: float,
+        model: StepTimeModel,
+        ranks: Mapping[bytes, int],
+    ) -> None:
+        """`max_tokens` of the step, decodes included. `tpot_target` in seconds; None: only tokens limit the step."""
+        self.ranks = ranks
+        self.model = model
+        self._target = tpot_target
+        self._now = now
+        self._running = decodes
+        self._free_tokens = max_tokens - decode_work.rows
+        self._decodes = decode_work
+        self._limit = inf  # seconds of the step
+        self._turns: list[tuple[Turn, Request]] = []
+        self._oldest: Request | None = None
+        for request in prefills:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """One more prompt, which has its blocks."""
+        if self._target is not None:
+            self._limit = min(self._limit, self._limit_with(request, self._target))
+        insort(self._turns, (self._turn(request, request.num_computed), request), key=lambda entry: entry[0])
+        if self._oldest is None or request.sequence_number < self._oldest.sequence_number:
+            self._oldest = request
+
+    def has_room(self, newcomer: Request, num_computed: int, *, may_be_oldest: bool = False) -> bool:
+        """Whether a waiting request would get a useful share beside those that have one already; if it may, as the
+        oldest of them."""
+        oldest = self._oldest
+        if oldest is None or (may_be_oldest and newcomer.sequence_number < oldest.sequence_number):
+            return self._free_tokens > 0
+        turn = self._turn(newcomer, num_computed)
+        remaining = newcomer.num_tokens - num_computed
+        work, tokens = self._decodes, self._free_tokens
+        reserved_tokens, reserved_seconds = self._reserve()
+        for other_turn, other in self._turns:
+            if other_turn > turn:
+                break
+            if other is oldest:
+                reserved_tokens, reserved_seconds = 0, 0.0
+            tokens -= other.num_remaining
+            work = work.with_chunk(other.num_computed, other.num_remaining)
+        if tokens - reserved_tokens < min(remaining, MIN_CHUNK):
+            return False
+        work = work.with_chunk(num_computed, min(remaining, MIN_TIMED_CHUNK))
+        return self._limit == inf or self.model.predict(work) <= self._limit - reserved_seconds
+
+    def shares(self) -> tuple[list[tuple[Request, int]], StepWork]:
+        """Tokens for each prompt, those without any left out, and what the whole step runs. If there is a prompt, one
+        at least has some."""
+        work, tokens = self._decodes, self._free_tokens
+        reserved_tokens, reserved_seconds = self._reserve()
+        shares: list[tuple[Request, int]] = []
+        is_full = False  # somebody wanted more: what is left is the oldest's
+        for _, request in self._turns:
+            if request is self._oldest:
+                reserved_tokens, reserved_seconds = 0, 0.0
+            elif is_full:
+                continue
+            most = min(request.num_remaining, tokens - reserved_tokens)
+            count = self._chunk(work, request, most, self._limit - reserved_seconds)
+            if request is self._oldest:
+                count = max(count, min(most, MIN_TIMED_CHUNK))
+            is_full = is_full or count < request.num_remaining
+            if count < min(request.num_remaining, MIN_CHUNK) and request is not self._oldest:
+                continue
+            shares.append((request, count))
+            tokens -= count
+            work = work.with_chunk(request.num_computed, count)
+        return shares, work
+
+    def _turn(self, request: Request, num_computed: int) -> Turn:
+        rank = self.ranks[request.cache_salt]
+        return Turn(rank, urgency(request, num_computed, self.model), request.sequence_number)
+
+    def _limit_with(self, prompt: Request, target: float) -> float:
+        """Seconds that a step with this prompt, and the decodes, may last."""
+        model = self.model
+        limit = LONGEST_STEP * target
+        if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:
+            limit = self._patience(prompt, target)  # it has its first token soon, if nothing else is in the way
+        if self._oldest is None:  # the first prompt: once a step
+            for request in self._running:
+                limit = min(limit, self._patience(request, target))
+        decode_seconds = model.predict(self._decodes) if self._running else 0.0
+        return max(limit, FLOORS * model.floor, decode_seconds / (1 - 1 / PROMPTS_SHARE))
+
+    def _patience(self, request: Request, target: float) -> float:
+        waited = (request.first_token_time or self._now) - request.arrival_time
+        return max(target, waited / PATIENCE)
+
+    def _reserve(self) -> tuple[int, float]:
+        """Tokens and seconds that are kept for the oldest prompt while others choose before it."""
+        oldest = self._oldest
+        if oldest is None:
+            return 0, 0.0
+        tokens = min(oldest.num_remaining, -(-self._free_tokens // OLDEST_SHARE))
+        if self._limit == inf:
+            return tokens, 0.0
+        spare = max(0.0, self._limit - self.model.predict(self._decodes))
+        return tokens, min(spare / OLDEST_SHARE, self.model.prompt_seconds(oldest.num_computed, oldest.num_remaining))
+
+    def _chunk(self, work: StepWork, request: Request, most: int, limit: float) -> int:
+        if limit == inf:
+            return most
+        count = self.model.largest_chunk(work, request.num_computed, limit, most)
+        return count if count == most else _whole_tiles(work.rows, count)
+
+
+def _whole_tiles(rows: int, count: int) -> int:
+    """A part of `count` with which a step of `rows` others has a multiple of some TILES rows, and not much less."""
+    for tile in TILES:
+        over = (rows + count) % tile
+        if over <= LARGEST_CUT * count and count - over >= MIN_TIMED_CHUNK:
+            return count - over
+    return count

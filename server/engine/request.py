@@ -28,6 +28,7 @@ class Request:
         "blocks_missed",
         "cache_salt",
         "chain",
+        "entered_at",
         "first_token_time",
         "last_hits",
         "last_token_time",
@@ -94,6 +95,7 @@ class Request:
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
 
         self.arrival_time = message.arrival_time or now
+        self.entered_at = 0.0  # predicted seconds of the steps that had been scheduled when it came
         self.scheduled_time = 0.0
         self.first_token_time = 0.0
         self.last_token_time = 0.0

@@ -85,6 +85,7 @@ class LoadedRunner:
     max_num_batched_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    tpot_target: float | None = None  # seconds; None: steps are limited in tokens only
     overlaps: bool = False  # a step is launched while the one before runs: worth it where the device is not this CPU
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more

@@ -10,19 +10,22 @@ request gives up its blocks and is computed again later: its generated tokens ar
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from models.batch import StepOutput
-from models.shared_runs import NOT_SHARED, StepSharing
+from models.shared_runs import NOT_SHARED, Levels, StepSharing
 from server.engine.adapters import AdapterTable
 from server.engine.drafting import Drafter, num_equal
+from server.engine.fairness import FairShare
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig, refusal
 from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
-from server.engine.prefill import share_budget
+from server.engine.prefill import PrefillPlan
 from server.engine.request import Request, RequestState, by_age
 from server.engine.sharing import PrefixSharing
+from server.engine.step_time import StepTimeModel, StepWork
 from server.engine.waiting import WaitingQueue
 
 Event = TokenDelta | RequestFailed | RequestTimes
@@ -35,6 +38,7 @@ class ScheduledStep:
     requests: list[Request]
     num_tokens: list[int]  # aligned with requests
     admitted: list[Request]
+    work: StepWork  # what its time is predicted from
     sharing: StepSharing = NOT_SHARED
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # guesses, among num_tokens, after the last token
     has_prompts: bool = True
@@ -66,15 +70,19 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         sharing: PrefixSharing | None = None,
         drafter: Drafter | None = None,
+        step_time: StepTimeModel | None = None,
     ) -> None:
-        """`sharing`: who finds common prefixes, where the runner can read them once. `drafter`: who guesses tokens."""
+        """`sharing`: who finds common prefixes, where the runner can read them once. `drafter`: who guesses tokens.
+        `step_time`: whoever runs the steps corrects it."""
         self.config = config
         self.cache = cache
         self.adapters = AdapterTable() if adapters is None else adapters
         self.clock = clock
         self.sharing = sharing
         self.drafter = drafter
-        self.waiting = WaitingQueue(cache, self.adapters)  # preempted ones included
+        self.step_time = StepTimeModel() if step_time is None else step_time
+        self.fairness = FairShare()
+        self.waiting = WaitingQueue(cache, self.adapters, self.step_time, self.fairness)  # preempted ones included
         self.running: list[Request] = []  # oldest first
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
@@ -85,6 +93,8 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
         self._num_seen = 0
+        self._scheduled_seconds = 0.0  # predicted, of all steps: the time by which prompts age
+        self._read_share = 1.0  # of the keys of decodes, those that the last step read: shared ones are read once
         self._last_result = 0.0  # when it came
 
     @property
@@ -111,6 +121,7 @@ class Scheduler:
         if problem is not None:
             return [problem]
         self._num_seen += 1
+        request.entered_at = self._scheduled_seconds
         self.requests[request.request_id] = request
         if adapter is not None:
             self.adapters.open(adapter)
@@ -157,21 +168,31 @@ class Scheduler:
         decodes, prefills = self._grow_decodes()
         short_of_blocks = self.num_preemptions > before
         drafts = {} if short_of_blocks else self._draft(decodes, beside_prompts=bool(prefills))
-        budget = self.config.max_num_batched_tokens - len(decodes) - sum(map(len, drafts.values()))
-        admitted = self._admit(prefills, budget) if self.waiting and not short_of_blocks else []
+        keys = _keys(decodes)
+        keys_read = round(self._read_share * keys)
+        plan = self._plan(decodes, prefills, StepWork(len(decodes) + sum(map(len, drafts.values())), 0, keys_read))
+        admitted = self._admit(plan) if self.waiting and not short_of_blocks else []
         self.cache.queue_transfers()  # no block is taken after this
-        if not decodes and not prefills:
+        shares, work = plan.shares()
+        if not decodes and not shares:
             return None
-        shares = share_budget(prefills, budget) if prefills else []
-        decodes += [request for request, count in shares if count == 1]  # the last tokens of prompts
+        for tenant, count in Counter(request.cache_salt for request in decodes).items():
+            self.fairness.charge(tenant, outputs=count)
+        for request, count in shares:
+            self.fairness.charge(request.cache_salt, inputs=count)
+        decodes = decodes + [request for request, count in shares if count == 1]  # the last tokens of prompts
         chunks = [(request, count) for request, count in shares if count > 1]
-        return self._arranged(decodes, chunks, admitted, drafts)
+        work = work._replace(kv_tokens=work.kv_tokens - keys_read + keys)
+        step = self._arranged(decodes, chunks, admitted, work, drafts)
+        self._scheduled_seconds += self.step_time.predict(step.work)
+        return step
 
     def _arranged(
         self,
         decodes: list[Request],
         chunks: list[tuple[Request, int]],
         admitted: list[Request],
+        work: StepWork,
         drafts: dict[Request, list[int]],
     ) -> ScheduledStep:
         """Rows with one token first, and in both parts those that share a prefix side by side."""
@@ -183,12 +204,28 @@ class Scheduler:
         sharing = NOT_SHARED
         if self.sharing is not None:
             decodes, decode_levels = self.sharing.arrange(decodes)
+            shared = self.cache.block_size * _repeated_blocks(decode_levels)
+            work = work._replace(kv_tokens=work.kv_tokens - shared)
+            self._read_share = 1 - shared / max(1, _keys(decodes))
             sharing = StepSharing(decode_levels)
             if len(prefills) > 1:
                 prefills, levels = self.sharing.arrange(prefills, [counts[request] for request in prefills])
                 sharing = StepSharing(decode_levels, levels)
         num_tokens = [1] * len(decodes) + [counts[request] for request in prefills]
-        return ScheduledStep(decodes + prefills, num_tokens, admitted, sharing, drafts, has_prompts, self.clock())
+        return ScheduledStep(decodes + prefills, num_tokens, admitted, work, sharing, drafts, has_prompts, self.clock())
+
+    def _plan(self, decodes: Sequence[Request], prefills: Sequence[Request], work: StepWork) -> PrefillPlan:
+        """`work`: of the decodes."""
+        return PrefillPlan(
+            prefills,
+            decodes,
+            work,
+            max_tokens=self.config.max_num_batched_tokens,
+            tpot_target=self.config.tpot_target,
+            now=self.clock(),
+            model=self.step_time,
+            ranks=self.fairness.ranks({*self.fairness.waiting, *(request.cache_salt for request in prefills)}),
+        )
 
     def launched(self, step: ScheduledStep) -> list[LaunchedRow]:
         """Counts the step's tokens as computed: from here on the device does what it was told, in order."""
@@ -323,11 +360,11 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, prefills: list[Request], budget: int) -> list[Request]:
-        """Moves waiting requests that get tokens in this step into `running` and `prefills`. Returns them."""
+    def _admit(self, plan: PrefillPlan) -> list[Request]:
+        """Moves waiting requests that get tokens in this step into `running` and the plan. Returns them."""
         admitted: list[Request] = []
         num_slots = len(self._free_slots)
-        for request, hits in self.waiting.fitting(self.running, prefills, budget, num_slots):
+        for request, hits in self.waiting.fitting(plan, self.running, num_slots):
             request.slot = self._free_slots.pop()
             if request.adapter is not None:
                 self.adapters.start(request.adapter)
@@ -336,7 +373,7 @@ class Scheduler:
                 self.sharing.join(request)
             request.state = RequestState.RUNNING
             insort(self.running, request, key=by_age)
-            prefills.append(request)
+            plan.add(request)
             admitted.append(request)
             self._count_admission(request)
         for request in admitted:
@@ -377,3 +414,13 @@ class Scheduler:
 
     def _sweep(self) -> None:
         self.running = [request for request in self.running if request.state is RequestState.RUNNING]
+
+
+def _keys(decodes: Iterable[Request]) -> int:
+    """What they see, each for itself."""
+    return sum(request.num_computed + 1 for request in decodes)
+
+
+def _repeated_blocks(levels: Levels) -> int:
+    """What is not read again because a level's runs read it once."""
+    return sum((run.end - run.first - 1) * (run.stop - run.start) for level in levels for run in level)

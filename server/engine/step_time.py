@@ -109,6 +109,13 @@ class StepTimeModel:
         found = (nonnegative_least_squares(system, wanted) * unit).tolist()
         return cls(found[0], found[1:-2], found[-2], found[-1])
 
+    def __str__(self) -> str:
+        per_row = self._linear_scale * self._slopes[-1]
+        return (
+            f"{1e3 * self.floor:.2f} ms a step, {1e6 * per_row:.2f} us a row of many, "
+            f"{1e9 * self._attention:.3f} ns a pair of query and key, {1e9 * self._kv_read:.1f} ns a key of a decode"
+        )
+
     @property
     def floor(self) -> float:
         """Seconds of a step of one row: launches, and every weight read once."""

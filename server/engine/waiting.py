@@ -1,15 +1,22 @@
-"""Requests without blocks, and which of them may start now. Knows blocks and token budgets, not what runs in a step.
+"""Requests without blocks, and which of them may start now. Knows blocks and the prefix cache, not what runs in a step.
 
-Oldest first, but one that does not fit lets younger ones pass, up to a limit: a giant prompt neither blocks the queue
-nor waits for ever, and one whose adapter has no slot waits until running requests of another adapter have ended."""
+Their order is that of prefill.py: least served tenant, then soonest done, with ageing; what is in the prefix cache is
+done already. One that does not fit lets others pass. The oldest is always looked at first, and others pass it up to a
+limit only: a giant prompt neither blocks the queue nor waits for ever, and neither does one whose adapter has no
+slot."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import merge
+from itertools import takewhile
 
 from server.engine.adapters import AdapterTable
+from server.engine.fairness import FairShare
 from server.engine.kv_cache import Entry, KVCache
-from server.engine.prefill import fits_budget
+from server.engine.prefill import PrefillPlan, Urgency, urgency
 from server.engine.request import Request, by_age
+from server.engine.step_time import StepTimeModel
 
 MAX_BYPASSES = 64  # younger requests that may be admitted past one that waits for blocks
 RETRY_STEPS = 16  # one that did not fit is matched against the prefix cache again after so many steps
@@ -17,26 +24,55 @@ LOOKAHEAD = 256  # requests looked at in one step
 HASHED_TOKENS = 65_536  # of newcomers' prompts in one step (one is always taken): running requests are not to wait
 WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
 
+Place = tuple[Urgency, int]  # urgency when it was last looked at, sequence number
+
 
 class WaitingQueue:
-    def __init__(self, cache: KVCache, adapters: AdapterTable) -> None:
+    def __init__(self, cache: KVCache, adapters: AdapterTable, model: StepTimeModel, fairness: FairShare) -> None:
         self.cache = cache
         self.adapters = adapters
-        self._requests: list[Request] = []  # oldest first
+        self.model = model
+        self.fairness = fairness
+        self._by_age: dict[bytes, list[Request]] = {}  # of each tenant: oldest first
+        self._newcomers: deque[Request] = deque()  # never matched against the prefix cache, so without a place
+        self._by_tenant: dict[bytes, list[tuple[Place, Request]]] = {}  # most urgent first
+        self._places: dict[str, Place] = {}
+        self._moved: list[Request] = []  # their hits have changed since they were given their places
+        self._fresh_hits: dict[str, list[Entry]] = {}  # of newcomers, until blocks change hands
+        self._num_waiting = 0
         self._num_steps = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self._num_waiting
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=by_age)
+        insort(self._by_age.setdefault(request.cache_salt, []), request, key=by_age)
+        self._num_waiting += 1
+        self.fairness.join(request.cache_salt)
+        if request.last_hits < 0:
+            self._newcomers.append(request)
+        else:
+            self._put(request)
 
     def remove(self, request: Request) -> None:
-        del self._requests[bisect_left(self._requests, request.sequence_number, key=by_age)]
+        same_tenant = self._by_age[request.cache_salt]
+        del same_tenant[bisect_left(same_tenant, request.sequence_number, key=by_age)]
+        if not same_tenant:
+            del self._by_age[request.cache_salt]
+        self._num_waiting -= 1
+        self.fairness.leave(request.cache_salt)
+        if request.request_id in self._places:
+            self._take(request)
+        else:
+            self._newcomers.remove(request)
 
     def arrived_before(self, time: float) -> list[Request]:
-        """Those that never ran."""
-        return [request for request in self._requests if request.arrival_time < time and not request.was_admitted]
+        """Those that never ran. Numbers are given in the order of arrival, so the young ones are not looked at."""
+        late: list[Request] = []
+        for requests in self._by_age.values():
+            early = takewhile(lambda request: request.arrival_time < time or request.was_admitted, requests)
+            late += (request for request in early if not request.was_admitted)
+        return late
 
     def blocks_wanted(self, request: Request) -> int:
         """The whole prompt and one block more, as far as the request can ever use them."""
@@ -44,18 +80,23 @@ class WaitingQueue:
         return min(self.cache.blocks_for(len(request.token_ids)) + 1, most)
 
     def fitting(
-        self, running: Sequence[Request], prefills: Sequence[Request], budget: int, num_slots: int
+        self, plan: PrefillPlan, running: Sequence[Request], num_slots: int
     ) -> Iterator[tuple[Request, list[Entry]]]:
         """At most `num_slots` requests that fit now, with their prefix hits. The caller starts each (taking blocks,
-        adding it to `running` and `prefills`, which are looked at again) before it asks for the next, and removes them
-        from the queue afterwards."""
+        adding it to `plan` and `running`, which are looked at again) before it asks for the next, and removes them from
+        the queue afterwards."""
         self._num_steps += 1
-        bypassed: Request | None = None  # the oldest that found no blocks
-        slotless: Request | None = None  # the oldest whose adapter found no slot
-        block_size = self.cache.block_size
+        if num_slots == 0:
+            return
+        self._fresh_hits.clear()
+        self._replace()
+        self._match_newcomers()
+        bypassed: Request | None = None  # the first that found no blocks
+        slotless: Request | None = None  # the first whose adapter found no slot
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
-        num_hashed = num_looked_at = 0
-        for request in self._requests:
+        num_looked_at = 0
+        oldest = self._oldest(plan.ranks)
+        for request in self._candidates(oldest, plan.ranks):
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
                 return
             if not self._may_have_slot(request, slotless):
@@ -64,25 +105,23 @@ class WaitingQueue:
             num_looked_at += 1
             if num_looked_at > LOOKAHEAD:
                 return
-            length = len(request.token_ids)
-            if request.last_hits < 0:
-                if num_hashed and num_hashed + length > HASHED_TOKENS:
-                    return
-                num_hashed += length
-            # What is known from the last look saves a new one; now and then its prefix may have come into the cache.
-            looks_again = request.last_hits < 0 or (self._num_steps + request.sequence_number) % RETRY_STEPS == 0
-            if not looks_again and not fits_budget(request, length - request.last_hits * block_size, prefills, budget):
+            if not self._has_room(request, plan, request.last_hits, oldest):
+                if request is oldest:
+                    continue
+                return  # and the others come after it
+            if self._twin_is_ahead(request, computing):
                 continue
+            # What is known from the last look saves a new one; now and then its prefix may have come into the cache.
+            looks_again = (self._num_steps + request.sequence_number) % RETRY_STEPS == 0
             too_few = running and self.cache.num_free_blocks < request.blocks_missed
             hits = None if too_few and not looks_again else self._hits_if_it_fits(request, len(running))
             if hits is None:
                 bypassed = bypassed or request
                 continue
-            remaining = length - len(hits) * block_size
-            is_prepared = not self.cache.prepare(request, hits, self.blocks_wanted(request))
-            if not is_prepared or not fits_budget(request, remaining, prefills, budget):
-                continue
-            if self._twin_is_ahead(request, len(hits), computing):
+            self._fresh_hits.clear()  # from here on blocks may change hands
+            # More of it may be coming back from slower memory, or what it had in the cache is gone.
+            is_coming = self.cache.prepare(request, hits, self.blocks_wanted(request))
+            if is_coming or not self._has_room(request, plan, len(hits), oldest):
                 continue
             if bypassed is not None:
                 bypassed.num_bypassed += 1
@@ -92,8 +131,59 @@ class WaitingQueue:
             yield request, hits
             computing.append(request)
 
+    def _oldest(self, ranks: Mapping[bytes, int]) -> Request:
+        """Of the tenants whose turn it is."""
+        least = min(ranks[tenant] for tenant in self._by_age)
+        return min((requests[0] for t, requests in self._by_age.items() if ranks[t] == least), key=by_age)
+
+    def _candidates(self, oldest: Request, ranks: Mapping[bytes, int]) -> Iterator[Request]:
+        """The oldest, then all others in their order."""
+        if oldest.last_hits >= 0:
+            yield oldest
+        by_rank: dict[int, list[list[tuple[Place, Request]]]] = {}
+        for tenant, places in self._by_tenant.items():
+            by_rank.setdefault(ranks[tenant], []).append(places)
+        for _, lists in sorted(by_rank.items()):
+            for _, request in lists[0] if len(lists) == 1 else merge(*lists, key=_place):
+                if request is not oldest:
+                    yield request
+
+    def _has_room(self, request: Request, plan: PrefillPlan, num_hits: int, oldest: Request) -> bool:
+        return plan.has_room(request, num_hits * self.cache.block_size, may_be_oldest=request is oldest)
+
+    def _match_newcomers(self) -> None:
+        """Gives newcomers their places, which need their prefix hits, and so the hashes of their prompts."""
+        num_hashed = 0
+        while self._newcomers:
+            request = self._newcomers[0]
+            num_hashed += len(request.token_ids)
+            if num_hashed > HASHED_TOKENS and num_hashed > len(request.token_ids):
+                return
+            hits = self._fresh_hits[request.request_id] = self.cache.match(request)
+            request.last_hits = len(hits)
+            self._newcomers.popleft()
+            self._put(request)
+
+    def _replace(self) -> None:
+        for request in self._moved:
+            if request.request_id in self._places:
+                self._take(request)
+                self._put(request)
+        self._moved = []
+
+    def _put(self, request: Request) -> None:
+        urgent = urgency(request, request.last_hits * self.cache.block_size, self.model)
+        place = self._places[request.request_id] = (urgent, request.sequence_number)
+        insort(self._by_tenant.setdefault(request.cache_salt, []), (place, request), key=_place)
+
+    def _take(self, request: Request) -> None:
+        places = self._by_tenant[request.cache_salt]
+        del places[bisect_left(places, self._places.pop(request.request_id), key=_place)]
+        if not places:
+            del self._by_tenant[request.cache_salt]
+
     def _may_have_slot(self, request: Request, slotless: Request | None) -> bool:
-        """Whether its adapter has a slot or can have one; not past an older request that has waited long for a slot, so
+        """Whether its adapter has a slot or can have one; not past another request that has waited long for a slot, so
         that slots come free: requests of the base model take none."""
         if request.adapter is None:
             return True
@@ -102,7 +192,11 @@ class WaitingQueue:
 
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
         free = self.cache.num_free_blocks
-        hits = self.cache.match(request)
+        hits = self._fresh_hits.get(request.request_id)
+        if hits is None:
+            hits = self.cache.match(request)
+        if len(hits) != request.last_hits:
+            self._moved.append(request)
         request.last_hits = len(hits)
         needed = self.cache.blocks_to_admit(self.blocks_wanted(request), hits)
         if num_running:  # room for the running ones to grow, or the newcomer would be preempted at once
@@ -110,18 +204,22 @@ class WaitingQueue:
         request.blocks_missed = 0 if needed <= free else needed
         return hits if needed <= free else None
 
-    def _twin_is_ahead(self, request: Request, num_hits: int, computing: Sequence[Request]) -> bool:
-        """Whether an older prompt is just computing the very block that this one needs next: then waiting for it is
-        cheaper than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
+    def _twin_is_ahead(self, request: Request, computing: Sequence[Request]) -> bool:
+        """Whether an older prompt is just computing a block that this one needs too: then waiting for it is cheaper
+        than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
         for twin in computing:
+            block = twin.num_filled // self.cache.block_size
             if (
                 twin.sequence_number < request.sequence_number
-                and num_hits < min(len(twin.block_hashes), len(request.block_hashes))
-                and twin.num_filled < (num_hits + 1) * self.cache.block_size
-                and twin.block_hashes[num_hits][0] == request.block_hashes[num_hits][0]
+                and request.last_hits <= block < min(len(twin.block_hashes), len(request.block_hashes))
+                and twin.block_hashes[block][0] == request.block_hashes[block][0]
             ):
                 progress = twin.num_computed + twin.num_filled  # a step in flight is progress too
                 stands_still = request.twin_progress == progress
                 request.twin_progress = progress
                 return not stands_still
         return False
+
+
+def _place(entry: tuple[Place, Request]) -> Place:
+    return entry[0]

@@ -23,9 +23,11 @@ from server.engine.messages import EngineFailed
 from server.engine.offload import WORTH_A_COPY, Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.parent import die_with_parent
+from server.engine.rehearsal import rehearse
 from server.engine.runner import CannotServeError, LoadedRunner, load
 from server.engine.scheduler import Scheduler
 from server.engine.sharing import PrefixSharing
+from server.engine.step_time import StepTimeModel
 
 logger = logging.getLogger("server.engine.worker")  # __name__ is "__main__" in the process itself
 
@@ -70,11 +72,19 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         queue_timeout=config.queue_timeout,
+        tpot_target=loaded.tpot_target,
     )
     adapters = AdapterTable(config.max_loras, config.max_cpu_loras) if config.enable_lora else AdapterTable()
     shared = loaded.runner.sharing_limits
     sharing = None if shared is None else PrefixSharing(shared)
-    return Scheduler(limits, cache, adapters, sharing=sharing, drafter=_drafter(config, loaded))
+    return Scheduler(
+        limits,
+        cache,
+        adapters,
+        sharing=sharing,
+        drafter=_drafter(config, loaded),
+        step_time=_step_time(limits, loaded),
+    )
 
 
 def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
@@ -93,6 +103,21 @@ def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
             overlaps=loaded.overlaps,
         )
     )
+
+
+def _step_time(limits: SchedulerConfig, loaded: LoadedRunner) -> StepTimeModel:
+    """Measured where time limits steps; elsewhere steps themselves correct what is assumed."""
+    if limits.tpot_target is None:
+        return StepTimeModel()
+    samples = rehearse(
+        loaded.runner,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+    )
+    model = StepTimeModel.fit(samples)
+    logger.info("step time from %d rehearsals: %s", len(samples), model)
+    return model
 
 
 def serve(config: EngineConfig, link: EngineLink) -> None:

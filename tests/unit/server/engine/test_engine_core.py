@@ -10,6 +10,7 @@ from fake_runner import expected
 from models.batch import StepBatch
 from server.engine.core import MAX_FAILED_STEPS, EngineLost
 from server.engine.messages import Shutdown
+from server.engine.step_time import work_of
 
 pytestmark = pytest.mark.usefixtures("_overlaps")
 
@@ -165,3 +166,11 @@ def test_a_request_id_that_is_open_is_refused_without_harm_to_the_open_one() -> 
     assert engine.tokens["a"] == expected(prompt, 8)
     assert engine.failures["a"].code == "server_error"
     engine.assert_nothing_is_held()
+
+
+def test_measured_steps_correct_what_is_predicted() -> None:
+    """A turn of these tests takes a second."""
+    engine = Engine(overlaps=True)
+    engine.add("a", tokens(random.Random(0), 20), max_tokens=400, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.step_time.predict(work_of([(200, 1)])) == pytest.approx(1.0, rel=0.05)
