@@ -4,6 +4,7 @@ Only safetensors are read, and no code that comes with a model is ever run.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,15 +23,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from models import patching
+from models import patching, quantization
 from models.errors import ModelLoadError
 from models.host import usable_cpus
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
+from models.quantization import Quantization
 from models.registry import ModelSource
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ def load(
     """Loads the weights, or with load_format "dummy" makes random ones of the config's shape directly on the device.
 
     dtype "auto": float32 on a CPU; on CUDA the checkpoint's, and bfloat16 (float16 before Ampere) for a float32 one.
+    Layers that stay quantised keep their checkpoint's dtype around them, on every device.
     Raises ModelLoadError. Whether our attention can serve the family is for `models.runner` to say.
     """
     device = torch.device(device)
@@ -89,9 +94,10 @@ def load_for_training(
     device: str | torch.device = "cpu",
     load_format: LoadFormat = "auto",
 ) -> PreTrainedModel:
-    """As `load`, but the plain Hugging Face model, in train mode, with the attention `longwave`."""
+    """As `load`, but the plain Hugging Face model, in train mode, with the attention `longwave`. Weights that stay
+    quantised are refused."""
     folder = source.fetch(weights=load_format == "auto")
-    return _make(folder, dtype, torch.device(device), load_format, patching.LONGWAVE).train()
+    return _make(folder, dtype, torch.device(device), load_format, patching.LONGWAVE, training=True).train()
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -104,19 +110,36 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def _make(
-    folder: Path, dtype: DTypeName, device: torch.device, load_format: LoadFormat, attention: str
+    folder: Path,
+    dtype: DTypeName,
+    device: torch.device,
+    load_format: LoadFormat,
+    attention: str,
+    *,
+    training: bool = False,
 ) -> PreTrainedModel:
     config = _read_config(folder)
     if load_format == "auto":
         _require_safetensors(folder)
-    torch_dtype = _choose_dtype(dtype, config, device)
+    quantized = quantization.prepare(config, device)
+    if quantized is not None and quantized.stays:
+        quantized.refuse_uses(dummy=load_format == "dummy", training=training)
+        torch_dtype = quantized.dtype_around(dtype, _checkpoint_dtype(config))
+    else:
+        torch_dtype = _choose_dtype(dtype, config, device)
     if device.type == "cpu":
         # torch counts the host's cores, not the container's share of them.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     patching.register()
-    make = _load_weights if load_format == "auto" else _random_weights
     with without_progress_bars():
-        return make(folder, config, torch_dtype, device, attention)
+        if load_format == "dummy":
+            quantization.forget(config)
+            return _random_weights(config, torch_dtype, device, attention)
+        model = _load_weights(folder, config, torch_dtype, device, attention, quantized)
+    if quantized is not None:
+        logger.info("quantised weights: %s", quantized)
+        quantization.settle(model, quantized, torch_dtype)
+    return model
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -125,9 +148,6 @@ def _read_config(folder: Path) -> PretrainedConfig:
     if model_type not in CONFIG_MAPPING:
         own_code = " (it brings code of its own, which is never run)" if "auto_map" in raw else ""
         raise ModelLoadError(f"model_type {model_type!r} is not one that transformers knows{own_code}")
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelLoadError(f"the weights are quantised ({method}): only float32, bfloat16 and float16 are served")
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -147,15 +167,27 @@ def _choose_dtype(name: DTypeName, config: PretrainedConfig, device: torch.devic
         return dtype
     if device.type == "cpu":
         return torch.float32
-    checkpoint = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    checkpoint = _checkpoint_dtype(config)
     if checkpoint in (torch.bfloat16, torch.float16):
         return checkpoint
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if before_ampere else torch.bfloat16
+
+
+def _checkpoint_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
 
 
 def _load_weights(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    quantized: Quantization | None,
 ) -> PreTrainedModel:
+    # Quantised tensors are made, or dequantised, where they stay; some cannot be moved.
+    placement: dict[str, Any] = {} if quantized is None else {"device_map": {"": device}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -166,21 +198,23 @@ def _load_weights(
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **placement,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"transformers cannot load {folder}: {error}") from error
     model: PreTrainedModel
     model, report = loaded
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:  # transformers would go on with random weights in their place
         raise ModelLoadError(f"{folder} lacks weights of {type(model).__name__}: {', '.join(lacking[:5])}")
-    placed: Any = model
-    placed.to(device)
+    if quantized is None:
+        placed: Any = model
+        placed.to(device)
     return model
 
 
 def _random_weights(
-    _folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
 ) -> PreTrainedModel:
     try:
         with torch.device("meta"):

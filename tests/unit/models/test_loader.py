@@ -77,11 +77,18 @@ def test_missing_weights_are_refused_rather_than_drawn_at_random(tmp_path: Path)
         load(source)
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    source = _save(tmp_path)
-    _edit_config(tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
-    with pytest.raises(ModelLoadError, match=r"quantised \(awq\)"):
-        load(source)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_a_model_without_memory_is_made_without_a_gpu(
+    tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gpu(*_arguments: Any) -> Any:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", no_gpu)
+    tiny_config(dtype=stored).save_pretrained(tmp_path)
+    loaded = load(ModelSource(name="dummy", folder=tmp_path), device="meta", load_format="dummy")
+    assert loaded.device.type == "meta"
+    assert loaded.dtype == (torch.bfloat16 if stored == torch.float32 else stored)
 
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,246 @@
+"""Quantised checkpoints: which are served and as what, that their weights arrive, and what is refused."""
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from quantized_folders import compressed_int8, fp8, mxfp4, quantized, say_quantized, unquantized
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, TorchAoConfig
+
+from models import loader
+from models.adapters import LoraLimits
+from models.batch import SamplingParams, ScheduledSeq, StepBatch
+from models.errors import ModelLoadError
+from models.loader import LoadedModel, load, load_for_training
+from models.patching import UnsupportedModelError
+from models.quantization import QuantizedLinear
+from models.registry import ModelSource
+from models.runner import ModelRunner
+
+Written = tuple[ModelSource, dict[str, Tensor]]
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+needs_torchao = pytest.mark.skipif(not _installed("torchao"), reason="needs torchao")
+needs_bitsandbytes = pytest.mark.skipif(not _installed("bitsandbytes"), reason="needs bitsandbytes")
+needs_compressed_tensors = pytest.mark.skipif(
+    not _installed("compressed-tensors") or Version(importlib.metadata.version("transformers")) < Version("5.23"),
+    reason="needs compressed-tensors, and transformers 5.23",
+)
+
+
+def _torchao(name: str) -> TorchAoConfig:
+    import torchao.quantization
+
+    return TorchAoConfig(getattr(torchao.quantization, name)())
+
+
+def _bitsandbytes_8(_name: str) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def _bitsandbytes_4(kind: str) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=kind == "nf4",
+    )
+
+
+KEPT = [
+    pytest.param(_torchao, "Int8WeightOnlyConfig", "QuantizedLinear", marks=needs_torchao),
+    pytest.param(_torchao, "Int8DynamicActivationInt8WeightConfig", "QuantizedLinear", marks=needs_torchao),
+    pytest.param(_torchao, "Float8WeightOnlyConfig", "QuantizedLinear", marks=needs_torchao),
+    pytest.param(_bitsandbytes_8, "int8", "Linear8bitLt", marks=needs_bitsandbytes),
+    pytest.param(_bitsandbytes_4, "nf4", "Linear4bit", marks=needs_bitsandbytes),
+    pytest.param(_bitsandbytes_4, "fp4", "Linear4bit", marks=needs_bitsandbytes),
+]
+DEQUANTISED = [
+    pytest.param(fp8, id="fp8"),
+    pytest.param(mxfp4, id="mxfp4"),
+    pytest.param(compressed_int8, id="compressed-tensors", marks=needs_compressed_tensors),
+]
+
+
+def _runner(loaded: LoadedModel, **options: Any) -> ModelRunner:
+    """Runs the self-test: Hugging Face's eager attention against the paged path, over the same quantised layers."""
+    return ModelRunner(
+        loaded,
+        block_size=16,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        num_blocks=9,
+        **options,
+    )
+
+
+def _greedy(runner: ModelRunner, prompt: list[int]) -> int:
+    runner.add_request(0, SamplingParams(temperature=0.0), prompt)
+    return runner.execute(StepBatch((ScheduledSeq(0, prompt, 0, [1, 2], sample=True),))).token_ids[0]
+
+
+@pytest.mark.parametrize(("config", "name", "kind"), KEPT)
+@pytest.mark.parametrize("made_in", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_layers_that_stay_quantised_serve_through_the_engines_path(
+    tmp_path: Path, config: Callable[[str], Any], name: str, kind: str, made_in: torch.dtype
+) -> None:
+    loaded = load(quantized(tmp_path, config(name), made_in))
+    layers = [module for path, module in loaded.model.named_modules() if path.endswith("_proj")]
+    assert len(layers) == 3 * 7
+    assert {type(layer).__name__ for layer in layers} == {kind}
+    assert loaded.dtype == made_in  # not float32 because it is a CPU: quantised layers keep theirs
+    runner = _runner(loaded)
+    assert f"packed QKV not: they are {kind}" in runner.fused
+    assert "residual + RMSNorm" in runner.fused
+    runner.warm_up()
+    prompt = list(range(3, 23))
+    with torch.inference_mode():
+        loaded.model.set_attn_implementation("eager")
+        top = loaded.model(torch.tensor([prompt])).logits[0, -1].topk(2)
+        loaded.model.set_attn_implementation("longwave_paged")
+    token = _greedy(runner, prompt)
+    assert token in top.indices.tolist()
+
+
+@pytest.mark.parametrize(("config", "name", "kind"), KEPT)
+def test_quantised_weights_take_the_memory_that_they_promise(
+    tmp_path: Path, config: Callable[[str], Any], name: str, kind: str
+) -> None:
+    loaded = load(quantized(tmp_path, config(name)))
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    plain = (tmp_path / "plain" / "model.safetensors").stat().st_size
+    assert stored < 0.85 * plain  # embeddings and the head are not quantised
+    weight: Any = loaded.model.model.layers[0].mlp.up_proj.weight
+    inner = getattr(weight, "qdata", weight)
+    assert inner.element_size() == 1
+
+
+@pytest.mark.parametrize("write", DEQUANTISED)
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_dequantised_weights_are_what_the_checkpoint_means(
+    tmp_path: Path, write: Callable[[Path], Written], dtype: Any, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "pack_linears", lambda _model: 0)
+    source, meant = write(tmp_path)
+    loaded = load(source, dtype=dtype)
+    parameters = dict(loaded.model.named_parameters())
+    assert parameters.keys() == meant.keys()
+    for name, parameter in parameters.items():
+        assert parameter.dtype == expected, name
+        torch.testing.assert_close(parameter, meant[name].to(expected), rtol=1e-2, atol=1e-6, msg=name)
+    runner = _runner(loaded)
+    assert "they are" not in runner.fused  # nothing is left of quantised layers
+    runner.warm_up()
+
+
+@pytest.mark.parametrize("write", DEQUANTISED)
+def test_dequantised_weights_can_be_trained_and_random_ones_made(
+    tmp_path: Path, write: Callable[[Path], Written]
+) -> None:
+    source, _meant = write(tmp_path)
+    model = load_for_training(source, dtype="float32")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    loss = model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss
+    loss.backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "q_proj" in name)
+    made = load(source, load_format="dummy").model
+    assert not getattr(made, "is_quantized", False)
+    assert getattr(made.config, "quantization_config", None) is None
+
+
+@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
+def test_nothing_trains_on_quantised_weights_nor_makes_random_ones_or_adapts_them(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip(kind)
+    settings = _torchao("Int8WeightOnlyConfig") if kind == "torchao" else _bitsandbytes_8("")
+    source = quantized(tmp_path, settings)
+    with pytest.raises(ModelLoadError, match=rf"quantised \({kind}\), and nothing trains on quantised weights"):
+        load_for_training(source, dtype="bfloat16")
+    with pytest.raises(ModelLoadError, match=f"random weights are not quantised, but the config says {kind}"):
+        load(source, load_format="dummy")
+    with pytest.raises(ModelLoadError, match=r"dtype is float16, but .* served in the dtype .* made with: bfloat16"):
+        load(source, dtype="float16")
+    with pytest.raises(UnsupportedModelError, match="no linear layers that an adapter could change"):
+        _runner(load(source), lora=LoraLimits(1, 8))
+
+
+@needs_torchao
+def test_a_layer_that_does_not_run_here_is_refused_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = quantized(tmp_path, _torchao("Int8WeightOnlyConfig"))
+
+    def no_kernel(_self: nn.Module, _x: Tensor) -> Tensor:
+        raise NotImplementedError("no kernel of this layout for the CPU")
+
+    monkeypatch.setattr(QuantizedLinear, "forward", no_kernel)
+    with pytest.raises(ModelLoadError, match=r"QuantizedLinear over Int8Tensor does not run on cpu: no kernel"):
+        load(source)
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"),
+    [
+        ({"quant_method": "torchao", "quant_type": {"default": {}}}, "torchao"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, settings: dict[str, Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "5.23.0"
+
+    monkeypatch.setattr("models.quantization.version", installed)
+    say_quantized(unquantized(tmp_path), settings)
+    with pytest.raises(ModelLoadError, match=rf"\({package}\): that needs the package {package}, which is not inst"):
+        load(ModelSource(name="quantised", folder=tmp_path))
+
+
+def test_a_transformers_that_leaves_layers_wrapped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.quantization.version", lambda _name: "5.17.0")
+    say_quantized(unquantized(tmp_path), {"quant_method": "compressed-tensors", "config_groups": {}})
+    with pytest.raises(ModelLoadError, match=r"needs transformers 5\.23 or newer, and 5\.17\.0 is installed"):
+        load(ModelSource(name="quantised", folder=tmp_path))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "eetq", "made-up"])
+def test_a_method_that_is_not_served_is_refused_by_name(tmp_path: Path, method: str) -> None:
+    say_quantized(unquantized(tmp_path), {"quant_method": method, "bits": 4})
+    with pytest.raises(ModelLoadError) as refused:
+        load(ModelSource(name="quantised", folder=tmp_path))
+    said = str(refused.value)
+    assert said.startswith(f"the weights are quantised ({method}), which is not served: ")
+    assert said.endswith(
+        "served are bitsandbytes, compressed-tensors, fp8, mxfp4, torchao, and weights that are not quantised"
+    )
+    assert ("downloaded from the hub" in said) == (method == "eetq")
+
+
+def test_settings_that_transformers_rejects_are_told(tmp_path: Path) -> None:
+    say_quantized(unquantized(tmp_path), {"quant_method": "fp8", "activation_scheme": "psychic"})
+    with pytest.raises(ModelLoadError, match=r"quantised \(fp8\), which cannot run on cpu: .*psychic"):
+        load(ModelSource(name="quantised", folder=tmp_path))
+
+
+@needs_torchao
+def test_pickled_quantised_weights_are_refused(tmp_path: Path) -> None:
+    source = quantized(tmp_path, _torchao("Int8WeightOnlyConfig"))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"only pytorch_model\.bin: weights are read from \*\.safetensors alone"):
+        load(source)
