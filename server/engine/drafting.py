@@ -126,10 +126,10 @@ class Drafter:
         self._histories: dict[Request, _History] = {}
         self._costs: dict[int, _StepCost] = {}
 
-    def propose(self, decodes: Sequence[Request], *, beside_prompts: bool) -> dict[Request, list[int]]:
-        """Drafts worth running in a step that has a row for each of the decodes; `beside_prompts`: and rows of prompts,
-        which make it so long that drafts cost next to nothing."""
-        spare = self.limits.max_rows - len(decodes)
+    def propose(self, decodes: Sequence[Request], *, max_rows: int, beside_prompts: bool) -> dict[Request, list[int]]:
+        """Drafts worth running in a step that has a row for each of the decodes, and no more than `max_rows` with them;
+        `beside_prompts`: and rows of prompts, which make it so long that drafts cost next to nothing."""
+        spare = min(self.limits.max_rows, max_rows) - len(decodes)
         if spare < len(decodes):
             return {}
         candidates = []

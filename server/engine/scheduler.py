@@ -322,7 +322,8 @@ class Scheduler:
         all who draft miss the same turns, and the steps between are as short as ever."""
         if self.drafter is None or not decodes or any(request.num_drafts for request in self.running):
             return {}
-        drafts = self.drafter.propose(decodes, beside_prompts=beside_prompts)
+        max_rows = self.config.max_num_batched_tokens // 2  # the rest is for prompts
+        drafts = self.drafter.propose(decodes, max_rows=max_rows, beside_prompts=beside_prompts)
         for request, token_ids in drafts.items():
             end = request.num_computed + 1 + len(token_ids)
             while end > len(request.block_ids) * self.cache.block_size and self.cache.grow(request):

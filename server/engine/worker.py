@@ -97,7 +97,7 @@ def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
             num_tokens=config.num_speculative_tokens,
             lookup_max=config.prompt_lookup_max,
             lookup_min=config.prompt_lookup_min,
-            max_rows=min(max_rows, loaded.max_num_batched_tokens // 2),  # the rest is for prompts
+            max_rows=max_rows,
             step_cost=step_cost,
             row_cost=row_cost,
             overlaps=loaded.overlaps,

@@ -41,7 +41,7 @@ def test_a_quotation_takes_fewer_steps_than_it_has_tokens() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("budget", [64, 4096])
+@pytest.mark.parametrize("budget", [24, 4096])
 def test_answers_do_not_depend_on_drafts(seed: int, caching: bool, budget: int) -> None:
     rng = random.Random(seed)
     engine = Engine(rng.randrange(24, 40), 16, budget=budget, max_num_seqs=12, caching=caching)
@@ -52,7 +52,7 @@ def test_answers_do_not_depend_on_drafts(seed: int, caching: bool, budget: int) 
         if rng.random() < 0.5:
             prompt = quoting(rng, rng.randrange(1, 90))
         count = rng.randrange(1, 120)
-        stop = rng.sample(prompt, rng.randrange(3))
+        stop = rng.sample(prompt, min(rng.randrange(3), len(prompt)))
         engine.add(f"r{number}", prompt, max_tokens=count, stop_token_ids=tuple(stop))
         wanted[f"r{number}"] = expected(prompt, count, stop=(fake_runner.EOS, *stop))
         for _ in range(rng.randrange(4)):

@@ -23,7 +23,7 @@ def request(tokens: list[int], *, generated: int = 1, max_tokens: int = 1000, **
 
 
 def proposed(drafter: Drafter, *requests: Request, beside_prompts: bool = False) -> list[list[int] | None]:
-    drafts = drafter.propose(requests, beside_prompts=beside_prompts)
+    drafts = drafter.propose(requests, max_rows=1000, beside_prompts=beside_prompts)
     return [drafts.get(one) for one in requests]
 
 
