@@ -188,6 +188,9 @@ def _load_weights(
 ) -> PreTrainedModel:
     # Quantised tensors are made, or dequantised, where they stay; some cannot be moved.
     placement: dict[str, Any] = {} if quantized is None else {"device_map": {"": device}}
+    wrong: tuple[type[Exception], ...] = (OSError, ValueError)
+    if quantized is not None:  # a weight that cannot be converted, whose name transformers logs; a part of a package
+        wrong = (*wrong, RuntimeError, ImportError)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -200,7 +203,9 @@ def _load_weights(
             output_loading_info=True,
             **placement,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except wrong as error:
         raise ModelLoadError(f"transformers cannot load {folder}: {error}") from error
     model: PreTrainedModel
     model, report = loaded

@@ -4,6 +4,7 @@ What transformers' own quantizer says of this machine decides. Code runs from in
 kernels transformers would download from the hub is dequantised or refused. Knows no engine.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -104,6 +105,8 @@ def settle(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
     """After loading, with the dtype that was asked for. Raises ModelLoadError for layers that do not run on their
     device."""
     if quantization.stays:
+        if quantization.method == "bitsandbytes":  # which warns of its float16 in every call of every layer
+            logging.getLogger("bitsandbytes.autograd").setLevel(logging.ERROR)
         _mark(model)
         _try_layers(model, quantization.method)
     else:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 from quantized_folders import compressed_int8, fp8, mxfp4, quantized, say_quantized, unquantized
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -236,6 +237,24 @@ def test_settings_that_transformers_rejects_are_told(tmp_path: Path) -> None:
     say_quantized(unquantized(tmp_path), {"quant_method": "fp8", "activation_scheme": "psychic"})
     with pytest.raises(ModelLoadError, match=r"quantised \(fp8\), which cannot run on cpu: .*psychic"):
         load(ModelSource(name="quantised", folder=tmp_path))
+
+
+def test_scales_that_do_not_fit_their_weights_are_refused(tmp_path: Path) -> None:
+    source, _meant = fp8(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(3, 2)
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"transformers cannot load .* conversion of the weights"):
+        load(source)
+
+
+@needs_bitsandbytes
+def test_bitsandbytes_does_not_warn_in_every_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = _runner(load(quantized(tmp_path, _bitsandbytes_8(""))))
+    caplog.clear()
+    _greedy(runner, [3, 4, 5])
+    assert caplog.records == []
 
 
 @needs_torchao
