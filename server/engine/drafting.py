@@ -16,6 +16,7 @@ LEARNING = 0.3  # weight of the latest guess in a mean
 PRIOR = (0.0, 0.3, 0.7, 1.5)  # right tokens of a guess from a match of 0, 1, 2, 3 tokens, before any was compared
 LONG_PRIOR = 3.0  # of a longer match
 LONGEST_PAUSE = 32  # tokens without a look after guesses that were wrong from the first token on
+SORTED_TOKENS = 65_536  # of requests looked at for the first time in one step (one is always)
 MEASURED = 0.2  # weight of the latest step in a time
 FORGETTING = 0.002  # of what was measured, in each step without drafts: a bad cost is tried again some day
 MOST_OFF = 8.0  # times the assumed cost that is believed: the first step of a kind may load kernels
@@ -133,19 +134,20 @@ class Drafter:
         if spare < len(decodes):
             return {}
         candidates = []
+        num_sorted = 0
         for request in decodes:
             if _may_draft(request):
                 history = self._histories.get(request)
                 if history is None:
+                    if num_sorted and num_sorted + request.num_tokens > SORTED_TOKENS:
+                        continue
+                    num_sorted += request.num_tokens
                     history = self._histories[request] = _History(request, self.limits)
                 token_ids, expected = history.guess(request.num_in_flight)
                 del token_ids[max(0, request.max_length - request.num_tokens - 1) :]
                 if token_ids:
                     candidates.append((min(expected, len(token_ids)), token_ids, request))
         candidates.sort(key=lambda candidate: -candidate[0])
-        # A turn that is missed costs a token, unless nobody else would have used it.
-        alone = not beside_prompts and len(candidates) == len(decodes)
-        missed_turn = 1.0 if self.limits.overlaps and not alone else 0.0
         cost = self._cost(len(decodes))
         best = num_drafts = 0
         most = gain = 0.0
@@ -153,8 +155,10 @@ class Drafter:
             num_drafts += len(token_ids)
             if num_drafts > spare:
                 break
-            gain += expected - missed_turn
+            gain += expected
             lost = 0.0 if beside_prompts else cost.of(num_drafts) * len(decodes)  # tokens that all would have had
+            if self.limits.overlaps and (beside_prompts or number < len(decodes)):
+                lost += number  # a token in the turn that each misses; when all miss it, there is no such turn
             if gain - lost > most:
                 best, most = number, gain - lost
         return {request: token_ids for _, token_ids, request in candidates[:best]}

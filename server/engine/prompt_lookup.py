@@ -3,6 +3,7 @@
 Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding), with an index: what is there at the first look is sorted
 once, later tokens enter a dictionary, so a look costs the same however long the text is."""
 
+from array import array
 from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
@@ -68,7 +69,7 @@ class PromptLookup:
 
     def _sort(self, end: int) -> None:
         self._start = max(0, end - MOST_SORTED)
-        ids = np.array(self._tokens[self._start : end], np.uint64)
+        ids = np.frombuffer(array("I", self._tokens[self._start : end]), np.uint32).astype(np.uint64)
         count = len(ids) - self._shortest + 1
         keys = np.zeros(max(count, 0), np.uint64)
         for offset in range(self._shortest):

@@ -16,7 +16,7 @@ LIMITS = DraftLimits(num_tokens=4, step_cost=0.0, row_cost=0.0)
 
 def request(tokens: list[int], *, generated: int = 1, max_tokens: int = 1000, **sampling: float) -> Request:
     message = AddRequest("r", tokens[: len(tokens) - generated], SamplingParams(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
-    made = Request(message, sequence_number=0, eos_token_ids=(), max_model_len=10_000, now=0.0)
+    made = Request(message, sequence_number=0, eos_token_ids=(), max_model_len=100_000, now=0.0)
     made.append(tokens[len(tokens) - generated :])
     made.num_computed = made.num_tokens - 1
     return made
@@ -107,6 +107,13 @@ def test_measured_steps_take_the_place_of_what_was_assumed() -> None:
     for _ in range(2000):  # it is tried again some day
         drafter.observe(1, 0, 0.010)
     assert proposed(drafter, request(quotes)) != [None]
+
+
+def test_long_texts_are_taken_in_one_a_step() -> None:
+    long = [*range(200, 50_000), *TEXT, 1, 120, 121, 122, 123]
+    many = [request(long) for _ in range(3)]
+    drafter = Drafter(LIMITS)
+    assert [sum(map(bool, proposed(drafter, *many))) for _ in range(4)] == [1, 2, 3, 3]
 
 
 def test_leading_equal_tokens_are_counted() -> None:
