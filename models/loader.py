@@ -47,6 +47,7 @@ class LoadedModel:
     max_position_embeddings: int
     vocab_size: int
     name: str
+    capturable: bool = True  # in CUDA graphs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,6 +85,7 @@ def load(
         max_position_embeddings=text_config.max_position_embeddings,
         vocab_size=text_config.vocab_size,
         name=source.name,
+        capturable=quantization.capturable(model),
     )
 
 
@@ -94,8 +96,7 @@ def load_for_training(
     device: str | torch.device = "cpu",
     load_format: LoadFormat = "auto",
 ) -> PreTrainedModel:
-    """As `load`, but the plain Hugging Face model, in train mode, with the attention `longwave`. Weights that stay
-    quantised are refused."""
+    """As `load`, but plain, in train mode, with the attention `longwave`. Layers that stay quantised are refused."""
     folder = source.fetch(weights=load_format == "auto")
     return _make(folder, dtype, torch.device(device), load_format, patching.LONGWAVE, training=True).train()
 
@@ -188,9 +189,8 @@ def _load_weights(
 ) -> PreTrainedModel:
     # Quantised tensors are made, or dequantised, where they stay; some cannot be moved.
     placement: dict[str, Any] = {} if quantized is None else {"device_map": {"": device}}
-    wrong: tuple[type[Exception], ...] = (OSError, ValueError)
-    if quantized is not None:  # a weight that cannot be converted, whose name transformers logs; a part of a package
-        wrong = (*wrong, RuntimeError, ImportError)
+    # RuntimeError: a quantised weight cannot be converted, and transformers has logged which.
+    wrong = (OSError, ValueError) if quantized is None else (OSError, ValueError, RuntimeError, ImportError)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -113,6 +113,13 @@ def settle(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtyp
         _cast(model, dtype)
 
 
+def capturable(model: PreTrainedModel) -> bool:
+    """Whether a CUDA graph can record the model's steps. False for bitsandbytes' 8-bit layers that look for outliers:
+    the host waits in each call to see if there are some."""
+    layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    return not any(layer.state.threshold > 0 for layer in layers)
+
+
 def _mark(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and type(module.weight.data) is not Tensor:

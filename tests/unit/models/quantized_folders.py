@@ -27,9 +27,11 @@ def unquantized(folder: Path, config: PretrainedConfig | None = None, dtype: tor
     return folder
 
 
-def quantized(folder: Path, settings: Any, dtype: torch.dtype = torch.bfloat16) -> ModelSource:
+def quantized(
+    folder: Path, settings: Any, dtype: torch.dtype = torch.bfloat16, config: PretrainedConfig | None = None
+) -> ModelSource:
     """By transformers, with a quantisation config of its."""
-    plain = unquantized(folder / "plain", dtype=dtype)
+    plain = unquantized(folder / "plain", config, dtype)
     model = AutoModelForCausalLM.from_pretrained(
         plain, dtype=dtype, device_map={"": torch.device("cpu")}, quantization_config=settings
     )
@@ -37,9 +39,9 @@ def quantized(folder: Path, settings: Any, dtype: torch.dtype = torch.bfloat16) 
     return ModelSource(name="quantised", folder=folder)
 
 
-def fp8(folder: Path) -> tuple[ModelSource, dict[str, Tensor]]:
+def fp8(folder: Path, config: PretrainedConfig | None = None) -> tuple[ModelSource, dict[str, Tensor]]:
     """DeepSeek's layout: float8 weights, a float32 scale for each block. The weights that it means come along."""
-    unquantized(folder)
+    unquantized(folder, config)
     stored, meant, size = {}, {}, 32
     for name, weight in load_file(folder / "model.safetensors").items():
         stored[name] = weight

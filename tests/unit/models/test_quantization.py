@@ -257,6 +257,17 @@ def test_bitsandbytes_does_not_warn_in_every_call(tmp_path: Path, caplog: pytest
     assert caplog.records == []
 
 
+@needs_bitsandbytes
+@pytest.mark.parametrize(("threshold", "expected"), [(6.0, False), (0.0, True)])
+def test_layers_that_wait_for_the_host_are_known(tmp_path: Path, threshold: float, expected: bool) -> None:
+    settings = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+    assert load(quantized(tmp_path, settings)).capturable is expected
+
+
+def test_plain_weights_can_be_captured(tmp_path: Path) -> None:
+    assert load(ModelSource(name="plain", folder=unquantized(tmp_path))).capturable
+
+
 @needs_torchao
 def test_pickled_quantised_weights_are_refused(tmp_path: Path) -> None:
     source = quantized(tmp_path, _torchao("Int8WeightOnlyConfig"))
