@@ -110,9 +110,10 @@ def test_adapters_are_served_where_somebody_asked_for_them(tmp_path: Path) -> No
         ({"enable_lora": True, "lora_modules": "ft:x=b"}, "begins with ft:"),
         ({"enable_lora": True, "lora_modules": "SmolLM2-135M-Instruct=b"}, "a name of the base model"),
         ({"enable_lora": True, "max_loras": 8, "max_cpu_loras": 4}, "max_cpu_loras must be at least max_loras"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_min must be at least 1 and at most prompt_lookup_max"),
     ],
 )
-def test_settings_of_adapters_that_contradict_each_other_are_refused(flags: dict[str, Any], reason: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(flags: dict[str, Any], reason: str) -> None:
     (line,) = problems(**flags)
     assert reason in line
 
