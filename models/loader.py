@@ -47,7 +47,7 @@ class LoadedModel:
     max_position_embeddings: int
     vocab_size: int
     name: str
-    capturable: bool = True  # in CUDA graphs
+    capturable: bool = True  # by CUDA graphs
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,8 +68,8 @@ def load(
     """Loads the weights, or with load_format "dummy" makes random ones of the config's shape directly on the device.
 
     dtype "auto": float32 on a CPU; on CUDA the checkpoint's, and bfloat16 (float16 before Ampere) for a float32 one.
-    Layers that stay quantised keep their checkpoint's dtype around them, on every device.
-    Raises ModelLoadError. Whether our attention can serve the family is for `models.runner` to say.
+    Layers that stay quantised keep their checkpoint's dtype around them, on every device. Raises ModelLoadError, but
+    whether our attention can serve the family is for `models.runner` to say.
     """
     device = torch.device(device)
     folder = source.fetch(weights=load_format == "auto")
@@ -124,7 +124,7 @@ def _make(
         _require_safetensors(folder)
     quantized = quantization.prepare(config, device)
     if quantized is not None and quantized.stays:
-        quantized.refuse_uses(dummy=load_format == "dummy", training=training)
+        quantized.refuse_uses(dummy=load_format == "dummy" and device.type != "meta", training=training)
         torch_dtype = quantized.dtype_around(dtype, _checkpoint_dtype(config))
     else:
         torch_dtype = _choose_dtype(dtype, config, device)
@@ -135,8 +135,9 @@ def _make(
     with without_progress_bars():
         if load_format == "dummy":
             quantization.forget(config)
-            return _random_weights(config, torch_dtype, device, attention)
-        model = _load_weights(folder, config, torch_dtype, device, attention, quantized)
+            model = _random_weights(config, torch_dtype, device, attention)
+        else:
+            model = _load_weights(folder, config, torch_dtype, device, attention, quantized)
     if quantized is not None:
         logger.info("quantised weights: %s", quantized)
         quantization.settle(model, quantized, torch_dtype)

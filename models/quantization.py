@@ -5,7 +5,7 @@ kernels transformers would download from the hub is dequantised or refused. Know
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,6 +15,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from models.errors import ModelLoadError
 
@@ -34,6 +36,7 @@ class Quantization:
 
     method: str
     stays: bool  # its layers compute with quantised weights; False: after loading there are none
+    settings: Mapping[str, Any]  # of config.json
 
     def __str__(self) -> str:
         return f"{self.method}, {'kept' if self.stays else 'dequantised while loading'}"
@@ -91,7 +94,7 @@ def prepare(config: PretrainedConfig, device: torch.device) -> Quantization | No
     except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
         raise ModelLoadError(f"the weights are quantised ({method}), which cannot run on {device}: {error}") from error
     holder.quantization_config = settings
-    return Quantization(method, stays=method in _KEPT)
+    return Quantization(method, method in _KEPT, settings)
 
 
 def forget(config: PretrainedConfig) -> None:
@@ -102,15 +105,17 @@ def forget(config: PretrainedConfig) -> None:
 
 
 def settle(model: PreTrainedModel, quantization: Quantization, dtype: torch.dtype) -> None:
-    """After loading, with the dtype that was asked for. Raises ModelLoadError for layers that do not run on their
-    device."""
-    if quantization.stays:
+    """After loading, with the dtype that was asked for; or of a model without weights. Raises ModelLoadError for layers
+    that do not run on their device."""
+    if not quantization.stays:
+        _cast(model, dtype)
+    elif model.device.type == "meta":
+        _foretell(model, quantization.settings)
+    else:
         if quantization.method == "bitsandbytes":  # which warns of its float16 in every call of every layer
             logging.getLogger("bitsandbytes.autograd").setLevel(logging.ERROR)
         _mark(model)
         _try_layers(model, quantization.method)
-    else:
-        _cast(model, dtype)
 
 
 def capturable(model: PreTrainedModel) -> bool:
@@ -118,6 +123,16 @@ def capturable(model: PreTrainedModel) -> bool:
     the host waits in each call to see if there are some."""
     layers: list[Any] = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
     return not any(layer.state.threshold > 0 for layer in layers)
+
+
+def _foretell(model: PreTrainedModel, settings: Mapping[str, Any]) -> None:
+    """Layers without weights get the type that loading would give them, or one that stands for it."""
+    skips: Any = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules")  # in 4 bits too
+    in_float32 = list(model._keep_in_fp32_modules or ())
+    skipped = HfQuantizer.get_modules_to_not_convert(model, skips, in_float32)
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and should_convert_module(name, skipped):
+            module.__class__ = QuantizedLinear
 
 
 def _mark(model: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ from models import loader
 from models.adapters import LoraLimits
 from models.batch import SamplingParams, ScheduledSeq, StepBatch
 from models.errors import ModelLoadError
+from models.fusing import foretell
 from models.loader import LoadedModel, load, load_for_training
 from models.patching import UnsupportedModelError
 from models.quantization import QuantizedLinear
@@ -176,6 +177,23 @@ def test_nothing_trains_on_quantised_weights_nor_makes_random_ones_or_adapts_the
         load(source, dtype="float16")
     with pytest.raises(UnsupportedModelError, match="no linear layers that an adapter could change"):
         _runner(load(source), lora=LoraLimits(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "skips"), [("torchao", "modules_to_not_convert"), ("bitsandbytes", "llm_int8_skip_modules")]
+)
+def test_what_stays_quantised_is_foretold_without_weights(tmp_path: Path, kind: str, skips: str) -> None:
+    pytest.importorskip(kind)
+    settings = _torchao("Int8WeightOnlyConfig") if kind == "torchao" else _bitsandbytes_8("")
+    setattr(settings, skips, ["model.layers.1.self_attn", "lm_head"])
+    source = quantized(tmp_path, settings)
+    told = foretell(load(source, device="meta", load_format="dummy").model, torch.device("cuda"))
+    assert told.unfused == {
+        "packed QKV": "they are QuantizedLinear (2 of 3)",
+        "packed gate/up": "they are QuantizedLinear",
+    }
+    plain = {name for name, layer in load(source).model.named_modules() if type(layer) is nn.Linear}
+    assert plain == {"lm_head", *(f"model.layers.1.self_attn.{part}_proj" for part in "qkvo")}
 
 
 @needs_torchao
