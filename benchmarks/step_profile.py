@@ -125,6 +125,7 @@ def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, ma
         max_num_batched_tokens=step_tokens,
         block_size=BLOCK_SIZE,
         max_model_len=max_model_len,
+        num_speculative_tokens=0,  # a message is a token
     )
     loaded = LoadedRunner(
         runner=runner, model="", device="cuda", dtype="bfloat16", max_model_len=max_model_len,
