@@ -21,7 +21,7 @@ from server.engine.step_time import StepTimeModel
 MAX_BYPASSES = 64  # younger requests that may be admitted past one that waits for blocks
 RETRY_STEPS = 16  # one that did not fit is matched against the prefix cache again after so many steps
 LOOKAHEAD = 256  # requests looked at in one step
-HASHED_TOKENS = 65_536  # of newcomers' prompts in one step (one is always taken): running requests are not to wait
+HASHED_TOKENS = 262_144  # of newcomers' prompts in one step (one is always taken): running requests are not to wait
 WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
 
 Place = tuple[Urgency, int]  # urgency when it was last looked at, sequence number
