@@ -124,8 +124,9 @@ def _make(
         _require_safetensors(folder)
     quantized = quantization.prepare(config, device)
     if quantized is not None and quantized.stays:
-        quantized.refuse_uses(dummy=load_format == "dummy" and device.type != "meta", training=training)
-        torch_dtype = quantized.dtype_around(dtype, _checkpoint_dtype(config))
+        has_weights = device.type != "meta"  # without, the doctor asks for shapes and sizes
+        quantized.refuse_uses(dummy=load_format == "dummy" and has_weights, training=training)
+        torch_dtype = quantized.dtype_around(dtype if has_weights else "auto", _checkpoint_dtype(config))
     else:
         torch_dtype = _choose_dtype(dtype, config, device)
     if device.type == "cpu":
@@ -165,8 +166,7 @@ def _require_safetensors(folder: Path) -> None:
 
 def _choose_dtype(name: DTypeName, config: PretrainedConfig, device: torch.device) -> torch.dtype:
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return getattr(torch, name)
     if device.type == "cpu":
         return torch.float32
     checkpoint = _checkpoint_dtype(config)

@@ -60,8 +60,7 @@ class Quantization:
                 f"dtype is {name}, but the weights are quantised ({self.method}) and served in the dtype that they "
                 f"were made with: {made_with}"
             )
-        dtype: torch.dtype = getattr(torch, made_with)
-        return dtype
+        return getattr(torch, made_with)
 
 
 class QuantizedLinear(nn.Linear):
