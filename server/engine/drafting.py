@@ -16,6 +16,7 @@ LEARNING = 0.3  # weight of the latest guess in a mean
 PRIOR = (0.0, 0.3, 0.7, 1.5)  # right tokens of a guess from a match of 0, 1, 2, 3 tokens, before any was compared
 LONG_PRIOR = 3.0  # of a longer match
 LONGEST_PAUSE = 32  # tokens without a look after guesses that were wrong from the first token on
+LEAST_GAIN = 0.1  # of a step's tokens: costs and means are estimates
 SORTED_TOKENS = 65_536  # of requests looked at for the first time in one step (one is always)
 MEASURED = 0.2  # weight of the latest step in a time
 FORGETTING = 0.002  # of what was measured, in each step without drafts: a bad cost is tried again some day
@@ -150,7 +151,7 @@ class Drafter:
         candidates.sort(key=lambda candidate: -candidate[0])
         cost = self._cost(len(decodes))
         best = num_drafts = 0
-        most = gain = 0.0
+        gain, most = 0.0, LEAST_GAIN * len(decodes)
         for number, (expected, token_ids, _) in enumerate(candidates, 1):
             num_drafts += len(token_ids)
             if num_drafts > spare:

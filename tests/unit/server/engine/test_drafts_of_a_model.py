@@ -28,6 +28,7 @@ ASKED = [  # a random model repeats little but what it is made to: one of two to
     SamplingParams(60, temperature=0.4, seed=3, top_k=5, logprobs=2, min_tokens=20),
     SamplingParams(60, temperature=1.0, seed=4, ignore_eos=True, logit_bias={7: 8.0, 8: 8.0}),
     SamplingParams(60, temperature=0.0, ignore_eos=True, frequency_penalty=0.1),
+    SamplingParams(60, temperature=1.0, seed=5, ignore_eos=True, logit_bias={9: 100.0}),
 ]
 
 
