@@ -200,6 +200,7 @@ class DecodeGraphs:
     def _write_groups(self, shared: _Groups, levels: Levels, size: int) -> None:
         arrays = self._inputs.group_arrays(levels, size, num_levels=1, num_groups=size)
         if arrays is not shared.written:
+            shared.written = None  # until both are there: the first copy alone would be taken for the old ones
             shared.groups.copy_(to_device(arrays.groups.copy(), self._device))
             shared.own_starts.copy_(to_device(arrays.own_starts.copy(), self._device))
             shared.written = arrays

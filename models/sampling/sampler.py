@@ -84,8 +84,9 @@ class Sampler:
             wanted = self._choose_again(logits, token_ids, rows, slots[rows], positions[rows])
             if wanted is not None:
                 logprobs.append(wanted)
-        self._penalties.count(slots, token_ids)  # only now: a piece that fails must leave no trace
-        return LaunchedSample(token_ids, finite, logprobs)
+        launched = LaunchedSample(token_ids, finite, logprobs)
+        self._penalties.count(slots, token_ids)  # only now: what fails must leave no trace, for it may be tried again
+        return launched
 
     def _choose_again(
         self, logits: Tensor, token_ids: Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.batch import SamplingParams, StepOutput
-from models.sampling import Sampler, sampler
+from models.sampling import LaunchedSample, Sampler, sampler
 
 EOS = 2
 CPU = torch.device("cpu")
@@ -208,6 +208,29 @@ def test_a_preempted_request_goes_on_with_its_penalties() -> None:
         return tokens
 
     assert run(None) == run(7)
+
+
+def test_tokens_of_a_step_that_failed_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs again, after the host had no memory for its results."""
+    logits = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+
+    def no_memory(*_: object) -> LaunchedSample:
+        raise MemoryError
+
+    def run(fails_at: int | None) -> list[int]:
+        chooser = _sampler(20)
+        chooser.add_request(0, SamplingParams(seed=3, frequency_penalty=2.0), [1, 2])
+        tokens: list[int] = []
+        for step in range(12):
+            if step == fails_at:
+                with monkeypatch.context() as patch:
+                    patch.setattr(sampler, "LaunchedSample", no_memory)
+                    with pytest.raises(MemoryError):
+                        _sample(chooser, logits[step : step + 1], [0], [2 + step])
+            tokens += _sample(chooser, logits[step : step + 1], [0], [2 + step]).token_ids
+        return tokens
+
+    assert all(run(fails_at) == run(None) for fails_at in range(12))
 
 
 def test_a_slots_next_request_inherits_nothing() -> None:
