@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from models.kv_pool import KVCaches
@@ -39,7 +40,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         own = (module._parameters, module._buffers, vars(module))
         for name, value in sorted((name, value) for group in own for name, value in group.items()):
             if isinstance(value, Tensor):
-                yield f"{prefix}.{name}", value.to_dense() if value.is_mkldnn else value
+                yield from _dense(f"{prefix}.{name}", value)
+
+
+def _dense(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Of a quantised weight (a tensor subclass) the tensors inside."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor.to_dense() if tensor.is_mkldnn else tensor
+        return
+    inside, _ = tensor.__tensor_flatten__()
+    for inner in inside:
+        yield from _dense(f"{name}.{inner}", getattr(tensor, inner))
 
 
 def _scales(kv_caches: KVCaches) -> Iterator[tuple[str, Tensor]]:

@@ -77,7 +77,7 @@ class ModelRunner:
         self._max_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._dtype = loaded.dtype
-        self._use_graphs = self.device.type == "cuda" and not enforce_eager
+        self._use_graphs = self.device.type == "cuda" and not enforce_eager and loaded.capturable
         check_supported_for_serving(loaded.model, max_model_len)
         fix_longrope(loaded.model, max_model_len)
         self._sites = find_attention_sites(loaded.model)
@@ -206,7 +206,10 @@ class ModelRunner:
     def _make_adapter_slots(self, model: PreTrainedModel, lora: LoraLimits) -> AdapterSlots:
         linears = find_linears(model)
         if not linears:
-            raise UnsupportedModelError(f"{type(model).__name__} has no linear layers that an adapter could change")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no linear layers that an adapter could change: serve it with "
+                "--no-enable-fine-tuning --no-enable-training and without --enable-lora"
+            )
         return AdapterSlots(
             linears, lora, max_num_batched_tokens=self._max_tokens, dtype=self._dtype, device=self.device
         )

@@ -267,7 +267,8 @@ class EngineCore:
             )
         self._failed_steps = 0
         begin, self._collected_at = max(step.launched_at, self._collected_at), self.clock()
-        self.scheduler.step_time.observe(step.work, self._collected_at - begin)
+        if not step.rows[0].step.drafts:  # such steps take longer than their work: they are not recorded
+            self.scheduler.step_time.observe(step.work, self._collected_at - begin)
         return self.scheduler.postprocess(step.rows, output)
 
     def _count_failure(self, error: Exception) -> None:
