@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 from benchmarks import attention_results
 from benchmarks.attention_goal import Rule, number
 from benchmarks.attention_report import Report
+from benchmarks.serving_goals import GOALS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,6 +131,42 @@ def goals() -> str | None:
     return f"Goals ({origins(reports)}):\n\n" + table(["what", "goal", "worst", "mean", "cells", "met"], lines)
 
 
+SERVING_ROWS = (  # case, figure, what a reader calls it, digits
+    ("ttft_32k", "ms", "time to first token of 32,768 tokens, ms", 0),
+    ("tpot_b1_1024", "p50", "time per token after 1,024 tokens, ms", 2),
+    ("shared_100k_x64", "out_tok_s", "64 questions on one 100,000-token document: tokens/s", 0),
+    ("shared_100k_x64", "itl_p50", "the same: time between tokens, ms", 1),
+    ("64x8k_256", "out_tok_s", "64 prompts of 8,192 at once: tokens/s", 0),
+    ("chats_under_131k_prefill", "ttft_p99", "chats beside a 131,072-token prompt: p99 time to first token, ms", 0),
+    ("chats_under_131k_prefill", "tpot_p99", "the same: p99 time per token, ms", 0),
+    ("chats_under_131k_prefill", "long_ttft_ms", "the same: the long prompt's first token, ms", 0),
+    ("start", "s", "process started to ready, s", 0),
+)
+
+
+SIGNS = {"<=": "≤", ">=": "≥"}
+
+
+def serving() -> str:
+    """The engine beside vLLM, both in process, without HTTP, one after the other on one card."""
+    facts = load("serving_h200.json")
+    ours, peer = (next(run for run in facts["runs"] if (run["engine"] == "ours") == mine) for mine in (True, False))
+    asked = {(goal.case, goal.figure): goal for goal in GOALS if goal.of in ("peer", "absolute") and goal.factor}
+    rows = []
+    for case, figure, name, digits in SERVING_ROWS:
+        mine, theirs = (run["rows"][case][figure] for run in (ours, peer))
+        goal = asked.get((case, figure))
+        text = "-" if goal is None else f"{SIGNS[goal.sense]} {goal.factor:g}" + (" x" if goal.of == "peer" else "")
+        met = "" if goal is None else ("no", "yes")[bool(goal.is_met(mine, theirs if goal.of == "peer" else 1.0))]
+        rows.append([name, f"{mine:,.{digits}f}", f"{theirs:,.{digits}f}", f"{mine / theirs:.2f}", text, met])
+    version = peer["rows"]["start"]["version"]
+    text = (
+        f"The engine beside vLLM {version} ({peer['variant']}), both in process, one after the other on one card,\n"
+        f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts)}):\n\n"
+    )
+    return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
+
+
 def longcontext() -> str:
     """One prompt through the HTTP server."""
     facts = load("longcontext_h200.json")
@@ -185,6 +222,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "decode": decode,
     "goals": goals,
     "linear": linear,
+    "serving": serving,
     "longcontext": longcontext,
     "cpu": cpu,
 }
