@@ -138,6 +138,13 @@ class DecodeGraphs:
             if self._with_sharing and size > 1:
                 self._sharing[size] = self._record(size, self._make_groups(size), pool)
 
+    def unrecorded_bytes(self) -> int:
+        """What logits of the sizes that were not recorded will take: unlike what is computed on the way, graphs share
+        no logits."""
+        logits = [graphs[max(graphs)].logits for graphs in (self._plain, self._sharing) if graphs]
+        rows = sum(size for size in self._sizes if size not in self._plain)
+        return sum(rows * one.shape[1] * one.itemsize for one in logits)
+
     def drop(self) -> None:
         self._plain.clear()
         self._sharing.clear()

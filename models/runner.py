@@ -243,14 +243,14 @@ class ModelRunner:
         return cuda_pool_bytes(budget, total=total, peak=peak)
 
     def _graph_bytes(self) -> int:
-        """What the recorded decode steps keep: the largest one's memory serves the smaller ones."""
+        """What the recorded decode steps keep: the largest one serves the smaller ones, but for their logits."""
         if not self._use_graphs:
             return 0
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         graphs = self._make_graphs()
         graphs.capture([self._max_num_seqs])
-        taken = torch.cuda.memory_reserved(self.device) - before
+        taken = torch.cuda.memory_reserved(self.device) - before + graphs.unrecorded_bytes()
         graphs.drop()
         return taken
 

@@ -277,8 +277,9 @@ class EngineCore:
             raise EngineLost(f"{self._failed_steps} steps failed in a row: {type(error).__name__}") from error
 
     def _fail(self, requests: list[Request], error: Exception) -> list[Event]:
-        """Fails these requests. Raises EngineLost instead when the device is past use."""
-        logger.error("%d requests failed", len(requests), exc_info=error)
+        """Fails these requests, if there are any left. Raises EngineLost instead when the device is past use."""
+        if requests:
+            logger.error("%d requests failed", len(requests), exc_info=error)
         try:
             self.loaded.probe()
         except Exception as lost:

@@ -125,10 +125,14 @@ class KVCache:
         request.num_registered = 0
 
     def withdraw(self, request: Request) -> None:
-        """Before release(), for a request whose numbers went bad: nothing it read or wrote is found again."""
-        for block in request.block_ids:
-            if self._by_block[block] is not None:
-                self._forget(block)
+        """Before release(), for a request whose numbers went bad: nothing it read or wrote is found again, nor what it
+        had before a preemption (a step that was in flight then may tell only now)."""
+        for block_hash, _ in request.block_hashes:
+            entry = self._by_hash.get(block_hash)
+            if entry is not None:
+                self._forget(entry.block)
+                if self.pool.is_idle(entry.block):
+                    self.pool.blank(entry.block, entry.cache_salt)
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         """Raises IntegrityError unless pool, tables and prefix cache agree. O(blocks): for idle times and tests."""

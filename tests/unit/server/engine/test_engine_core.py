@@ -42,6 +42,24 @@ def test_a_row_that_is_not_finite_fails_alone_and_is_never_cached(seed: int) -> 
     engine.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("wait", [14, 15, 16])
+def test_blocks_of_a_prompt_that_was_preempted_before_its_bad_result_came_are_not_found_again(wait: int) -> None:
+    rng = random.Random(0)
+    engine = Engine(15, 16, budget=24, overlaps=True)
+    for number in range(4):  # all want another block while the prompt's last part is in flight
+        engine.add(f"r{number}", tokens(rng, 30 - wait), max_tokens=40)
+    for _ in range(wait):
+        engine.turn()
+    poisoned = [fake_runner.NAN, *tokens(rng, 69)]
+    engine.add("poisoned", poisoned)
+    engine.run(until=lambda: "poisoned" in engine.failures)
+    assert engine.scheduler.num_preemptions == 1
+    cached = b"".join(entry.token_bytes for entry in engine.cache._by_hash.values())
+    assert fake_runner.NAN.to_bytes(4, "little") not in cached
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
 def test_out_of_memory_costs_only_the_rows_that_can_not_run_alone() -> None:
     rng = random.Random(0)
     engine = Engine(budget=512)
