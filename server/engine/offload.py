@@ -134,7 +134,9 @@ class Offload:
         self._loads.append((held.slot - 1, block))
 
     def pin(self, held: Held) -> None:
-        """Its slot is not given up before unpin()."""
+        """Its slot is not given up before unpin(). Raises IntegrityError when it has been already."""
+        if not held.is_forgotten and self._by_slot.get(held.slot) is not held:
+            raise IntegrityError(f"host slot {held.slot} has another content by now")
         self._pool.share(held.slot, held.prefix.cache_salt)
 
     def unpin(self, held: Held) -> None:

@@ -33,7 +33,7 @@ class _Found:
     """What continues a prompt's hits."""
 
     on_device: list[Entry]  # the hits too
-    in_host: list[tuple[int, Held]] = field(default_factory=list)  # (index in the prompt, content): may be loaded now
+    in_host: list[tuple[int, Held]] = field(default_factory=list)  # (index in the prompt, content): to load, pinned
     num_blocks: int = 0  # in slower tiers, or on their way from there
     is_arriving: bool = False  # some of them are on their way
 
@@ -75,8 +75,6 @@ class OffloadingKVCache(KVCache):
             fetched = self._fetched[request.request_id] = _Fetched()
             offload.num_queried += usable - len(hits)
         found = self._find_more(request, hits, usable, fetched)
-        for _, held in found.in_host:
-            offload.pin(held)  # what is copied out to make room must not push it out
         self._num_wanted = min(num_blocks - len(hits), offload.num_slots)
         self._retire_ahead()
         is_waiting = found.is_arriving or self.pool.num_ready < self._num_wanted
@@ -90,7 +88,8 @@ class OffloadingKVCache(KVCache):
         return is_waiting
 
     def _find_more(self, request: Request, hits: Sequence[Entry], usable: int, fetched: _Fetched) -> _Found:
-        """What follows `hits`, in all tiers. What is on disk only begins to be read."""
+        """What follows `hits`, in all tiers. What is on disk only begins to be read. What may be loaded is pinned: its
+        slot is neither for reads of what comes after it nor for what is copied out to make room."""
         found = _Found(list(hits))
         is_behind_gap = False
         parent = hits[-1].serial if hits else 0
@@ -114,6 +113,7 @@ class OffloadingKVCache(KVCache):
             elif index < fetched.from_host and not is_behind_gap:  # it was here, and is lost again
                 break
             elif not is_behind_gap:  # in order, so that one number says what was asked for
+                self.offload.pin(held)
                 found.in_host.append((index, held))
             found.num_blocks += 1
         return found
