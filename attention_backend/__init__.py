@@ -10,7 +10,6 @@ from attention_backend.linear import linear_attention
 from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import AttentionArgs
 from attention_backend.shared_prefix import PrefixGroups, cascade_attention, merge_states, shared_prefix_attention
-from attention_backend.skinny import skinny_linear
 from attention_backend.token_choice import choose_tokens
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "shared_prefix_attention",
-    "skinny_linear",
 ]

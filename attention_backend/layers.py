@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attention_backend import ops
 from attention_backend.operators import operator
@@ -101,14 +100,6 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be [rows, width] of one dtype")
     out: Tensor = gated_activation_op(gate, up, activation)
     return out
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b: x `[rows, in_features]`, weight `[out_features, in_features]`, bias `[out_features]`.
-
-    cuBLAS on a GPU. `skinny_linear` does not serve here: alone it is as fast, among a step's other kernels slower.
-    """
-    return F.linear(x, weight, bias)
 
 
 def _by_kernel(x: Tensor) -> bool:

@@ -1,19 +1,20 @@
 """Where the time of an engine step goes: kernels of decode steps and prompt chunks, and how long the GPU has nothing.
 
     python -m benchmarks.step_profile --out benchmarks/results/step_profile_h200.json
-    python -m benchmarks.step_profile --decodes 1x1024,64x8192 --chunks 8192@0,8192@24576 --top 12
+    python -m benchmarks.step_profile --decodes 1x1024,64x8192 --chunks 8192@0,8192@24576+32x4096 --top 12
 
 The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's shape; then whole requests through the
 engine's loop in this process, which shows what scheduling costs. Steps follow each other as in the
 engine: one is launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran;
-"idle": the share of the time between the first and the last kernel in which none did. About a minute on an H200.
+"idle": the share of the time between the first and the last kernel in which none did; "launch": how long this CPU needs
+to queue a step on a GPU that has nothing else to do. A chunk may have decodes beside it. About a minute on an H200.
 """
 
 import json
+import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from benchmarks import machine, model_folder
 from models import loader, registry
 from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
 from models.runner import ModelRunner
+from models.sampling import LaunchedSample
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.messages import AddRequest, TokenDelta
@@ -36,6 +38,8 @@ BLOCK_SIZE = 64
 SAMPLING = SamplingParams(temperature=1.0, seed=0, ignore_eos=True)
 STEPS = 20
 PROFILED = 5
+LAUNCHES = 10
+CHUNKS = "8192@0,8192@24576,256@8192,512@131072+32x4096"
 DECODES = 100  # tokens of a request
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
 
@@ -52,53 +56,62 @@ def make_runner(max_model_len: int, step_tokens: int, **options: Any) -> ModelRu
     return runner
 
 
-class Decodes:
-    """`rows` sequences with blocks of their own, as many as there are."""
+class Steps:
+    """Steps of `decodes` (rows, context) and, beside them, the same chunk (tokens, context) of one prompt each time.
 
-    def __init__(self, runner: ModelRunner, rows: int, context: int, steps: int) -> None:
-        self.runner, self.rows, self.context = runner, rows, context
-        per_sequence = -(-(context + steps) // BLOCK_SIZE)
-        usable = runner.num_blocks - 1
-        self.blocks = [[1 + (row * per_sequence + i) % usable for i in range(per_sequence)] for row in range(rows)]
+    Sequences have blocks of their own, as many as there are.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, decodes: tuple[int, int] = (0, 0), chunk: tuple[int, int] | None = None
+    ) -> None:
+        self.runner = runner
+        self.rows, self.context = decodes
+        longest = self.context + 2 * STEPS + PROFILED + LAUNCHES
+        self.blocks = [self._blocks(row * -(-longest // BLOCK_SIZE), longest) for row in range(self.rows)]
         self.step = 0
-        for slot in range(rows):
+        self.chunk: tuple[ScheduledSeq, ...] = ()
+        if chunk is not None:
+            tokens, before = chunk
+            prompt = torch.randint(10, 100_000, (tokens,)).tolist()
+            self.chunk = (ScheduledSeq(self.rows, prompt, before, self._blocks(0, tokens + before), False),)
+        for slot in range(self.rows + len(self.chunk)):
             runner.add_request(slot, SAMPLING, [1])
+
+    def _blocks(self, first: int, tokens: int) -> list[int]:
+        return [1 + (first + i) % (self.runner.num_blocks - 1) for i in range(-(-tokens // BLOCK_SIZE))]
+
+    def launch(self) -> LaunchedSample:
+        token = [IN_FLIGHT] if self.step else [1]
+        at = self.context + self.step
+        seqs = tuple(ScheduledSeq(row, token, at, self.blocks[row], True) for row in range(self.rows))
+        self.step += 1
+        return self.runner.launch(StepBatch(seqs + self.chunk))
 
     def run(self, steps: int) -> None:
         before = None
         for _ in range(steps):
-            token = [IN_FLIGHT] if self.step else [1]
-            at = self.context + self.step
-            seqs = (ScheduledSeq(row, token, at, self.blocks[row], True) for row in range(self.rows))
-            launched = self.runner.launch(StepBatch(tuple(seqs)))
-            self.step += 1
+            launched = self.launch()
             if before is not None:
                 before.collect()
             before = launched
         if before is not None:
             before.collect()
 
+    def launch_ms(self) -> float:
+        """Median."""
+        times = []
+        for _ in range(LAUNCHES):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            launched = self.launch()
+            times.append((time.perf_counter() - start) * 1e3)
+            launched.collect()
+        return statistics.median(times)
+
     def end(self) -> None:
-        for slot in range(self.rows):
+        for slot in range(self.rows + len(self.chunk)):
             self.runner.remove_request(slot)
-
-
-class Chunks:
-    """The same chunk of one prompt again and again."""
-
-    def __init__(self, runner: ModelRunner, tokens: int, context: int) -> None:
-        self.runner = runner
-        blocks = list(range(1, 1 + -(-(context + tokens) // BLOCK_SIZE)))
-        prompt = torch.randint(10, 100_000, (tokens,)).tolist()
-        self.batch = StepBatch((ScheduledSeq(0, prompt, context, blocks, False),))
-        runner.add_request(0, SAMPLING, [1])
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.runner.launch(self.batch)
-
-    def end(self) -> None:
-        self.runner.remove_request(0)
 
 
 class ListLink:
@@ -149,7 +162,8 @@ def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, ma
     return {"ttft_ms": (times[0] - start) * 1e3, "itl_ms": gaps[len(gaps) // 2] * 1e3}
 
 
-def measure(run: Callable[[int], None], steps: int) -> dict[str, Any]:
+def measure(work: Steps, steps: int) -> dict[str, Any]:
+    run = work.run
     run(3)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -176,47 +190,60 @@ def measure(run: Callable[[int], None], steps: int) -> dict[str, Any]:
     whole = end - min(first for first, _ in spans)
     rows = [{"kernel": n, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED} for n, us in kernels.items()]
     rows.sort(key=lambda row: -row["us"])
-    return {"step_ms": step_ms, "busy_ms": busy / PROFILED / 1e3, "idle": 1 - busy / whole, "kernels": rows}
+    result = {"step_ms": step_ms, "launch_ms": work.launch_ms(), "busy_ms": busy / PROFILED / 1e3}
+    return result | {"idle": 1 - busy / whole, "kernels": rows}
 
 
 def show(name: str, result: dict[str, Any], top: int) -> None:
-    figures = f"step {result['step_ms']:.3f} ms, busy {result['busy_ms']:.3f} ms, idle {result['idle']:.1%}"
-    typer.echo(f"{name}: {figures}")
+    figures = (f"{kind} {result[kind + '_ms']:.3f} ms" for kind in ("step", "launch", "busy"))
+    typer.echo(f"{name}: {', '.join(figures)}, idle {result['idle']:.1%}")
     for row in result["kernels"][:top]:
         each = row["us"] / row["calls"]
         typer.echo(f"  {row['us']:10.1f} us  {row['calls']:6.1f} x {each:8.2f}  {row['kernel'][:110]}")
 
 
+def _pair(cell: str, between: str) -> tuple[int, int]:
+    first, second = cell.split(between)
+    return int(first), int(second)
+
+
+def _chunk(cell: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tokens and context of a chunk, rows and context of the decodes beside it."""
+    chunk, _, beside = cell.partition("+")
+    return _pair(chunk, "@"), _pair(beside, "x") if beside else (0, 0)
+
+
 def main(
     decodes: Annotated[str, typer.Option(help="Rows x context of decode steps.")] = "1x1024,1x131072,64x8192",
     prompts: Annotated[str, typer.Option(help="Lengths of prompts that go through the engine.")] = "1024,32768",
-    chunks: Annotated[str, typer.Option(help="Tokens @ context of prompt chunks.")] = "8192@0,8192@24576",
+    chunks: Annotated[str, typer.Option(help="Tokens@context of chunks, +rows x context of decodes.")] = CHUNKS,
     top: Annotated[int, typer.Option(help="Kernels to print.")] = 14,
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
     commit: Annotated[str | None, typer.Option(help="Recorded where there is no git.")] = None,
 ) -> None:
     """Profiles the steps of the engine's runner."""
-    wanted_decodes = [tuple(map(int, cell.split("x"))) for cell in decodes.split(",") if cell]
-    wanted_chunks = [tuple(map(int, cell.split("@"))) for cell in chunks.split(",") if cell]
+    wanted_decodes = [_pair(cell, "x") for cell in decodes.split(",") if cell]
+    wanted_chunks = [_chunk(cell) for cell in chunks.split(",") if cell]
     wanted_prompts = [int(length) for length in prompts.split(",") if length]
     longest = max(
         *(length + DECODES for length in wanted_prompts),
-        *(tokens + context for tokens, context in wanted_chunks),
+        *(tokens + context for (tokens, context), _ in wanted_chunks),
         *(context + 64 for _, context in wanted_decodes),
     )
-    step_tokens = max([tokens for tokens, _ in wanted_chunks] + [64])
+    step_tokens = max([tokens + rows for (tokens, _), (rows, _) in wanted_chunks] + [64])
     started = time.perf_counter()
     runner = make_runner(longest, step_tokens)
     typer.echo(f"ready after {time.perf_counter() - started:.1f} s, {runner.num_blocks} blocks")
     results: dict[str, Any] = {}
     for rows, context in wanted_decodes:
-        work = Decodes(runner, rows, context, 2 * STEPS + PROFILED)
-        results[f"decode {rows}x{context}"] = measure(work.run, STEPS)
+        work = Steps(runner, (rows, context))
+        results[f"decode {rows}x{context}"] = measure(work, STEPS)
         work.end()
-    for tokens, context in wanted_chunks:
-        chunk = Chunks(runner, tokens, context)
-        results[f"chunk {tokens}@{context}"] = measure(chunk.run, 4)
-        chunk.end()
+    for chunk, beside in wanted_chunks:
+        work = Steps(runner, beside, chunk)
+        name = f"chunk {chunk[0]}@{chunk[1]}" + (f" beside {beside[0]}x{beside[1]}" if beside[0] else "")
+        results[name] = measure(work, 4 if chunk[0] > 2048 else STEPS)
+        work.end()
     for name, result in results.items():
         show(name, result, top)
     for length in wanted_prompts:

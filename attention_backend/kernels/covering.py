@@ -10,7 +10,7 @@ import torch
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import KernelVariant
-from attention_backend.kernels import flash_fwd_fp8_sm90, hopper_backward_variants, linear_variants, skinny_linear
+from attention_backend.kernels import flash_fwd_fp8_sm90, hopper_backward_variants, linear_variants
 from attention_backend.kernels.backward_covering import backward_covering_set
 from attention_backend.kernels.choose_tokens import choice_variant
 from attention_backend.kernels.copy_pages import copy_pages_variant
@@ -37,7 +37,6 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
         yield from flash_fwd_fp8_sm90.covering_set()
         yield from hopper_backward_variants.covering_set()
     yield from linear_variants.covering(arch)
-    yield from skinny_linear.covering_set(arch)
     yield from layer_covering_set(arch)
     for head_dim in (32, 64, 128, 256):
         yield merge_variant(main, head_dim, arch)

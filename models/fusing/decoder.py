@@ -15,7 +15,6 @@ from attention_backend.metadata import KVPages
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.fusing.families import Family, family_of
 from models.fusing.layer import FusedAttention, FusedMLP
-from models.fusing.linears import apply_linear
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError, is_plain
 from models.fusing.rotary import StepRotary, Tables
@@ -100,7 +99,7 @@ class FusedDecoder:
         late = rows is not None and step.adapter_rows is not None  # adapters know the whole batch's rows
         if rows is not None and not late:
             attended, residual = attended[rows], residual[rows]
-        block = apply_linear(layer.attention.out, attended)
+        block = layer.attention.out(attended)
         if layer.after_attention is not None:
             block = layer.after_attention(block)
         normed, residual = layer.before_mlp.add(block, residual)
@@ -110,7 +109,7 @@ class FusedDecoder:
         return (block[rows], residual[rows]) if late else (block, residual)
 
     def _head(self, normed: Tensor) -> Tensor:
-        logits = apply_linear(self._model.lm_head, normed)
+        logits = self._model.lm_head(normed)
         if self._softcap is None:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap

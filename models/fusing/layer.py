@@ -14,7 +14,7 @@ from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.attention_sites import AttentionSite
 from models.fusing.families import Family
-from models.fusing.linears import JoinedLinears, apply_linear
+from models.fusing.linears import JoinedLinears
 from models.fusing.norms import Norm
 from models.fusing.plain import is_plain
 from models.fusing.rotary import Tables
@@ -112,4 +112,4 @@ class FusedMLP:
         gate, up = self.projections(x)
         name = self.activation
         gated = self._activation(gate) * up if name is None else layers.gated_activation(gate, up, name)
-        return apply_linear(self.down, gated)
+        return self.down(gated)

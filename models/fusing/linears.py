@@ -9,17 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from attention_backend import layers
 from models.fusing.plain import is_plain
-
-
-def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """x `[rows, in_features]` -> `[rows, out_features]`."""
-    if isinstance(module, nn.Linear) and is_plain(module, nn.Linear):
-        return layers.linear(x, module.weight, module.bias)
-    y: Tensor = module(x)
-    return y
 
 
 class JoinedLinears:
@@ -60,10 +52,10 @@ class JoinedLinears:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[rows, in_features]` -> `[rows, size]` of each size, views of one tensor where it is one."""
         if len(self.modules) == 1:
-            return apply_linear(self.modules[0], x).split(self._sizes, dim=1)
+            return self.modules[0](x).split(self._sizes, dim=1)
         if self._weight is not None and self._still_packed():
-            return layers.linear(x, self._weight, self._bias).split(self._sizes, dim=1)
-        return tuple(apply_linear(module, x) for module in self.modules)
+            return F.linear(x, self._weight, self._bias).split(self._sizes, dim=1)
+        return tuple(module(x) for module in self.modules)
 
     def _still_packed(self) -> bool:
         plain = all(is_plain(module, nn.Linear) for module in self.modules)

@@ -20,7 +20,9 @@ import typer
 from torch import Tensor
 
 import attention_backend
-from attention_backend import backward, block_patterns, dispatch
+from attention_backend import backward, block_patterns, dispatch, layers
+from attention_backend.page_copy import PageCopy
+from attention_backend.token_choice import choose_tokens
 
 from .problems import Case, build
 from .test_kv_store import check_store
@@ -100,7 +102,6 @@ def run_features(device: torch.device) -> int:
         attention_backend.block_sparse_attention(q, k, v, window),
         attention_backend.linear_attention(q, k, v, causal=True),
         attention_backend.linear_attention(q, k, v),
-        *(attention_backend.skinny_linear(normal(m, 1096), normal(n, 1096)) for m, n in ((3, 4999), (16, 333))),
         attention_backend.shared_prefix_attention(
             normal(4, 1, 4, 128), *pages, prefix_block_table=tables[:8], prefix_len=500,
             suffix_block_table=tables[8:].view(4, 1), suffix_lens=torch.full_like(tables[:4], 40),
@@ -108,6 +109,54 @@ def run_features(device: torch.device) -> int:
     ]  # fmt: skip
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         results.append(attention_backend.flash_attn_fp8_func(q, k, v, causal=True))
+    for out in results:
+        assert isinstance(out, Tensor)
+        assert bool(out.isfinite().all())
+    return len(results)
+
+
+def run_layers(device: torch.device) -> int:
+    """What an engine's step does beside attention, and its float8 pages; returns how many ran."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    rows, heads, kv_heads, dim, page = 70, 8, 2, 128, 16
+    x, weight = normal(rows, 520), normal(520)
+    packed = normal(rows, heads + 2 * kv_heads, dim)
+    q, k, v = packed.split((heads, kv_heads, kv_heads), dim=1)
+    tables = [torch.randn(rows, dim // 2, device=device) for _ in range(2)]
+    slots = torch.arange(rows, device=device)
+    pages = [torch.zeros(6, kv_heads, page, dim, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    small = [x.to(torch.float8_e4m3fn) for x in pages]
+    scales = {name: torch.full((kv_heads,), 0.5, device=device) for name in ("k_scale", "v_scale")}
+    results = [
+        layers.rms_norm(x, weight, 1e-6),
+        *layers.add_rms_norm(x, x.clone(), weight, 1e-6, unit_offset=True),
+        layers.gated_activation(x[:, :256], x[:, 256:512], "silu"),
+        layers.rotary_store(q, k, v, *pages, slots, *tables, q_norm=normal(dim), k_norm=normal(dim), eps=1e-6),
+        layers.rotary_store(q, k, v, *small, slots, *tables, **scales),
+    ]
+    table = torch.arange(5, device=device, dtype=torch.int32)[None]
+    for new in (q[None, :1], q[None]):  # decode and, over a copy of the pages, prefill
+        seen = [x.transpose(1, 2) for x in small]
+        length = torch.tensor([rows], device=device, dtype=torch.int32)
+        results.append(
+            attention_backend.flash_attn_with_kvcache(
+                new, *seen, cache_seqlens=length, block_table=table, causal=True, **scales,
+            )
+        )  # fmt: skip
+    copy = PageCopy(pages)
+    host = torch.empty(2, copy.row_bytes, device=device, dtype=torch.uint8)
+    blocks = torch.tensor([4, 1], device=device, dtype=torch.int32)
+    copy.gather(blocks, host)
+    copy.scatter(host, blocks)
+    results.append(pages[0])
+    if device.type == "cuda":
+        keys = torch.arange(2 * rows, device=device, dtype=torch.int32).view(rows, 2)
+        token_ids, finite = choose_tokens(x, torch.linspace(0, 2, rows, device=device), keys)
+        assert bool(finite.all())
+        results.append(token_ids.float())
     for out in results:
         assert isinstance(out, Tensor)
         assert bool(out.isfinite().all())
@@ -128,7 +177,8 @@ def command(tool: str) -> list[str]:
 def main(tools: Sequence[str]) -> int:
     if list(tools) == ["--grid"]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        typer.echo(f"{run_grid(device) + run_features(device) + run_gradients(device)} problems ran on {device}")
+        ran = sum(run(device) for run in (run_grid, run_features, run_layers, run_gradients))
+        typer.echo(f"{ran} problems ran on {device}")
         return 0
     unknown = set(tools) - set(TOOLS)
     if unknown or not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:

@@ -162,8 +162,8 @@ def test_a_chain_of_layers_in_a_graph_is_bitwise_the_plain_calls(rows: int, cuda
         block, residual = x, x
         for first, second, norm in zip(up, down, norms, strict=True):
             normed, residual = layers.add_rms_norm(block, residual, norm, 1e-6)
-            gate, other = layers.linear(normed, first).chunk(2, dim=1)
-            block = layers.linear(layers.gated_activation(gate, other, "silu"), second)
+            gate, other = F.linear(normed, first).chunk(2, dim=1)
+            block = F.linear(layers.gated_activation(gate, other, "silu"), second)
         return block + residual
 
     graph, out = captured(work)

@@ -11,7 +11,11 @@ def test_the_grid_runs_on_cpu() -> None:
 
 
 def test_the_features_run_on_cpu() -> None:
-    assert sanitize.run_features(torch.device("cpu")) == 7
+    assert sanitize.run_features(torch.device("cpu")) == 5
+
+
+def test_the_layers_run_on_cpu() -> None:
+    assert sanitize.run_layers(torch.device("cpu")) == 9
 
 
 def test_the_gradients_run_on_cpu() -> None:

@@ -108,11 +108,6 @@ def test_gated_activations_are_torchs(dtype: torch.dtype) -> None:
     assert torch.equal(layers.gated_activation(gate, up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
 
 
-def test_a_linear_layer_on_a_cpu_is_torchs() -> None:
-    x, weight, bias = randn(3, 8), randn(5, 8), randn(5)
-    assert torch.equal(layers.linear(x, weight, bias), F.linear(x, weight, bias))
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
