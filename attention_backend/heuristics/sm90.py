@@ -98,8 +98,13 @@ def hopper_plan(
     num_sms: int,
     packable: bool,
     num_splits: int = 0,
+    total_rows: int | None = None,
 ) -> HopperPlan:
-    """`seqlen_q` and `seqlen_k` are upper bounds; `num_splits` 0: as many as fill the device."""
+    """`seqlen_q` and `seqlen_k` are upper bounds; `num_splits` 0: as many as fill the device.
+
+    `total_rows`: query rows of all sequences together, of varlen queries, whose tiles `seqlen_q` says little of: one
+    long sequence among short ones bounds them all. None: every sequence has `seqlen_q` rows.
+    """
     tile_rows = config.block_m // group * group if group <= config.block_m else 0
     pack = packable and group > 1 and tile_rows > 0
     if pack:
@@ -107,8 +112,11 @@ def hopper_plan(
         pack = _share(seqlen_q, config.block_m) < 0.9 * packed
     if not pack:
         tile_rows = config.block_m
-    rows, lines = (seqlen_q * group, heads // group) if pack else (seqlen_q, heads)
-    tiles = -(-rows // tile_rows) * lines * batch
+    per_row, lines = (group, heads // group) if pack else (1, heads)
+    if total_rows is None:
+        tiles = -(-seqlen_q * per_row // tile_rows) * batch * lines
+    else:
+        tiles = -(-min(batch * seqlen_q, total_rows) * per_row // tile_rows) * lines
     steps = max(1, -(-seqlen_k // config.block_n))
     splits = min(num_splits, MAX_SPLITS) or _splits(tiles, steps, num_sms)
     return HopperPlan(pack, tile_rows, splits)

@@ -79,6 +79,7 @@ def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOpt
         num_sms=device.num_sms(args.q.device.index),
         packable=not (sparse or options.alibi or options.bias or options.dropout),
         num_splits=1 if sparse or options.dropout else num_splits,
+        total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
     )
     return which, plan
 

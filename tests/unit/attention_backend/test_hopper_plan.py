@@ -104,3 +104,37 @@ def test_short_rows_are_packed_and_long_ones_are_not() -> None:
     kwargs = {"seqlen_k": 4096, "batch": 1, "heads": 32, "group": 4, "num_sms": 132, "packable": True}
     assert hopper_plan(config, seqlen_q=32, **kwargs).pack  # type: ignore[arg-type]
     assert not hopper_plan(config, seqlen_q=4096, **kwargs).pack  # type: ignore[arg-type]
+
+
+def splits(batch: int, seqlen_q: int, seqlen_k: int, total_rows: int | None) -> int:
+    """Of 8 key heads with 4 query heads each, on a GPU of 132 SMs."""
+    return hopper_plan(
+        config_of((128, 128), (False, True, False, False)),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        batch=batch,
+        heads=32,
+        group=4,
+        num_sms=132,
+        packable=True,
+        total_rows=total_rows,
+    ).num_splits
+
+
+def test_ragged_sequences_are_split_by_the_rows_that_they_have_together() -> None:
+    """A chunk and 15 decodes bring 143 rows, two tiles a head: 64. 16 times 128 rows, their bound, would be 512."""
+    assert splits(16, 128, 65_536, None) == 1
+    assert splits(16, 128, 65_536, 143) == 2
+
+
+@given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 200_000))
+def test_rows_beyond_what_the_sequences_can_have_change_no_splits(batch: int, seqlen_q: int, seqlen_k: int) -> None:
+    assert splits(1, seqlen_q, seqlen_k, seqlen_q) == splits(1, seqlen_q, seqlen_k, None)
+    bound = splits(batch, seqlen_q, seqlen_k, batch * seqlen_q)
+    assert splits(batch, seqlen_q, seqlen_k, batch * seqlen_q + 5000) == bound
+
+
+def test_dense_sequences_fill_tiles_of_their_own() -> None:
+    """16 sequences of 20 rows, each 80 packed ones, are 128 tiles though their rows would fit into 80."""
+    assert splits(16, 20, 65_536, None) == 1
+    assert splits(16, 20, 65_536, 320) > 1
