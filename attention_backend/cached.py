@@ -67,6 +67,7 @@ def paged_attention(
         sinks,
         k_scale,
         v_scale,
+        metadata.decodes_here,
     )
 
 

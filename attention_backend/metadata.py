@@ -34,6 +34,7 @@ class PagedMetadata:
     """A flattened batch of sequences over a paged KV cache.
 
     Sequences with exactly one query row come first (`num_decodes` of them), then the others (prefills and chunks).
+    Where shapes are fixed, the last decodes may be missing (`decodes_here`): others' rows follow the present ones.
     """
 
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
@@ -43,6 +44,7 @@ class PagedMetadata:
     num_decodes: int
     max_seqlen_q: int  # the largest number of new tokens of a sequence
     max_seqlen_k: int  # the largest of seq_lens (an upper bound is allowed)
+    decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no keys; None: all are
     shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
     shared_prefills: SharedPages | None = None  # of the others
 

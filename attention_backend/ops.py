@@ -228,6 +228,7 @@ def paged_attention_op(
     sinks: Tensor | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    decodes_here: Tensor | None = None,
 ) -> Tensor:
     """See `attention_backend.paged_attention`."""
     if k_new is not None and v_new is not None:
@@ -255,14 +256,19 @@ def paged_attention_op(
         )
         return dispatch.run(args)[0] if k_scale is None else fp8_pages.attention(args)
 
-    if num_decodes == num_seqs == q.shape[0]:
-        return attend(q.unsqueeze(1), 0, num_seqs, None).squeeze(1)
     if num_decodes == 0:
         return attend(q, 0, num_seqs, cu_seqlens_q)
-    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
-    out[:num_decodes] = attend(q[:num_decodes].unsqueeze(1), 0, num_decodes, None).squeeze(1)
-    if num_decodes < num_seqs:  # a decode is one row, so row numbers drop by the number of decodes
-        out[num_decodes:] = attend(q[num_decodes:], num_decodes, num_seqs, cu_seqlens_q[num_decodes:] - num_decodes)
+    decodes = attend(q[:num_decodes].unsqueeze(1), 0, num_decodes, None).squeeze(1)
+    if num_decodes == num_seqs == q.shape[0]:
+        return decodes
+    if num_decodes == num_seqs:  # rows of nobody follow
+        out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
+    else:  # in place: the first of the others' rows is where their lengths begin
+        out = attend(q, num_decodes, num_seqs, cu_seqlens_q[num_decodes:])
+    if decodes_here is None:
+        out[:num_decodes] = decodes
+    else:
+        torch.where(decodes_here, decodes, out[:num_decodes], out=out[:num_decodes])
     return out
 
 

@@ -1,13 +1,13 @@
-"""The decode step as CUDA graphs: the model and the choice of tokens, recorded once per batch size and replayed.
+"""Steps as CUDA graphs: the model and the choice of tokens, recorded once per shape of a step and replayed.
 
-A step of n rows runs in the smallest graph of n rows or more; rows without a sequence attend to the padding page. What
-differs from step to step lies at fixed addresses: one buffer that is copied before each replay, the slots' block tables
-and the tokens sampled last. Lengths are read on the device, so graphs that were recorded short are right when long.
-Steps whose sequences share pages have graphs of their own, in which one pass reads those pages for all of them.
+A step runs in the smallest graph that it fits. What differs from step to step lies at fixed addresses: one buffer that
+is copied before each replay, the slots' block tables and the tokens sampled last. Lengths are read on the device, so
+graphs that were recorded short are right when long. Decodes that share pages have graphs of their own, in which one
+pass reads those pages for all of them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,56 +18,28 @@ import attention_backend
 from attention_backend.metadata import PagedMetadata
 from models.batch import StepBatch
 from models.copies import to_device
-from models.inputs import StepInputs, StepRows, StepTensors
+from models.graph_fields import StepFields, num_bytes
+from models.inputs import StepInputs, StepTensors
 from models.prefix_groups import GroupArrays, shared_pages
 from models.shared_runs import Levels
+from models.step_rows import StepArrays, StepRows
+from models.step_shapes import StepShape
 
-#: Rows of the graphs: padding is at most a third of a batch.
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-Forward = Callable[[StepTensors], Tensor]  # logits [rows, vocab] of every row
+#: Logits of a step: of every row, or of its sample_rows.
+Forward = Callable[[StepTensors, bool], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOutput:
-    """Of the first rows of a replay; valid until the next one."""
+    """Of a replay's samples; valid until the next one."""
 
     logits: Tensor  # [n, vocab]
     token_ids: Tensor  # int64 [n]
     finite: Tensor  # bool [n]
     slots: Tensor  # int64 [n]
 
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """What a decode step needs of each row, as views of one buffer."""
-
-    token_ids: Tensor  # int64
-    position_ids: Tensor  # int64
-    slot_mapping: Tensor  # int64; -1: nothing is stored
-    slots: Tensor  # int64
-    keys: Tensor  # int32 [rows, 2]
-    seq_lens: Tensor  # int32
-    temperature: Tensor  # float32
-
-    @classmethod
-    def of(cls, buffer: Tensor, rows: int) -> "_Fields":
-        """buffer: uint8 `[rows * _ROW_BYTES]`."""
-        words = [buffer[8 * rows * i : 8 * rows * (i + 1)] for i in range(5)]
-        halves = [buffer[40 * rows + 4 * rows * i : 40 * rows + 4 * rows * (i + 1)] for i in range(2)]
-        token_ids, position_ids, slot_mapping, slots = (word.view(torch.int64) for word in words[:4])
-        return cls(
-            token_ids=token_ids,
-            position_ids=position_ids,
-            slot_mapping=slot_mapping,
-            slots=slots,
-            keys=words[4].view(torch.int32).view(rows, 2),
-            seq_lens=halves[0].view(torch.int32),
-            temperature=halves[1].view(torch.float32),
-        )
-
-
-_ROW_BYTES = 48
+    def first(self, count: int) -> "GraphOutput":
+        return GraphOutput(self.logits[:count], self.token_ids[:count], self.finite[:count], self.slots[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +47,6 @@ class _Staging:
     """A pinned buffer, and when it may be written again."""
 
     buffer: Tensor
-    fields: _Fields
     copied: torch.cuda.Event
 
 
@@ -92,112 +63,102 @@ class _Groups:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
-    token_ids: Tensor
-    finite: Tensor
+    output: GraphOutput
     shared: _Groups | None
 
 
-class DecodeGraphs:
-    """Graphs of a runner's decode steps without adapters, for up to `max_num_seqs` rows."""
+class StepGraphs:
+    """Graphs of a runner's steps without adapters."""
 
     def __init__(
         self,
         forward: Forward,
         inputs: StepInputs,
+        shapes: Sequence[StepShape],
         *,
-        max_num_seqs: int,
         max_model_len: int,
         with_sharing: bool,
         device: torch.device,
     ) -> None:
-        """`with_sharing`: whether steps may name shared pages, on one level."""
+        """`with_sharing`: whether steps of decodes may name shared pages, on one level."""
         self._forward = forward
         self._inputs = inputs
+        self._shapes = sorted(shapes)
         self._max_model_len = max_model_len
         self._device = device
-        self._sizes = [size for size in SIZES if size < max_num_seqs] + [max_num_seqs]
         self._with_sharing = with_sharing
-        self._plain: dict[int, _Graph] = {}
-        self._sharing: dict[int, _Graph] = {}
-        rows = self._sizes[-1]
-        self._buffer = torch.zeros(rows * _ROW_BYTES, dtype=torch.uint8, device=device)
-        self._fields = _Fields.of(self._buffer, rows)
-        self._cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._stagings = [self._make_staging(rows) for _ in range(2)]
+        self._plain: dict[StepShape, _Graph] = {}
+        self._sharing: dict[StepShape, _Graph] = {}
+        most = max(map(num_bytes, self._shapes))
+        self._buffer = torch.zeros(most, dtype=torch.uint8, device=device)
+        self._stagings = [
+            _Staging(torch.zeros(most, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+        ]
         self._turn = 0
         self._stream = torch.cuda.Stream(device)
+        self._logits: Tensor | None = None  # of every graph: [most samples, vocab]
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Records all sizes, the largest first, so that the smaller ones find its memory in the pool."""
+    def capture(self, shapes: Sequence[StepShape] | None = None) -> None:
+        """Records all shapes, or some, the largest first, so that the smaller ones find its memory in the pool."""
         pool = torch.cuda.graph_pool_handle()
-        self._stage_padding()
-        for size in sorted(self._sizes if sizes is None else sizes, reverse=True):
-            self._plain[size] = self._record(size, None, pool)
-            if self._with_sharing and size > 1:
-                self._sharing[size] = self._record(size, self._make_groups(size), pool)
+        for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
+            self._stage_padding(shape)
+            self._plain[shape] = self._record(shape, None, pool)
+            if self._with_sharing and shape.only_decodes and shape.rows > 1:
+                self._sharing[shape] = self._record(shape, self._make_groups(shape.rows), pool)
 
-    def unrecorded_bytes(self) -> int:
-        """What logits of the sizes that were not recorded will take: unlike what is computed on the way, graphs share
-        no logits."""
-        logits = [graphs[max(graphs)].logits for graphs in (self._plain, self._sharing) if graphs]
-        rows = sum(size for size in self._sizes if size not in self._plain)
-        return sum(rows * one.shape[1] * one.itemsize for one in logits)
+    def largest(self) -> list[StepShape]:
+        """The largest of decodes and of other steps."""
+        kinds = ([shape for shape in self._shapes if shape.only_decodes is kind] for kind in (True, False))
+        return [max(kind) for kind in kinds if kind]
 
     def drop(self) -> None:
         self._plain.clear()
         self._sharing.clear()
+        self._logits = None
 
-    def serves(self, batch: StepBatch, rows: StepRows) -> bool:
-        """Whether the step is nothing but decodes that sample, without adapters, and no more than were recorded."""
+    def shape_of(self, batch: StepBatch, rows: StepRows) -> StepShape | None:
+        """The smallest recorded shape that serves the step; None: no graph does."""
         levels = batch.sharing.decodes
+        if len(levels) > 1 or batch.sharing.prefills or bool((rows.adapters >= 0).any()):
+            return None
         graphs = self._sharing if levels else self._plain
-        return (
-            bool(graphs)
-            and len(levels) <= 1
-            and len(rows.slots) <= max(graphs)
-            and rows.num_decodes == len(rows.slots)
-            and bool(rows.sampled.all())
-            and bool((rows.adapters < 0).all())
-        )
+        return next((shape for shape in self._shapes if shape in graphs and shape.fits(rows)), None)
 
-    def replay(self, levels: Levels, rows: StepRows, temperature: np.ndarray, keys: np.ndarray) -> GraphOutput:
-        """One step that is served. The tables are up to date; temperature float32 `[n]` and keys int32 `[n, 2]` are the
-        sampler's."""
-        graphs = self._sharing if levels else self._plain
-        count = len(rows.slots)
-        size = min(size for size in graphs if size >= count)
+    def replay(
+        self,
+        shape: StepShape,
+        levels: Levels,
+        arrays: StepArrays,
+        rows: StepRows,
+        temperature: np.ndarray,
+        keys: np.ndarray,
+    ) -> GraphOutput:
+        """One step of this shape. The tables are up to date; temperature float32 `[n]` and keys int32 `[n, 2]` are the
+        sampler's, for each row that is sampled."""
         staging = self._stagings[self._turn]
         self._turn = 1 - self._turn
-        staging.copied.synchronize()  # of the step before the last, whose tokens were read: no wait
-        fields = staging.fields
-        _fill(fields.token_ids, rows.first_tokens, size, 0)
-        _fill(fields.position_ids, rows.computed, size, 0)
-        _fill(fields.slot_mapping, self._inputs.slot_mapping(rows.slots, rows.computed), size, -1)
-        _fill(fields.slots, rows.slots, size, self._inputs.tables.padding_slot)
-        _fill(fields.seq_lens, rows.totals, size, 1)
-        _fill(fields.temperature, temperature, size, 0)
-        _fill(fields.keys, keys, size, 0)
-        self._copy(staging)
-        graph = graphs[size]
+        staging.copied.synchronize()  # of the step before the last: a wait only where steps that sample nothing follow
+        fields = StepFields.of(staging.buffer, shape)
+        fields.fill(shape, arrays, rows, temperature, keys, padding_slot=self._inputs.tables.padding_slot)
+        self._copy(staging, shape)
+        graph = (self._sharing if levels else self._plain)[shape]
         if graph.shared is not None:
-            self._write_groups(graph.shared, levels, size)
+            self._write_groups(graph.shared, levels, shape.rows)
         graph.graph.replay()
-        return GraphOutput(
-            graph.logits[:count], graph.token_ids[:count], graph.finite[:count], self._fields.slots[:count]
-        )
+        return graph.output.first(len(arrays.sample_rows))
 
-    def _record(self, size: int, shared: _Groups | None, pool: Any) -> _Graph:
+    def _record(self, shape: StepShape, shared: _Groups | None, pool: Any) -> _Graph:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._run(size, shared)  # compiles kernels and chooses algorithms: neither can be recorded
+            self._run(shape, shared)  # compiles kernels and chooses algorithms: neither can be recorded
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
-            logits, token_ids, finite = self._run(size, shared)
-        return _Graph(graph, logits, token_ids, finite, shared)
+            output = self._run(shape, shared)
+        return _Graph(graph, output, shared)
 
     def _make_groups(self, size: int) -> _Groups:
         nothing = self._inputs.group_arrays((), size, num_levels=1, num_groups=size)
@@ -212,53 +173,61 @@ class DecodeGraphs:
             shared.own_starts.copy_(to_device(arrays.own_starts.copy(), self._device))
             shared.written = arrays
 
-    def _run(self, size: int, shared: _Groups | None) -> tuple[Tensor, Tensor, Tensor]:
-        fields, slots = self._fields, self._fields.slots[:size]
-        block_table = self._inputs.tables.device.index_select(0, slots)
-        metadata = PagedMetadata(
-            cu_seqlens_q=self._cu_seqlens[: size + 1],
-            seq_lens=fields.seq_lens[:size],
-            block_table=block_table,
-            slot_mapping=fields.slot_mapping[:size],
-            num_decodes=size,
-            max_seqlen_q=1,
-            max_seqlen_k=self._max_model_len,
-            shared_decodes=None
-            if shared is None
-            else shared_pages(shared.groups, shared.own_starts, block_table, shared.max_rows),
-        )
-        step = StepTensors(
-            input_ids=self._inputs.known(fields.token_ids[:size], slots)[None],
-            position_ids=fields.position_ids[:size][None],
-            sample_rows=self._cu_seqlens[:size].long(),
-            metadata=metadata,
-            sample_slots=np.empty(0, np.int64),
-            sample_slots_on_device=slots,
-            sample_positions=np.empty(0, np.int64),
-            adapter_rows=None,
-            num_adapter_slots=0,
-        )
-        logits = self._forward(step)
-        return logits, *attention_backend.choose_tokens(logits, fields.temperature[:size], fields.keys[:size])
+    def _run(self, shape: StepShape, shared: _Groups | None) -> GraphOutput:
+        fields = StepFields.of(self._buffer, shape)
+        step = step_tensors(fields, shape, self._inputs, max_model_len=self._max_model_len)
+        if shared is not None:
+            pages = shared_pages(shared.groups, shared.own_starts, step.metadata.block_table, shared.max_rows)
+            step = replace(step, metadata=replace(step.metadata, shared_decodes=pages))
+        logits = self._forward(step, shape.only_decodes)
+        if self._logits is None:
+            most = max(shape.samples for shape in self._shapes)
+            self._logits = logits.new_empty(most, logits.shape[1])
+        kept = self._logits[: shape.samples]
+        kept.copy_(logits)
+        token_ids, finite = attention_backend.choose_tokens(kept, fields.temperature, fields.keys)
+        return GraphOutput(kept, token_ids, finite, step.sample_slots_on_device)
 
-    def _stage_padding(self) -> None:
-        staging = self._stagings[0]
-        size = self._sizes[-1]
+    def _stage_padding(self, shape: StepShape) -> None:
         nothing = np.empty(0, np.int64)
-        for name, padding in (("slot_mapping", -1), ("slots", self._inputs.tables.padding_slot), ("seq_lens", 1)):
-            _fill(getattr(staging.fields, name), nothing, size, padding)
-        self._copy(staging)
+        rows = StepRows(nothing, nothing, nothing, nothing.astype(bool), nothing, nothing, nothing)
+        arrays = StepArrays(nothing, nothing, nothing, nothing, nothing, nothing)
+        staging = self._stagings[0]
+        staging.copied.synchronize()
+        StepFields.of(staging.buffer, shape).fill(
+            shape, arrays, rows, np.empty(0, np.float32), np.empty((0, 2), np.int32),
+            padding_slot=self._inputs.tables.padding_slot,
+        )  # fmt: skip
+        self._copy(staging, shape)
 
-    def _copy(self, staging: _Staging) -> None:
-        self._buffer.copy_(staging.buffer, non_blocking=True)
+    def _copy(self, staging: _Staging, shape: StepShape) -> None:
+        used = num_bytes(shape)
+        self._buffer[:used].copy_(staging.buffer[:used], non_blocking=True)
         staging.copied.record(torch.cuda.current_stream(self._device))
 
-    def _make_staging(self, rows: int) -> _Staging:
-        buffer = torch.zeros(rows * _ROW_BYTES, dtype=torch.uint8, pin_memory=True)
-        return _Staging(buffer, _Fields.of(buffer, rows), torch.cuda.Event())
 
-
-def _fill(field: Tensor, values: np.ndarray, size: int, padding: int) -> None:
-    array = field.numpy()
-    array[: len(values)] = values
-    array[len(values) : size] = padding
+def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, max_model_len: int) -> StepTensors:
+    """The forward's inputs, computed from the fields where they lie."""
+    here = None if shape.only_decodes or not shape.decodes else fields.seq_lens[: shape.decodes, None, None] > 0
+    return StepTensors(
+        input_ids=inputs.known(fields.token_ids, fields.row_slots)[None],
+        position_ids=fields.position_ids[None],
+        sample_rows=fields.sample_rows,
+        metadata=PagedMetadata(
+            cu_seqlens_q=fields.cu_seqlens,
+            seq_lens=fields.seq_lens,
+            block_table=inputs.tables.device.index_select(0, fields.sequence_slots),
+            slot_mapping=fields.slot_mapping,
+            num_decodes=shape.decodes,
+            max_seqlen_q=max(1, shape.longest),
+            max_seqlen_k=max_model_len,
+            decodes_here=here,
+        ),
+        sample_slots=np.empty(0, np.int64),
+        sample_slots_on_device=fields.row_slots
+        if shape.only_decodes
+        else fields.row_slots.index_select(0, fields.sample_rows),
+        sample_positions=np.empty(0, np.int64),
+        adapter_rows=None,
+        num_adapter_slots=0,
+    )

@@ -15,6 +15,7 @@ from models.block_tables import BlockTables
 from models.copies import to_device
 from models.prefix_groups import GroupArrays, group_arrays, shared_pages
 from models.shared_runs import Levels
+from models.step_rows import StepArrays, StepRows
 
 #: Sections of the staging buffer start at multiples of this many bytes (a cache line; more than any dtype needs).
 _ALIGNMENT = 64
@@ -33,42 +34,6 @@ class StepTensors:
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
     adapter_rows: Tensor | None  # int32 [num_tokens]: each row's adapter slot; None: no row has one
     num_adapter_slots: int  # all of adapter_rows are below
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """A batch as arrays, one entry a sequence: int64, `sampled` bool, `adapters` int32."""
-
-    slots: np.ndarray
-    lengths: np.ndarray  # new tokens
-    computed: np.ndarray  # tokens in the cache before
-    sampled: np.ndarray
-    drafts: np.ndarray  # guesses among the new tokens, at their end
-    adapters: np.ndarray
-    first_tokens: np.ndarray  # the first new token's id, or IN_FLIGHT
-
-    @classmethod
-    def of(cls, batch: StepBatch) -> "StepRows":
-        seqs, count = batch.seqs, len(batch.seqs)
-        return cls(
-            slots=np.fromiter((seq.slot for seq in seqs), np.int64, count),
-            lengths=np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, count),
-            computed=np.fromiter((seq.num_computed for seq in seqs), np.int64, count),
-            sampled=np.fromiter((seq.sample for seq in seqs), np.bool_, count),
-            drafts=np.fromiter((seq.num_drafts for seq in seqs), np.int64, count),
-            adapters=np.fromiter((seq.adapter_slot for seq in seqs), np.int32, count),
-            first_tokens=np.fromiter((seq.token_ids[0] for seq in seqs), np.int64, count),
-        )
-
-    @property
-    def totals(self) -> np.ndarray:
-        return self.computed + self.lengths
-
-    @property
-    def num_decodes(self) -> int:
-        """Sequences with one token, which come first."""
-        longer = self.lengths != 1
-        return int(np.argmax(longer)) if longer.any() else len(longer)
 
 
 class StepInputs:
@@ -125,46 +90,46 @@ class StepInputs:
         mapping += offset
         return mapping
 
+    def arrays(self, batch: StepBatch, rows: StepRows) -> StepArrays:
+        """The tables are up to date."""
+        lengths, sampled = rows.lengths, rows.sampled
+        num_decodes, ends = rows.num_decodes, np.cumsum(rows.lengths)
+        num_tokens = int(ends[-1])
+        token_ids = np.empty(num_tokens, np.int64)
+        token_ids[:num_decodes] = rows.first_tokens[:num_decodes]
+        for seq, end, length in zip(batch.seqs[num_decodes:], ends[num_decodes:], lengths[num_decodes:], strict=True):
+            token_ids[end - length : end] = seq.token_ids
+        positions = np.arange(num_tokens) + np.repeat(rows.computed - (ends - lengths), lengths)
+        row_slots = np.repeat(rows.slots, lengths)
+        num_samples = (rows.drafts + 1)[sampled]
+        sample_rows = np.arange(num_samples.sum()) + np.repeat(ends[sampled] - np.cumsum(num_samples), num_samples)
+        slot_mapping = self.slot_mapping(row_slots, positions)
+        return StepArrays(token_ids, positions, slot_mapping, row_slots, ends, sample_rows)
+
     def build(self, batch: StepBatch, rows: StepRows | None = None) -> StepTensors:
         """Raises ValueError for a batch larger than the limits given at the start."""
         rows = StepRows.of(batch) if rows is None else rows
-        seqs, slots, lengths, totals, sampled = batch.seqs, rows.slots, rows.lengths, rows.totals, rows.sampled
-        num_seqs, num_decodes = len(seqs), rows.num_decodes
+        lengths, totals = rows.lengths, rows.totals
+        num_seqs, num_decodes, num_tokens = len(lengths), rows.num_decodes, int(lengths.sum())
         num_adapter_slots = int(rows.adapters.max()) - NO_ADAPTER
-        ends = np.cumsum(lengths)
-        num_tokens = int(ends[-1])
         if num_tokens > self._max_tokens or num_seqs > self._max_seqs:
             raise ValueError(f"a step of {num_tokens} tokens in {num_seqs} sequences is larger than this runner's")
         self.update_tables(batch, rows)
+        arrays = self.arrays(batch, rows)
         if self._copied is not None:
             # A step that samples nothing waits for no device: its copy may still stand in line behind the step before.
             self._copied.synchronize()
 
         layout = _Layout(self._bytes)
-        ids = layout.take(np.int64, num_tokens)
-        positions = layout.take(np.int64, num_tokens)
-        slot_mapping = layout.take(np.int64, num_tokens)
-        all_slots = layout.take(np.int64, num_seqs)
-        num_samples = (rows.drafts + 1)[sampled]
-        sample_rows = layout.take(np.int64, int(num_samples.sum()))
-        sample_slots = layout.take(np.int64, len(sample_rows))
-        cu_seqlens = layout.take(np.int32, num_seqs + 1)
-        seq_lens = layout.take(np.int32, num_seqs)
-        adapter_rows = layout.take(np.int32, num_tokens if num_adapter_slots else 0)
-
-        ids[:num_decodes] = rows.first_tokens[:num_decodes]
-        for seq, end, length in zip(seqs[num_decodes:], ends[num_decodes:], lengths[num_decodes:], strict=True):
-            ids[end - length : end] = seq.token_ids
-        positions[:] = np.arange(num_tokens) + np.repeat(rows.computed - (ends - lengths), lengths)
-        slot_mapping[:] = self.slot_mapping(np.repeat(slots, lengths), positions)
-        all_slots[:] = slots
-        sample_rows[:] = np.arange(len(sample_rows)) + np.repeat(ends[sampled] - np.cumsum(num_samples), num_samples)
-        sample_slots[:] = np.repeat(slots[sampled], num_samples)
-        cu_seqlens[0] = 0
-        cu_seqlens[1:] = ends
-        seq_lens[:] = totals
-        if num_adapter_slots:
-            adapter_rows[:] = np.repeat(rows.adapters, lengths)
+        ids = layout.put(np.int64, arrays.token_ids)
+        positions = layout.put(np.int64, arrays.positions)
+        slot_mapping = layout.put(np.int64, arrays.slot_mapping)
+        all_slots = layout.put(np.int64, rows.slots)
+        sample_rows = layout.put(np.int64, arrays.sample_rows)
+        sample_slots = layout.put(np.int64, arrays.sample_slots)
+        cu_seqlens = layout.put(np.int32, np.concatenate(([0], arrays.ends)))
+        seq_lens = layout.put(np.int32, totals)
+        adapter_rows = layout.put(np.int32, np.repeat(rows.adapters, lengths if num_adapter_slots else 0))
 
         staged = self._staging[: layout.used].to(self._device, non_blocking=True)
         if self._copied is not None:
@@ -193,9 +158,9 @@ class StepInputs:
                     sharing.prefills, tuple(lengths[num_decodes:].tolist()), block_table[num_decodes:]
                 ),
             ),
-            sample_slots=sample_slots.copy(),
+            sample_slots=arrays.sample_slots,
             sample_slots_on_device=layout.tensor(staged, sample_slots),
-            sample_positions=positions[sample_rows] + 1,
+            sample_positions=arrays.sample_positions,
             adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
             num_adapter_slots=num_adapter_slots,
         )
@@ -225,10 +190,12 @@ class _Layout:
         self._base = buffer.__array_interface__["data"][0]
         self.used = 0
 
-    def take(self, dtype: type[np.generic], count: int) -> np.ndarray:
+    def put(self, dtype: type[np.generic], values: np.ndarray) -> np.ndarray:
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
-        self.used = start + count * np.dtype(dtype).itemsize
-        return self._buffer[start : self.used].view(dtype)
+        self.used = start + len(values) * np.dtype(dtype).itemsize
+        section = self._buffer[start : self.used].view(dtype)
+        section[:] = values
+        return section
 
     def tensor(self, staged: Tensor, section: np.ndarray) -> Tensor:
         start = section.__array_interface__["data"][0] - self._base

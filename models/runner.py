@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention_backend import dispatch, fp8_pages
+from attention_backend.heuristics.decode import DECODE_ROWS
 from attention_backend.metadata import KVPages
 from attention_backend.problem import AttentionArgs
 from models.adapters import AdapterSlots, LoraLimits, find_linears
@@ -15,8 +16,8 @@ from models.attention_sites import AttentionSite, find_attention_sites
 from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch, StepOutput
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
-from models.graphs import DecodeGraphs
-from models.inputs import StepInputs, StepRows
+from models.graphs import StepGraphs
+from models.inputs import StepInputs, StepTensors
 from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import (
     FP8,
@@ -35,6 +36,8 @@ from models.patching import UnsupportedModelError, check_supported_for_serving, 
 from models.prefix_groups import sharing_limits
 from models.sampling import LaunchedSample, Sampler
 from models.self_test import check_engine_path
+from models.step_rows import StepRows
+from models.step_shapes import StepShape, chunk_shapes, decode_shapes, draft_shapes
 
 #: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
 _CPU_REHEARSAL_TOKENS = 32
@@ -64,18 +67,21 @@ class ModelRunner:
         enforce_eager: bool = False,
         kv_offload_bytes: int = 0,
         kv_dtype: str = "auto",
+        max_drafts: int = 0,
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
         request of max_model_len tokens fits, KVCacheDtypeError for a `kv_dtype` that is not served.
 
         `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
-        and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs of decode steps.
+        and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs. `max_drafts`: guesses of a
+        sequence in a step, for which there are graphs, too.
         """
         self.block_size = block_size
         self.device = loaded.device
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
+        self._max_drafts = max_drafts
         self._dtype = loaded.dtype
         self._use_graphs = self.device.type == "cuda" and not enforce_eager and loaded.capturable
         check_supported_for_serving(loaded.model, max_model_len)
@@ -106,7 +112,7 @@ class ModelRunner:
         )
         self._offloads = kv_offload_bytes > 0
         self._warm = False
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._kv_caches: KVCaches = []
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
@@ -123,23 +129,38 @@ class ModelRunner:
         return str(self._forward.fused)
 
     def warm_up(self) -> None:
-        """Everything that a first request would have to wait for: kernels exist, decode steps are recorded. Once."""
+        """Everything that a first request would have to wait for: kernels exist, steps are recorded. Once."""
         self._rehearse_all()
         if self._use_graphs and self._graphs is None:
             self._graphs = self._make_graphs()
             self._graphs.capture()
 
-    def _make_graphs(self) -> DecodeGraphs:
+    def _make_graphs(self) -> StepGraphs:
         if self.adapters is not None:
             self.adapters.select(None, 0)
-        return DecodeGraphs(
-            lambda step: self._forward.every_row(step, self._kv_caches),
+        return StepGraphs(
+            self._logits,
             self._inputs,
-            max_num_seqs=self._max_num_seqs,
+            self._graph_shapes(),
             max_model_len=self._max_model_len,
             with_sharing=self.sharing_limits is not None,
             device=self.device,
         )
+
+    def _graph_shapes(self) -> list[StepShape]:
+        """Over float8 pages only those that a decode kernel serves: for others pages are copied, as many as a step's
+        longest context has, which no graph knows."""
+        shapes = decode_shapes(self._max_num_seqs)
+        rows = [site.num_heads // site.num_kv_heads * (self._max_drafts + 1) for site in self._sites]
+        if self._kv_dtype != FP8 or max(rows) <= DECODE_ROWS:
+            shapes += draft_shapes(self._max_num_seqs, self._max_drafts)
+        if self._kv_dtype != FP8:
+            shapes += chunk_shapes(self._max_num_seqs, self._max_tokens)
+        return shapes
+
+    def _logits(self, step: StepTensors, every_row: bool) -> torch.Tensor:
+        forward = self._forward.every_row if every_row else self._forward.sampled_rows
+        return forward(step, self._kv_caches)
 
     def _rehearse_all(self) -> None:
         """Long and short prefills, a full decode step and sampling. Once."""
@@ -176,9 +197,10 @@ class ModelRunner:
         """Queues the step on the device and waits for nothing, unless this CPU is the device."""
         rows = StepRows.of(batch)
         try:
-            if self._graphs is not None and self._graphs.serves(batch, rows):
-                return self._replay(self._graphs, batch, rows)
-            return self._run(batch, rows)
+            shape = None if self._graphs is None else self._graphs.shape_of(batch, rows)
+            if self._graphs is None or shape is None:
+                return self._run(batch, rows)
+            return self._replay(self._graphs, shape, batch, rows)
         except BaseException:
             for slot in rows.slots.tolist():  # what was to be written to their tables may not have been
                 self._inputs.forget(slot)
@@ -195,11 +217,13 @@ class ModelRunner:
         self._inputs.note(step.sample_slots_on_device, token_ids)
         return launched
 
-    def _replay(self, graphs: DecodeGraphs, batch: StepBatch, rows: StepRows) -> LaunchedSample:
+    def _replay(self, graphs: StepGraphs, shape: StepShape, batch: StepBatch, rows: StepRows) -> LaunchedSample:
         self._inputs.update_tables(batch, rows)
-        positions = rows.totals  # of the tokens to be sampled
-        out = graphs.replay(batch.sharing.decodes, rows, *self._sampler.choice_parameters(rows.slots, positions))
-        launched = self._sampler.complete(out.logits, out.token_ids, out.finite, rows.slots, positions)
+        arrays = self._inputs.arrays(batch, rows)
+        slots, positions = arrays.sample_slots, arrays.sample_positions
+        choice = self._sampler.choice_parameters(slots, positions)
+        out = graphs.replay(shape, batch.sharing.decodes, arrays, rows, *choice)
+        launched = self._sampler.complete(out.logits, out.token_ids, out.finite, slots, positions)
         self._inputs.note(out.slots, out.token_ids)
         return launched
 
@@ -243,14 +267,14 @@ class ModelRunner:
         return cuda_pool_bytes(budget, total=total, peak=peak)
 
     def _graph_bytes(self) -> int:
-        """What the recorded decode steps keep: the largest one serves the smaller ones, but for their logits."""
+        """What the recorded steps keep: the memory of the largest of them serves the smaller ones."""
         if not self._use_graphs:
             return 0
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         graphs = self._make_graphs()
-        graphs.capture([self._max_num_seqs])
-        taken = torch.cuda.memory_reserved(self.device) - before + graphs.unrecorded_bytes()
+        graphs.capture(graphs.largest())
+        taken = torch.cuda.memory_reserved(self.device) - before
         graphs.drop()
         return taken
 

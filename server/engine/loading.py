@@ -47,6 +47,7 @@ def _load(config: EngineConfig) -> LoadedRunner:
         enforce_eager=config.enforce_eager,
         kv_offload_bytes=int(config.kv_offload_gb * 2**30),
         kv_dtype=config.kv_cache_dtype,
+        max_drafts=config.num_speculative_tokens,
     )
     logger.info("fused layers: %s", runner.fused)
     on_gpu = device.type == "cuda"

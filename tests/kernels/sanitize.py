@@ -21,6 +21,7 @@ from torch import Tensor
 
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
+from attention_backend.metadata import PagedMetadata
 from attention_backend.page_copy import PageCopy
 from attention_backend.token_choice import choose_tokens
 
@@ -138,14 +139,12 @@ def run_layers(device: torch.device) -> int:
         layers.rotary_store(q, k, v, *small, slots, *tables, **scales),
     ]
     table = torch.arange(5, device=device, dtype=torch.int32)[None]
-    for new in (q[None, :1], q[None]):  # decode and, over a copy of the pages, prefill
-        seen = [x.transpose(1, 2) for x in small]
-        length = torch.tensor([rows], device=device, dtype=torch.int32)
+    for new in (1, rows):  # a decode and, over a copy of the pages, a prefill
+        ends = torch.tensor([0, new, rows], device=device, dtype=torch.int32)
+        step = PagedMetadata(ends[:2], ends[2:], table, slots[:new], int(new == 1), new, rows)
         results.append(
-            attention_backend.flash_attn_with_kvcache(
-                new, *seen, cache_seqlens=length, block_table=table, causal=True, **scales,
-            )
-        )  # fmt: skip
+            attention_backend.paged_attention(q[:new], None, None, *small, step, softmax_scale=0.1, **scales)
+        )
     copy = PageCopy(pages)
     host = torch.empty(2, copy.row_bytes, device=device, dtype=torch.uint8)
     blocks = torch.tensor([4, 1], device=device, dtype=torch.int32)

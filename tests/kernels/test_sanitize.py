@@ -36,7 +36,12 @@ def test_the_grid_runs(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_the_features_run(device: torch.device) -> None:
     fp8 = torch.cuda.get_device_capability(device) == (9, 0)
-    assert sanitize.run_features(device) == 7 + fp8
+    assert sanitize.run_features(device) == 5 + fp8
+
+
+@pytest.mark.gpu
+def test_the_layers_run(device: torch.device) -> None:
+    assert sanitize.run_layers(device) == 10
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)

@@ -20,12 +20,12 @@ from transformers import (
 
 from attention_backend.jit import launch
 from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
-from models.inputs import StepRows
 from models.kv_pool import MemoryBudget, PoolTooSmallError
 from models.loader import LoadedModel, load_tokenizer
 from models.registry import ModelSource
 from models.runner import ModelRunner
 from models.shared_runs import SharedRun, StepSharing
+from models.step_rows import StepRows
 
 PROMPTS = ["What is the capital of France?", "Count to ten.", "Hi", "Who wrote Hamlet? Explain what the play is about."]
 TOKENS = 8
@@ -226,7 +226,7 @@ def test_a_gpu_that_lags_behind_the_host_answers_what_transformers_answers(budge
 def gpu_runner_of(loaded: LoadedModel, *, enforce_eager: bool = False) -> ModelRunner:
     made = ModelRunner(
         loaded, block_size=16, max_num_seqs=12, max_num_batched_tokens=256, max_model_len=512, num_blocks=400,
-        enforce_eager=enforce_eager,
+        enforce_eager=enforce_eager, max_drafts=7,
     )  # fmt: skip
     made.warm_up()
     return made
@@ -268,13 +268,52 @@ def test_replayed_steps_read_shared_pages_once_and_answer_the_same() -> None:
         for levels in sharings:
             batch = StepBatch(rows, StepSharing(levels))
             assert made._graphs is not None
-            assert made._graphs.serves(batch, StepRows.of(batch))
+            shape = made._graphs.shape_of(batch, StepRows.of(batch))
+            assert shape is not None
             output = made.execute(batch)
             graphs = made._graphs._sharing if levels else made._graphs._plain
-            outputs.append(graphs[min(n for n in graphs if n >= count)].logits[:count].float())
+            outputs.append(graphs[shape].output.logits[:count].float())
             assert all(output.finite)
         for other in outputs[1:]:
             assert (other - outputs[0]).norm() < 0.02 * outputs[0].norm()
+
+
+@pytest.mark.gpu
+def test_replayed_steps_of_prompts_and_drafts_answer_the_same() -> None:
+    """float32. Sizes around those of graphs, decodes beside prompts, drafts of any number."""
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0"))  # type: ignore[arg-type]
+    rng = torch.Generator().manual_seed(8)
+    prompts = [torch.randint(3, 120, (300,), generator=rng).tolist() for _ in range(12)]
+    #: (slot, computed, tokens, drafts); drafts None: nothing is sampled
+    steps: list[list[tuple[int, int, int, int | None]]] = [
+        [(0, 0, 64, None)], [(0, 64, 63, 0)], [(1, 0, 1, 0)], [(1, 1, 70, None), (2, 0, 66, 0), (3, 0, 20, None)],
+        [(0, 127, 1, 0), (1, 71, 1, 0), (2, 66, 40, 0), (3, 20, 90, None)], [(0, 128, 1, 0), (4, 0, 250, 0)],
+        [(0, 129, 8, 7)], [(1, 72, 1, 0), (0, 137, 3, 2), (2, 106, 8, 7), (4, 250, 5, 4)],
+        [(slot, 0, 15 + slot, None) for slot in range(5, 12)],
+        [(1, 73, 1, 0), *((slot, 15 + slot, 4, 3) for slot in range(5, 12))],
+    ]  # fmt: skip
+    found = []
+    for enforce_eager in (True, False):
+        made = gpu_runner_of(loaded, enforce_eager=enforce_eager)
+        for slot, prompt in enumerate(prompts):
+            made.add_request(slot, SamplingParams(temperature=0.8, seed=slot, ignore_eos=True), prompt)
+        tokens: list[list[int]] = []
+        for step in steps:
+            seqs = [
+                ScheduledSeq(
+                    slot, prompts[slot][at : at + count], at, list(range(1 + 30 * slot, 31 + 30 * slot)),
+                    drafts is not None, num_drafts=drafts or 0,
+                )
+                for slot, at, count, drafts in step
+            ]  # fmt: skip
+            batch = StepBatch(tuple(seqs))
+            if made._graphs is not None:
+                assert made._graphs.shape_of(batch, StepRows.of(batch)) is not None
+            output = made.execute(batch)
+            assert all(output.finite)
+            tokens.append(output.token_ids)
+        found.append(tokens)
+    assert found[0] == found[1]
 
 
 @pytest.mark.gpu

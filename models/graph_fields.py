@@ -1,0 +1,102 @@
+"""What a recorded step reads and what differs from step to step: views of one buffer that is copied before a replay."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.step_rows import StepArrays, StepRows
+from models.step_shapes import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class StepFields:
+    """Of one shape."""
+
+    token_ids: Tensor  # int64 [rows]
+    position_ids: Tensor  # int64 [rows]
+    slot_mapping: Tensor  # int64 [rows]; -1: nothing is stored
+    row_slots: Tensor  # int64 [rows]
+    sequence_slots: Tensor  # int64 [sequences]
+    sample_rows: Tensor  # int64 [samples]
+    keys: Tensor  # int32 [samples, 2]
+    seq_lens: Tensor  # int32 [sequences]; 0: a decode that is not there
+    cu_seqlens: Tensor  # int32 [sequences + 1]
+    temperature: Tensor  # float32 [samples]
+
+    @classmethod
+    def of(cls, buffer: Tensor, shape: StepShape) -> "StepFields":
+        """buffer: uint8, at least `num_bytes(shape)`."""
+        views, start = {}, 0
+        for name, dtype, size in _layout(shape):
+            end = start + size * dtype.itemsize
+            views[name] = buffer[start:end].view(dtype)
+            start = end
+        views["keys"] = views["keys"].view(shape.samples, 2)
+        return cls(**views)
+
+    def fill(
+        self,
+        shape: StepShape,
+        arrays: StepArrays,
+        rows: StepRows,
+        temperature: np.ndarray,
+        keys: np.ndarray,
+        *,
+        padding_slot: int,
+    ) -> None:
+        """For fields on the host: one step that fits the shape. temperature float32 `[n]` and keys int32 `[n, 2]` are
+        the sampler's, for each row that is sampled."""
+        num_rows, decodes = len(arrays.token_ids), shape.decodes_in_front(rows)
+        padding = shape.padding(num_rows)
+        _put(self.token_ids, arrays.token_ids, 0)
+        _put(self.position_ids, arrays.positions, 0)
+        _put(self.slot_mapping, arrays.slot_mapping, -1)
+        _put(self.row_slots, arrays.row_slots, padding_slot)
+        _put(self.sample_rows, arrays.sample_rows, 0)
+        _put(self.temperature, temperature, 0)
+        _put(self.keys, keys, 0)
+        _put(self.sequence_slots[: shape.decodes], rows.slots[:decodes], padding_slot)
+        _put(self.seq_lens[: shape.decodes], rows.totals[:decodes], 0)
+        _put(self.cu_seqlens[: shape.decodes + 1], np.arange(decodes + 1), decodes)
+        if shape.only_decodes:
+            self.seq_lens[decodes:] = 1  # of the padding page
+            _put(self.cu_seqlens, np.arange(shape.rows + 1), 0)
+            return
+        lengths = np.concatenate((rows.lengths[decodes:], np.array(padding, np.int64)))
+        _put(self.sequence_slots[shape.decodes :], rows.slots[decodes:], padding_slot)
+        _put(self.seq_lens[shape.decodes :], np.concatenate((rows.totals[decodes:], padding)), 0)
+        _put(self.cu_seqlens[shape.decodes + 1 :], decodes + np.cumsum(lengths), shape.rows)
+        positions = self.position_ids.numpy()[num_rows:]
+        positions[:] = np.arange(len(positions)) % max(1, shape.longest)
+
+
+def num_bytes(shape: StepShape) -> int:
+    return sum(size * dtype.itemsize for _, dtype, size in _layout(shape))
+
+
+def _layout(shape: StepShape) -> Iterator[tuple[str, torch.dtype, int]]:
+    """Fields of eight bytes first, so that all are aligned."""
+    eight, four = torch.int64, torch.int32
+    kinds = {
+        "token_ids": (eight, shape.rows),
+        "position_ids": (eight, shape.rows),
+        "slot_mapping": (eight, shape.rows),
+        "row_slots": (eight, shape.rows),
+        "sequence_slots": (eight, shape.sequences),
+        "sample_rows": (eight, shape.samples),
+        "keys": (four, 2 * shape.samples),
+        "seq_lens": (four, shape.sequences),
+        "cu_seqlens": (four, shape.sequences + 1),
+        "temperature": (torch.float32, shape.samples),
+    }
+    for field in fields(StepFields):
+        yield field.name, *kinds[field.name]
+
+
+def _put(field: Tensor, values: np.ndarray, padding: int) -> None:
+    array = field.numpy()
+    array[: len(values)] = values
+    array[len(values) :] = padding

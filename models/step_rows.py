@@ -1,0 +1,64 @@
+"""A step's sequences as arrays on the host: one entry a sequence, or one a token. Knows no device and no model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """A batch as arrays, one entry a sequence: int64, `sampled` bool, `adapters` int32."""
+
+    slots: np.ndarray
+    lengths: np.ndarray  # new tokens
+    computed: np.ndarray  # tokens in the cache before
+    sampled: np.ndarray
+    drafts: np.ndarray  # guesses among the new tokens, at their end
+    adapters: np.ndarray
+    first_tokens: np.ndarray  # the first new token's id, or IN_FLIGHT
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> "StepRows":
+        seqs, count = batch.seqs, len(batch.seqs)
+        return cls(
+            slots=np.fromiter((seq.slot for seq in seqs), np.int64, count),
+            lengths=np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, count),
+            computed=np.fromiter((seq.num_computed for seq in seqs), np.int64, count),
+            sampled=np.fromiter((seq.sample for seq in seqs), np.bool_, count),
+            drafts=np.fromiter((seq.num_drafts for seq in seqs), np.int64, count),
+            adapters=np.fromiter((seq.adapter_slot for seq in seqs), np.int32, count),
+            first_tokens=np.fromiter((seq.token_ids[0] for seq in seqs), np.int64, count),
+        )
+
+    @property
+    def totals(self) -> np.ndarray:
+        return self.computed + self.lengths
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with one token, which come first."""
+        longer = self.lengths != 1
+        return int(np.argmax(longer)) if longer.any() else len(longer)
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """What a forward is told of every token, int64, and of what is sampled."""
+
+    token_ids: np.ndarray  # [num_tokens]; IN_FLIGHT where only the device knows
+    positions: np.ndarray  # [num_tokens]
+    slot_mapping: np.ndarray  # [num_tokens]
+    row_slots: np.ndarray  # [num_tokens]
+    ends: np.ndarray  # [num_seqs]: one past a sequence's last token
+    sample_rows: np.ndarray  # [num_samples]: tokens whose logits are wanted
+
+    @property
+    def sample_slots(self) -> np.ndarray:
+        return self.row_slots[self.sample_rows]
+
+    @property
+    def sample_positions(self) -> np.ndarray:
+        """Where the sampled tokens will stand."""
+        return self.positions[self.sample_rows] + 1

@@ -1,0 +1,86 @@
+"""For which steps CUDA graphs are recorded, and which of them serves a step. Pure arithmetic: no device, no tensors.
+
+A graph's rows are a fixed number; rows that a step has not are padding: decodes of no keys, or rows of sequences of
+their own, which read the padding page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.step_rows import StepRows
+
+#: Sequences of graphs of decodes: padding is at most a third of a batch.
+DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+#: Sequences of graphs of decodes with drafts.
+DRAFTING = (1, 2, 4, 8, 16, 32, 64)
+#: Rows of graphs of steps with prompts: tiles of the matrix products. More rows keep a GPU busy for longer than it
+#: takes to launch them one kernel at a time.
+CHUNKS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+#: Decodes beside a prompt, at most, apart from max_num_seqs of them. What is not there costs next to nothing.
+BESIDE = (0, 64)
+PROMPTS = 16  # sequences with more than one row beside them, those of padding included
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """Rows exactly; of the rest, no more than."""
+
+    rows: int
+    decodes: int  # sequences of one row, in front
+    others: int  # sequences behind them, those of padding rows included
+    longest: int  # rows of one of those
+    samples: int  # rows whose next token is wanted
+    few_rows: bool = False  # others may have one row, too: all of them are so short that a decode kernel serves them
+
+    @property
+    def sequences(self) -> int:
+        return self.decodes + self.others
+
+    @property
+    def only_decodes(self) -> bool:
+        """Then every row is a sequence, and a sample."""
+        return self.others == 0
+
+    def decodes_in_front(self, rows: StepRows) -> int:
+        """How many of a step's sequences are taken for decodes."""
+        return 0 if self.few_rows else rows.num_decodes
+
+    def padding(self, num_rows: int) -> list[int]:
+        """Rows of each sequence of padding beside `num_rows` rows."""
+        whole, rest = divmod(self.rows - num_rows, max(1, self.longest))
+        return [self.longest] * whole + [rest] * (rest > 0)
+
+    def fits(self, rows: StepRows) -> bool:
+        decodes, num_rows = self.decodes_in_front(rows), int(rows.lengths.sum())
+        if num_rows > self.rows or decodes > self.decodes or int((rows.drafts + 1)[rows.sampled].sum()) > self.samples:
+            return False
+        others = rows.lengths[decodes:]
+        if self.only_decodes:
+            return len(others) == 0 and bool(rows.sampled.all())
+        return len(others) + len(self.padding(num_rows)) <= self.others and int(others.max(initial=0)) <= self.longest
+
+
+def decode_shapes(max_num_seqs: int) -> list[StepShape]:
+    """Decodes and nothing else."""
+    sizes = [*(size for size in DECODES if size < max_num_seqs), max_num_seqs]
+    return [StepShape(size, size, 0, 0, size) for size in sizes]
+
+
+def draft_shapes(max_num_seqs: int, max_drafts: int) -> list[StepShape]:
+    """Decodes of which some have up to `max_drafts` drafts. Padding, too, lies in sequences of so few rows."""
+    if max_drafts == 0:
+        return []
+    longest = max_drafts + 1
+    sizes = (size for size in DRAFTING if size <= max_num_seqs)
+    return [StepShape(size * longest, 0, 2 * size, longest, size * longest, few_rows=True) for size in sizes]
+
+
+def chunk_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+    """Pieces of prompts, with decodes beside them."""
+
+    def shapes() -> Iterator[StepShape]:
+        for rows in CHUNKS:
+            if rows <= max_num_batched_tokens:
+                for decodes in sorted({min(limit, max_num_seqs, rows) for limit in (*BESIDE, max_num_seqs)}):
+                    yield StepShape(rows, decodes, PROMPTS, rows, decodes + PROMPTS)
+
+    return list(shapes())
