@@ -2,10 +2,10 @@
 nothing of the model but the Runner in front of it. Decides what a failure costs: a request, a batch or the process."""
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from math import inf
 from typing import Protocol
 
 from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, StepBatch
@@ -27,7 +27,7 @@ from server.engine.messages import (
 from server.engine.request import Request, RequestState
 from server.engine.runner import LaunchedStep, LoadedRunner
 from server.engine.scheduler import Event, LaunchedRow, ScheduledStep, Scheduler
-from server.engine.step_time import StepWork, work_of
+from server.engine.step_time import work_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,24 +54,22 @@ class Link(Protocol):
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     launched: LaunchedStep
+    step: ScheduledStep
     rows: list[LaunchedRow]
-    work: StepWork
     launched_at: float
 
 
 class EngineCore:
-    def __init__(
-        self, loaded: LoadedRunner, scheduler: Scheduler, link: Link, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, loaded: LoadedRunner, scheduler: Scheduler, link: Link) -> None:
         self.loaded = loaded
         self.runner = loaded.runner
         self.scheduler = scheduler
         self.link = link
-        self.clock = clock
+        self.clock = scheduler.clock
         self.loading = AdapterLoading(self.runner.adapters, scheduler.adapters)
         self.draining = False
         self._in_flight: _InFlight | None = None
-        self._collected_at = 0.0
+        self._last_result = 0.0  # when it came; inf: what has run since then is not measured
         self._failed_steps = 0
         self._step_tokens = 0
         self._num_placements = 0
@@ -231,7 +229,7 @@ class EngineCore:
             events = self._land()
             return None, events + self._fail(_living(step).requests, error)
         else:
-            return _InFlight(launched, self.scheduler.launched(step), step.work, launched_at), []
+            return _InFlight(launched, step, self.scheduler.launched(step), launched_at), []
         # Outside the except block: the error's traceback would keep the failed step's tensors alive.
         events = self._land()
         self.loaded.free_memory()
@@ -251,7 +249,8 @@ class EngineCore:
         return events
 
     def _land(self) -> list[Event]:
-        """The results of the step in flight, if there is one."""
+        """The results of the step in flight, if there is one: a launch that failed has kept them waiting."""
+        self._last_result = inf
         in_flight, self._in_flight = self._in_flight, None
         return self._collect(in_flight)
 
@@ -266,10 +265,16 @@ class EngineCore:
                 [row.request for row in step.rows if row.request.state is not RequestState.FINISHED], error
             )
         self._failed_steps = 0
-        begin, self._collected_at = max(step.launched_at, self._collected_at), self.clock()
-        if not step.rows[0].step.drafts:  # such steps take longer than their work: they are not recorded
-            self.scheduler.step_time.observe(step.work, self._collected_at - begin)
+        self._measure(step)
         return self.scheduler.postprocess(step.rows, output)
+
+    def _measure(self, step: "_InFlight") -> None:
+        """The result of a step has come. On the device it began when the one before it ended: what this process does
+        meanwhile counts only as far as results come later for it."""
+        now = self.clock()
+        begin, self._last_result = max(step.launched_at, self._last_result), now
+        if begin < inf:
+            self.scheduler.observe(step.step, now - begin)
 
     def _count_failure(self, error: Exception) -> None:
         self._failed_steps += 1
@@ -278,6 +283,7 @@ class EngineCore:
 
     def _fail(self, requests: list[Request], error: Exception) -> list[Event]:
         """Fails these requests, if there are any left. Raises EngineLost instead when the device is past use."""
+        self._last_result = inf  # probing waits for all that has been launched
         if requests:
             logger.error("%d requests failed", len(requests), exc_info=error)
         try:

@@ -42,7 +42,6 @@ class ScheduledStep:
     sharing: StepSharing = NOT_SHARED
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # guesses, among num_tokens, after the last token
     has_prompts: bool = True
-    scheduled_at: float = 0.0
 
     @property
     def total_tokens(self) -> int:
@@ -57,7 +56,6 @@ class LaunchedRow:
     end: int  # tokens of the request that were in its blocks after the step, without its drafts
     samples: bool
     num_preemptions: int  # of the request, at the launch
-    step: ScheduledStep
     drafts: Sequence[int] = ()
 
 
@@ -73,7 +71,7 @@ class Scheduler:
         step_time: StepTimeModel | None = None,
     ) -> None:
         """`sharing`: who finds common prefixes, where the runner can read them once. `drafter`: who guesses tokens.
-        `step_time`: whoever runs the steps corrects it."""
+        Whoever runs the steps measures them, by the same clock."""
         self.config = config
         self.cache = cache
         self.adapters = AdapterTable() if adapters is None else adapters
@@ -95,7 +93,6 @@ class Scheduler:
         self._num_seen = 0
         self._scheduled_seconds = 0.0  # predicted, of all steps: the time by which prompts age
         self._read_share = 1.0  # of the keys of decodes, those that the last step read: shared ones are read once
-        self._last_result = 0.0  # when it came
 
     @property
     def has_work(self) -> bool:
@@ -212,7 +209,7 @@ class Scheduler:
                 prefills, levels = self.sharing.arrange(prefills, [counts[request] for request in prefills])
                 sharing = StepSharing(decode_levels, levels)
         num_tokens = [1] * len(decodes) + [counts[request] for request in prefills]
-        return ScheduledStep(decodes + prefills, num_tokens, admitted, work, sharing, drafts, has_prompts, self.clock())
+        return ScheduledStep(decodes + prefills, num_tokens, admitted, work, sharing, drafts, has_prompts)
 
     def _plan(self, decodes: Sequence[Request], prefills: Sequence[Request], work: StepWork) -> PrefillPlan:
         """`work`: of the decodes."""
@@ -236,8 +233,16 @@ class Scheduler:
             request.num_drafts = len(drafts)
             samples = request.num_remaining == 0
             request.num_in_flight += samples
-            rows.append(LaunchedRow(request, request.num_computed, samples, request.num_preemptions, step, drafts))
+            rows.append(LaunchedRow(request, request.num_computed, samples, request.num_preemptions, drafts))
         return rows
+
+    def observe(self, step: ScheduledStep, seconds: float) -> None:
+        """The step took so long. Teaches what steps will take: those with drafts take longer than their work, for they
+        are no CUDA graphs, and those with prompts for other reasons than drafts."""
+        if not step.drafts:
+            self.step_time.observe(step.work, seconds)
+        if self.drafter is not None and not step.has_prompts:
+            self.drafter.observe(len(step.requests), step.total_tokens - len(step.requests), seconds)
 
     def postprocess(self, rows: Sequence[LaunchedRow], output: StepOutput) -> list[Event]:
         """Takes a step's results: appends the sampled tokens, offers full blocks for reuse, ends what is finished.
@@ -246,7 +251,6 @@ class Scheduler:
         ended meanwhile are dropped; one that lost its blocks keeps its tokens."""
         events: list[Event] = []
         now = self.clock()
-        self._measure(rows, now)
         at = 0
         ended = False
         for row in rows:
@@ -298,14 +302,6 @@ class Scheduler:
         request.num_computed += num_right
         if request.num_filled // self.cache.block_size != before // self.cache.block_size:
             self.cache.register(request)
-
-    def _measure(self, rows: Sequence[LaunchedRow], now: float) -> None:
-        """Steps of prompts take long for other reasons than drafts."""
-        step = rows[0].step
-        if self.drafter is not None and not step.has_prompts:
-            begin = max(step.scheduled_at, self._last_result)
-            self.drafter.observe(len(step.requests), step.total_tokens - len(step.requests), now - begin)
-        self._last_result = now
 
     def check_integrity(self) -> None:
         """Raises unless every block, slot and request is accounted for."""

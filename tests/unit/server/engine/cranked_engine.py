@@ -105,7 +105,7 @@ class Engine:
             overlaps=overlaps,
             probe=self.runner.probe,
         )
-        self.core = EngineCore(loaded, self.scheduler, self.link, clock=lambda: self.now)
+        self.core = EngineCore(loaded, self.scheduler, self.link)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str | None] = {}
         self.failures: dict[str, RequestFailed] = {}

@@ -81,7 +81,7 @@ class SimulatedEngine:
                 assert sorted(step.num_tokens, key=lambda count: count != 1) == step.num_tokens
                 launched = self.scheduler.launched(step)
                 seconds = h200_seconds(step.work)
-                self.model.observe(step.work, seconds)
+                self.scheduler.observe(step, seconds)
                 self.step_seconds.append(seconds)
                 ends = max(begins, self.now) + seconds
             if in_flight is not None:
