@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -83,6 +84,14 @@ def put(files: FileStore, content: bytes, owner: str) -> str:
     return upload(files, content, owner).id
 
 
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def script(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: Any) -> Path:
     """What trainers of this test do from now on; the returned file lets those that hold go on."""
     path = folder / "script.json"
@@ -109,3 +118,17 @@ async def at_work(folder: Path, *, max_live_jobs: int = 100, start: bool = True,
     finally:
         await work.jobs.close()
         files.close()
+
+
+def uninterrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The weights of the same job when nothing happens to it."""
+    apart = folder / "uninterrupted"
+    apart.mkdir()
+    script(apart, monkeypatch)
+
+    async def main() -> str:
+        async with at_work(apart) as work:
+            job = await work.until(await work.create(), Status.SUCCEEDED, Status.FAILED)
+            return work.weights(job)
+
+    return asyncio.run(main())

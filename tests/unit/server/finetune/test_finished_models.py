@@ -1,0 +1,106 @@
+"""From a trainer's result to a model that is served: what is kept, and what is taken back."""
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from working import at_work, script
+
+from server.errors import InvalidAdapter
+from server.finetune import Status
+from server.finetune.leases import TRAIN, Leases
+from server.finetune.store import JobStore
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_a_model_that_cannot_be_served_is_kept_and_its_owner_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            work.refusal = InvalidAdapter("no room for it")
+            job = await work.create()
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert done.status is Status.SUCCEEDED
+            assert "The model is finished and kept, but not served now: no room for it" in await work.said(job)
+        async with at_work(tmp_path) as work:  # the next start tries again
+            assert [(name, owner) for name, _, owner in work.loaded] == [(done.fine_tuned_model, "me")]
+            adapter = await work.jobs.adapter(str(done.fine_tuned_model))
+            assert adapter is not None
+            await work.jobs.remove_adapter(adapter)
+            assert await work.jobs.adapter(adapter.name) is None
+            assert not (tmp_path / "finetune" / "adapters" / job.id).exists()
+        async with at_work(tmp_path) as work:
+            assert work.loaded == []
+
+    asyncio.run(main())
+
+
+def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer is gone by then, and its silence says nothing."""
+    script(tmp_path, monkeypatch)
+    silence, lease = 1.5, 2.0
+
+    async def main() -> None:
+        async with at_work(tmp_path, silence_limit=silence, lease_seconds=lease) as work:
+            served, loading = asyncio.Event(), asyncio.Event()
+
+            async def load(*_: object) -> None:
+                loading.set()
+                await served.wait()
+
+            monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+            job = await work.create()
+            await asyncio.wait_for(loading.wait(), 60)
+            begun = time.time()
+            with contextlib.closing(sqlite3.connect(tmp_path / "finetune" / "jobs.sqlite3")) as store:
+                held = "SELECT lease_until FROM jobs WHERE lease_until > ?"
+                await work.wait(job, lambda _: store.execute(held, (begun + silence + 1 + lease,)).fetchone())
+            served.set()
+            await work.until(job, Status.SUCCEEDED)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "another server's by then"])
+def test_a_job_lost_while_its_model_is_loaded_takes_it_back_if_it_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            served, loading = asyncio.Event(), asyncio.Event()
+
+            async def load(*asked: Any) -> None:
+                loading.set()
+                await served.wait()
+                await work.load(*asked)
+
+            monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+            job = await work.create()
+            await asyncio.wait_for(loading.wait(), 60)
+            if cancelled:
+                await work.jobs.cancel(job.id, "me")
+            else:
+                with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
+                    later = time.time() + 1000
+                    thief = Leases(store, "thief", 10_000.0, back_off=0.0)
+                    assert thief.claim(TRAIN, "base", later) is None
+                    assert thief.claim(TRAIN, "base", later) is not None
+            served.set()
+            await work.wait(job, lambda _: work.trainer_pid is None)
+            assert [name for name, _, _ in work.loaded] == ([] if cancelled else [f"ft:base::{job.id[6:18]}"])
+            files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
+            assert [file.purpose for file in files] == ["fine-tune", "fine-tune-results"][: 1 if cancelled else 2]
+
+    asyncio.run(main())
