@@ -6,6 +6,7 @@ Knows what kernels can do, not how they do it.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.decode import DECODE_ROWS
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.kernels import device
 from attention_backend.kernels.covering import covering_set
+from attention_backend.kernels.rows import begins_vectors, is_expanded
 from attention_backend.problem import AttentionArgs
 
 __all__ = [
@@ -76,8 +79,9 @@ def _nothing(args: AttentionArgs) -> Iterator[str]:  # noqa: ARG001
 
 
 def _cuda(args: AttentionArgs) -> Iterator[str]:
-    if max(args.head_dim, args.head_dim_v) > _MAX_HEAD_DIM:
-        yield f"head_dim {args.head_dim}/{args.head_dim_v} is above {_MAX_HEAD_DIM}"
+    head_dim, head_dim_v = args.head_dim, args.head_dim_v
+    if head_dim > _MAX_HEAD_DIM or head_dim_v > _MAX_HEAD_DIM:
+        yield f"head_dim {head_dim}/{head_dim_v} is above {_MAX_HEAD_DIM}"
     if args.batch > _MAX_GRID or args.num_heads > _MAX_GRID:
         yield f"batch {args.batch} or num_heads {args.num_heads} is above {_MAX_GRID}"
     if args.bias is not None and args.bias.dtype not in (torch.float32, args.dtype):
@@ -86,12 +90,13 @@ def _cuda(args: AttentionArgs) -> Iterator[str]:
 
 def tensor_cores(args: AttentionArgs) -> Iterator[str]:
     """Why kernels on tensor cores refuse a problem, whatever they do."""
-    if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
-        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
-    if args.dtype == torch.bfloat16 and torch.cuda.get_device_capability(args.q.device) < (8, 0):
+    head_dim, head_dim_v = args.head_dim, args.head_dim_v
+    if head_dim % 8 or head_dim_v % 8 or head_dim < 16 or head_dim_v < 16:
+        yield f"head_dim {head_dim}/{head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
+    if args.dtype == torch.bfloat16 and device.capability(args.q.device.index) < (8, 0):
         yield "this GPU has no bfloat16 (it needs sm_80): use float16"
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
+        if not begins_vectors(x, 8):
             yield f"{name} is not 16-byte aligned: strides {x.stride()} in elements"
     yield from _cuda(args)
 
@@ -118,12 +123,12 @@ def _float32(args: AttentionArgs) -> Iterator[str]:
 
 
 def _float8_keys(args: AttentionArgs) -> Iterator[str]:
-    if torch.cuda.get_device_capability(args.q.device) < (8, 9):
+    if device.capability(args.q.device.index) < (8, 9):
         yield f"this GPU has no {args.k.dtype} (it needs sm_89)"
     if args.head_dim % 16 or args.head_dim_v % 16:
         yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 16, as {args.k.dtype} wants it"
     for name, x in (("k", args.k), ("v", args.v)):
-        if x.data_ptr() % 16 or any(s % 16 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
+        if not begins_vectors(x, 16):
             yield f"{name} is not 16-byte aligned: strides {x.stride()} in elements of one byte"
 
 
@@ -140,12 +145,12 @@ def _few_rows(args: AttentionArgs) -> Iterator[str]:
 
 
 def _hopper(args: AttentionArgs) -> Iterator[str]:
-    if torch.cuda.get_device_capability(args.q.device) != (9, 0):
+    if device.capability(args.q.device.index) != (9, 0):
         yield "this GPU is not a Hopper (sm_90)"
     if args.paged and args.k.shape[1] % sm90.MIN_PAGE_ROWS:
         yield f"pages of {args.k.shape[1]} tokens are not a multiple of {sm90.MIN_PAGE_ROWS}"
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if any(s <= 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+        if is_expanded(x):
             yield f"{name} is expanded (strides {x.stride()}), which the TMA cannot read"
     yield from _generic(args)
 
@@ -238,13 +243,10 @@ def calls() -> dict[str, int]:
 
 
 def _arch(args: AttentionArgs) -> str:
-    if args.q.device.type != "cuda":
-        return "cpu"
-    from attention_backend.kernels import device
-
-    return device.arch(args.q.device.index)
+    return device.arch(args.q.device.index) if args.q.is_cuda else "cpu"
 
 
+@cache
 def _implementation(kernel: str) -> Callable[[AttentionArgs], Result]:
     if kernel == "cpu_reference":
         from attention_backend.reference import cpu

@@ -44,7 +44,7 @@ class PagedMetadata:
     num_decodes: int
     max_seqlen_q: int  # the largest number of new tokens of a sequence
     max_seqlen_k: int  # the largest of seq_lens (an upper bound is allowed)
-    decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no keys; None: all are
+    decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no row; None: all are
     shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
     shared_prefills: SharedPages | None = None  # of the others
 

@@ -235,17 +235,17 @@ def paged_attention_op(
         _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_seqs, k, v = seq_lens.shape[0], k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
-    def attend(rows: Tensor, first: int, last: int, cu_seqlens: Tensor | None) -> Tensor:
+    def attend(rows: Tensor, sequences: slice, cu_seqlens: Tensor | None, max_rows: int) -> Tensor:
         args = AttentionArgs(
             rows,
             k,
             v,
             softmax_scale,
             cu_seqlens_q=cu_seqlens,
-            max_seqlen_q=max_seqlen_q if cu_seqlens is not None else 1,
+            max_seqlen_q=max_rows,
             max_seqlen_k=max_seqlen_k,
-            seqused_k=seq_lens[first:last],
-            block_table=block_table[first:last],
+            seqused_k=seq_lens[sequences],
+            block_table=block_table[sequences],
             sinks=sinks,
             window_left=window_left,
             window_right=0,
@@ -257,18 +257,22 @@ def paged_attention_op(
         return dispatch.run(args)[0] if k_scale is None else fp8_pages.attention(args)
 
     if num_decodes == 0:
-        return attend(q, 0, num_seqs, cu_seqlens_q)
-    decodes = attend(q[:num_decodes].unsqueeze(1), 0, num_decodes, None).squeeze(1)
+        return attend(q, slice(None), cu_seqlens_q, max_seqlen_q)
+    first = slice(0, num_decodes)
+    if decodes_here is None:
+        decodes = attend(q[first].unsqueeze(1), first, None, 1).squeeze(1)
+    else:  # those that are not have no row
+        decodes = attend(q[first], first, cu_seqlens_q[: num_decodes + 1], 1)
     if num_decodes == num_seqs == q.shape[0]:
         return decodes
     if num_decodes == num_seqs:  # rows of nobody follow
         out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     else:  # in place: the first of the others' rows is where their lengths begin
-        out = attend(q, num_decodes, num_seqs, cu_seqlens_q[num_decodes:])
+        out = attend(q, slice(num_decodes, None), cu_seqlens_q[num_decodes:], max_seqlen_q)
     if decodes_here is None:
-        out[:num_decodes] = decodes
+        out[first] = decodes
     else:
-        torch.where(decodes_here, decodes, out[:num_decodes], out=out[:num_decodes])
+        torch.where(decodes_here, decodes, out[first], out=out[first])
     return out
 
 

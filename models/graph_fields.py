@@ -22,7 +22,7 @@ class StepFields:
     sequence_slots: Tensor  # int64 [sequences]
     sample_rows: Tensor  # int64 [samples]
     keys: Tensor  # int32 [samples, 2]
-    seq_lens: Tensor  # int32 [sequences]; 0: a decode that is not there
+    seq_lens: Tensor  # int32 [sequences]; 0: of a decode that is not there
     cu_seqlens: Tensor  # int32 [sequences + 1]
     temperature: Tensor  # float32 [samples]
 
@@ -49,7 +49,7 @@ class StepFields:
     ) -> None:
         """For fields on the host: one step that fits the shape. temperature float32 `[n]` and keys int32 `[n, 2]` are
         the sampler's, for each row that is sampled."""
-        num_rows, decodes = len(arrays.token_ids), shape.decodes_in_front(rows)
+        num_rows, decodes = len(arrays.token_ids), shape.decodes_in_front(rows.num_decodes)
         padding = shape.padding(num_rows)
         _put(self.token_ids, arrays.token_ids, 0)
         _put(self.position_ids, arrays.positions, 0)

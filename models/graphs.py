@@ -6,7 +6,9 @@ graphs that were recorded short are right when long. Decodes that share pages ha
 pass reads those pages for all of them.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from models.inputs import StepInputs, StepTensors
 from models.prefix_groups import GroupArrays, shared_pages
 from models.shared_runs import Levels
 from models.step_rows import StepArrays, StepRows
-from models.step_shapes import StepShape
+from models.step_shapes import StepNeeds, StepShape
 
 #: Logits of a step: of every row, or of its sample_rows.
 Forward = Callable[[StepTensors, bool], Tensor]
@@ -102,16 +104,17 @@ class StepGraphs:
     def capture(self, shapes: Sequence[StepShape] | None = None) -> None:
         """Records all shapes, or some, the largest first, so that the smaller ones find its memory in the pool."""
         pool = torch.cuda.graph_pool_handle()
-        for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
-            self._stage_padding(shape)
-            self._plain[shape] = self._record(shape, None, pool)
-            if self._with_sharing and shape.only_decodes and shape.rows > 1:
-                self._sharing[shape] = self._record(shape, self._make_groups(shape.rows), pool)
+        with _no_collection():
+            for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
+                self._stage_padding(shape)
+                self._plain[shape] = self._record(shape, None, pool)
+                if self._with_sharing and shape.only_decodes and shape.rows > 1:
+                    self._sharing[shape] = self._record(shape, self._make_groups(shape.rows), pool)
 
     def largest(self) -> list[StepShape]:
-        """The largest of decodes and of other steps."""
-        kinds = ([shape for shape in self._shapes if shape.only_decodes is kind] for kind in (True, False))
-        return [max(kind) for kind in kinds if kind]
+        """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into."""
+        kinds = {(shape.only_decodes, shape.few_rows): shape for shape in self._shapes}  # sorted: the last one stays
+        return list(kinds.values())
 
     def drop(self) -> None:
         self._plain.clear()
@@ -124,7 +127,8 @@ class StepGraphs:
         if len(levels) > 1 or batch.sharing.prefills or bool((rows.adapters >= 0).any()):
             return None
         graphs = self._sharing if levels else self._plain
-        return next((shape for shape in self._shapes if shape in graphs and shape.fits(rows)), None)
+        needs = StepNeeds.of(rows)
+        return next((shape for shape in self._shapes if shape in graphs and shape.fits(needs)), None)
 
     def replay(
         self,
@@ -204,6 +208,19 @@ class StepGraphs:
         used = num_bytes(shape)
         self._buffer[:used].copy_(staging.buffer[:used], non_blocking=True)
         staging.copied.record(torch.cuda.current_stream(self._device))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What the garbage collector frees while a graph is recorded (an older graph, a pinned buffer) would spoil it."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, max_model_len: int) -> StepTensors:

@@ -21,12 +21,14 @@ _LENGTHS = (13, 45)
 # Tokens of (first, second) prompt that each step runs: packed prefill, a mixed step, two decodes, a chunk on a prefix.
 _STEPS = ((7, 30), (1, 9), (1, 1), (4, 5))
 
-#: Largest relative error of a row's logits (L2), averaged over rows: a mixture of experts may flip single rows.
+#: Largest relative error of a row's logits (L2), averaged over rows.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 #: Over float8 pages: three bits of mantissa in every key and value. A wrong path is off by about 1.
 _FLOAT8_TOLERANCE = 0.35
-#: Quantised layers, which may round what they are given to 8 bits or to 16: a small difference becomes a whole step.
-_QUANTISED_TOLERANCE = 0.2
+#: Where a small difference may become a whole step: quantised layers round what they are given to 8 bits or to 16, and a
+#: router sends a row to another expert (one row in eight of a small random model in bfloat16; in float32 none).
+_STEPS_TOLERANCE = 0.2
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # transformers' names for their number
 
 
 @torch.inference_mode()
@@ -39,8 +41,9 @@ def check_engine_path(
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     ours = _engine_logits(model, sites, prompts, block_size, scales)
     tolerance = _TOLERANCE[model.dtype] if scales is None else _FLOAT8_TOLERANCE
-    if getattr(model, "is_quantized", False):
-        tolerance = max(tolerance, _QUANTISED_TOLERANCE)
+    routes = any(getattr(config, name, None) for name in _EXPERTS) and model.dtype != torch.float32
+    if routes or getattr(model, "is_quantized", False):
+        tolerance = max(tolerance, _STEPS_TOLERANCE)
     for prompt, logits in zip(prompts, ours, strict=True):
         expected = _eager_logits(model, prompt)
         error = ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).mean().item()

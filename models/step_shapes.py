@@ -20,6 +20,30 @@ BESIDE = (0, 64)
 PROMPTS = 16  # sequences with more than one row beside them, those of padding included
 
 
+@dataclass(frozen=True, slots=True)
+class StepNeeds:
+    """What a step asks of a shape."""
+
+    rows: int
+    decodes: int  # sequences with one token in front
+    others: int
+    longest: int  # of the others
+    samples: int
+    all_sampled: bool  # every sequence
+
+    @classmethod
+    def of(cls, rows: StepRows) -> "StepNeeds":
+        decodes = rows.num_decodes
+        return cls(
+            rows=int(rows.lengths.sum()),
+            decodes=decodes,
+            others=len(rows.lengths) - decodes,
+            longest=int(rows.lengths[decodes:].max(initial=0)),
+            samples=int((rows.drafts + 1)[rows.sampled].sum()),
+            all_sampled=bool(rows.sampled.all()),
+        )
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
     """Rows exactly; of the rest, no more than."""
@@ -40,23 +64,23 @@ class StepShape:
         """Then every row is a sequence, and a sample."""
         return self.others == 0
 
-    def decodes_in_front(self, rows: StepRows) -> int:
-        """How many of a step's sequences are taken for decodes."""
-        return 0 if self.few_rows else rows.num_decodes
+    def decodes_in_front(self, decodes: int) -> int:
+        """How many of a step's decodes are taken for such."""
+        return 0 if self.few_rows else decodes
 
     def padding(self, num_rows: int) -> list[int]:
         """Rows of each sequence of padding beside `num_rows` rows."""
         whole, rest = divmod(self.rows - num_rows, max(1, self.longest))
         return [self.longest] * whole + [rest] * (rest > 0)
 
-    def fits(self, rows: StepRows) -> bool:
-        decodes, num_rows = self.decodes_in_front(rows), int(rows.lengths.sum())
-        if num_rows > self.rows or decodes > self.decodes or int((rows.drafts + 1)[rows.sampled].sum()) > self.samples:
+    def fits(self, step: StepNeeds) -> bool:
+        decodes = self.decodes_in_front(step.decodes)
+        if step.rows > self.rows or decodes > self.decodes or step.samples > self.samples:
             return False
-        others = rows.lengths[decodes:]
+        others = step.others + step.decodes - decodes
         if self.only_decodes:
-            return len(others) == 0 and bool(rows.sampled.all())
-        return len(others) + len(self.padding(num_rows)) <= self.others and int(others.max(initial=0)) <= self.longest
+            return others == 0 and step.all_sampled
+        return step.longest <= self.longest and others + len(self.padding(step.rows)) <= self.others
 
 
 def decode_shapes(max_num_seqs: int) -> list[StepShape]:

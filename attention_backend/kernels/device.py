@@ -8,9 +8,15 @@ from attention_backend.jit.spec import arch_for
 
 
 @cache
+def capability(index: int) -> tuple[int, int]:
+    """The compute capability: (9, 0) is a Hopper."""
+    return torch.cuda.get_device_capability(index)
+
+
+@cache
 def arch(index: int) -> str:
     """The architecture that kernels for this GPU are compiled for. Raises UnsupportedArchError."""
-    return arch_for(torch.cuda.get_device_capability(index))
+    return arch_for(capability(index))
 
 
 @cache

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention_backend.jit import load
+from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
 from attention_backend.kernels.rows import VECTOR, check_rows, element_define
@@ -51,13 +51,17 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str, *, early: bool =
     Raises UnsupportedError for rows that are not 16-byte aligned.
     """
     check_rows(gate=gate, up=up)
-    out = gate.new_empty(gate.shape)
     rows, width = gate.shape
-    p = GatedParams(gate=gate.data_ptr(), up=up.data_ptr(), out=out.data_ptr())
-    p.gate_row, p.up_row, p.width = gate.stride(0), up.stride(0), width
-    p.row_blocks = -(-width // (_THREADS * VECTOR))
+    out = gate.new_empty(rows, width)
     if rows:
-        index = gate.device.index
-        kernel = load(variant(gate.dtype, activation, device.arch(index)), index)
+        p = GatedParams(gate=gate.data_ptr(), up=up.data_ptr(), out=out.data_ptr())
+        p.gate_row, p.up_row, p.width = gate.stride(0), up.stride(0), width
+        p.row_blocks = -(-width // (_THREADS * VECTOR))
+        kernel = _kernel(gate.dtype, activation, gate.device.index)
         kernel((rows * p.row_blocks, 1, 1), (_THREADS, 1, 1), p, early=early)
     return out
+
+
+@cache
+def _kernel(dtype: torch.dtype, activation: str, index: int) -> Kernel:
+    return load(variant(dtype, activation, device.arch(index)), index)

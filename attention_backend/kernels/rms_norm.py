@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.errors import UnsupportedError
-from attention_backend.jit import load
+from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
 from attention_backend.kernels.rows import VECTOR, check_rows, element_define
@@ -74,19 +74,25 @@ def rms_norm(
 
     Raises UnsupportedError for rows that are not 16-byte aligned.
     """
-    out = x.new_empty(x.shape)
-    total = x if residual is None else x.new_empty(x.shape)
-    p = RmsNormParams(x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), x_row=x.stride(0))
-    p.width, p.eps = x.shape[1], eps
     if residual is None:
         check_rows(x=x, weight=weight)
     else:
         check_rows(x=x, residual=residual, weight=weight)
-        p.residual, p.residual_row, p.sum = residual.data_ptr(), residual.stride(0), total.data_ptr()
-    if x.shape[0]:
-        index = x.device.index
-        chosen, threads = variant(
-            x.dtype, x.shape[1], device.arch(index), add=residual is not None, unit_offset=unit_offset
-        )
-        load(chosen, index)((x.shape[0], 1, 1), (threads, 1, 1), p, early=early)
+    rows, width = x.shape
+    out = x.new_empty(rows, width)
+    total = x if residual is None else x.new_empty(rows, width)
+    if rows:
+        p = RmsNormParams(x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), x_row=x.stride(0))
+        p.width, p.eps = width, eps
+        if residual is not None:
+            p.residual, p.residual_row, p.sum = residual.data_ptr(), residual.stride(0), total.data_ptr()
+        kernel, threads = _kernel(x.dtype, width, x.device.index, residual is not None, unit_offset)
+        kernel((rows, 1, 1), (threads, 1, 1), p, early=early)
     return out, total
+
+
+@cache
+def _kernel(dtype: torch.dtype, width: int, index: int, add: bool, unit_offset: bool) -> tuple[Kernel, int]:
+    """The kernel on a device, and its threads."""
+    chosen, threads = variant(dtype, width, device.arch(index), add=add, unit_offset=unit_offset)
+    return load(chosen, index), threads

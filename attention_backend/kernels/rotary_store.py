@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.errors import UnsupportedError
-from attention_backend.jit import load
+from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant, capability_of
 from attention_backend.kernels import device
 from attention_backend.kernels.decode_variants import FP8_FROM
@@ -100,25 +100,34 @@ def rotary_store(
     check_rows(q=q, k=k, v=v)
     _check_pages(k_cache, v_cache, fp8_kv, k_scale, v_scale)
     tokens, num_heads, head_dim = q.shape
-    out = q.new_empty(q.shape)
+    num_kv_heads = k.shape[1]
+    out = q.new_empty(tokens, num_heads, head_dim)
+    if not tokens:
+        return out
+    norm = 0 if q_norm is None else 1 + unit_offset
+    kernel, lanes = _kernel(q.dtype, head_dim, q.device.index, norm, fp8_kv)
     p = RotaryStoreParams(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), q_out=out.data_ptr())
     p.k_cache, p.v_cache, p.slot_mapping = k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr()
     p.cos, p.sin, p.table_row = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
     p.q_norm, p.k_norm = pointer(q_norm), pointer(k_norm)
     p.k_scale, p.v_scale = pointer(k_scale), pointer(v_scale)
-    p.q_row, p.q_head, p.k_row, p.k_head = q.stride(0), q.stride(1), k.stride(0), k.stride(1)
-    p.v_row, p.v_head = v.stride(0), v.stride(1)
-    p.k_page, p.k_cache_head, p.k_slot = k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)
-    p.v_page, p.v_cache_head, p.v_slot = v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)
-    p.num_heads, p.num_kv_heads, p.head_dim, p.rotary_dim = num_heads, k.shape[1], head_dim, 2 * cos.shape[1]
+    p.q_row, p.q_head, _ = q.stride()
+    p.k_row, p.k_head, _ = k.stride()
+    p.v_row, p.v_head, _ = v.stride()
+    p.k_page, p.k_cache_head, p.k_slot, _ = k_cache.stride()
+    p.v_page, p.v_cache_head, p.v_slot, _ = v_cache.stride()
+    p.num_heads, p.num_kv_heads, p.head_dim, p.rotary_dim = num_heads, num_kv_heads, head_dim, 2 * cos.shape[1]
     p.page_size, p.eps = k_cache.shape[2], eps
-    if tokens:
-        index = q.device.index
-        norm = 0 if q_norm is None else 1 + unit_offset
-        chosen, lanes = variant(q.dtype, head_dim, device.arch(index), norm, fp8_kv=fp8_kv)
-        p.token_blocks = -(-(num_heads + 2 * k.shape[1]) * lanes // _THREADS)
-        load(chosen, index)((tokens * p.token_blocks, 1, 1), (_THREADS, 1, 1), p, early=early)
+    p.token_blocks = -(-(num_heads + 2 * num_kv_heads) * lanes // _THREADS)
+    kernel((tokens * p.token_blocks, 1, 1), (_THREADS, 1, 1), p, early=early)
     return out
+
+
+@cache
+def _kernel(dtype: torch.dtype, head_dim: int, index: int, norm: int, fp8_kv: bool) -> tuple[Kernel, int]:
+    """The kernel on a device, and its lanes of a head."""
+    chosen, lanes = variant(dtype, head_dim, device.arch(index), norm, fp8_kv=fp8_kv)
+    return load(chosen, index), lanes
 
 
 def _check_pages(
@@ -127,7 +136,8 @@ def _check_pages(
     if fp8_kv and (k_scale is None or v_scale is None):
         raise ValueError("float8_e4m3fn caches need k_scale and v_scale")
     for name, cache_ in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache_.stride(-1) != 1 or cache_.data_ptr() % 16 or any(s % VECTOR for s in cache_.stride()[:-1]):
+        page, head, slot, element = cache_.stride()
+        if element != 1 or cache_.data_ptr() % 16 or page % VECTOR or head % VECTOR or slot % VECTOR:
             raise UnsupportedError(
                 f"{name} with strides {cache_.stride()}: rows are stored {VECTOR} elements at a time: they must be "
                 "contiguous and aligned"

@@ -15,13 +15,26 @@ def element_define(dtype: torch.dtype) -> tuple[str, int]:
     return "BF16", int(dtype == torch.bfloat16)
 
 
+def begins_vectors(x: Tensor, elements: int) -> bool:
+    """Whether every row (the last dimension) begins at 16 bytes, which are `elements` elements."""
+    for dim, stride in enumerate(x.stride()[:-1]):
+        if stride % elements and x.shape[dim] > 1:  # a dimension of one element may have any stride
+            return False
+    return x.data_ptr() % _ALIGNMENT == 0
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether neighbours along a dimension lie in one place, which the TMA cannot read."""
+    strides = x.stride()
+    return min(strides) <= 0 and any(s <= 0 and n > 1 for s, n in zip(strides, x.shape, strict=True))
+
+
 def check_rows(**tensors: Tensor) -> None:
     """Raises UnsupportedError for tensors whose last dimension cannot be read 8 elements at a time."""
     for name, x in tensors.items():
         if x.dtype not in DTYPES:
             raise UnsupportedError(f"{name} is {x.dtype}: fused layers on a GPU are in bfloat16 and float16")
-        odd = any(s % VECTOR for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1)
-        if odd or x.stride(-1) != 1 or x.data_ptr() % _ALIGNMENT or x.shape[-1] % VECTOR:
+        if x.stride(-1) != 1 or x.shape[-1] % VECTOR or not begins_vectors(x, VECTOR):
             raise UnsupportedError(
                 f"{name} of shape {tuple(x.shape)}, strides {x.stride()}: rows are read {_ALIGNMENT} bytes at a time: "
                 f"they must be contiguous, and begin and end at multiples of {VECTOR} elements"

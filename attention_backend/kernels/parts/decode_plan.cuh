@@ -76,7 +76,8 @@ class DecodePlan {
     return true;
   }
 
-  // The tiles that hold the keys some row of the sequence sees; at least one, so that every row gets its answer.
+  // The tiles that hold the keys some row of the sequence sees; at least one, so that every row gets its answer. (A
+  // sequence without rows has none: see count_tiles.)
   template <int TILE>
   static __device__ __forceinline__ void tile_range(const Sequence& seq, int& first, int& end) {
     const int low = seq.low(0), high = seq.high(max(seq.seqlen_q - 1, 0));
@@ -87,9 +88,10 @@ class DecodePlan {
  private:
   template <int TILE>
   static __device__ __forceinline__ int count_tiles(const SequenceParams& p, int b) {
+    const Sequence seq(p, b);
     int first, end;
-    tile_range<TILE>(Sequence(p, b), first, end);
-    return end - first;
+    tile_range<TILE>(seq, first, end);
+    return seq.seqlen_q > 0 ? end - first : 0;
   }
 
   // Sum of this lane's and all lower lanes' x.

@@ -19,7 +19,7 @@ class Segment:
 
 
 def segments(tiles: Sequence[int], heads: int, parts: int, min_tiles: int) -> Iterator[Segment]:
-    """`tiles` of each sequence, at least 1."""
+    """`tiles` of each sequence: at least 1, or 0 where it has no rows."""
     prefix = [0, *accumulate(tiles)]
     work = prefix[-1]
     share = max(min_tiles, -(-work // parts))

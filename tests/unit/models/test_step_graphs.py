@@ -12,7 +12,7 @@ from models.graph_fields import StepFields, num_bytes
 from models.graphs import step_tensors
 from models.runner import ModelRunner
 from models.step_rows import StepRows
-from models.step_shapes import StepShape, chunk_shapes, decode_shapes, draft_shapes
+from models.step_shapes import StepNeeds, StepShape, chunk_shapes, decode_shapes, draft_shapes
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, BLOCK = 6, 192, 256, 16
 SHAPES = sorted([*decode_shapes(MAX_SEQS), *draft_shapes(MAX_SEQS, 3), *chunk_shapes(MAX_SEQS, MAX_TOKENS)])
@@ -63,7 +63,7 @@ def test_every_shape_that_fits_gives_the_logits_of_the_step_alone(runner: ModelR
     rows = StepRows.of(batch)
     inputs = runner._inputs
     inputs.last_tokens[:] = torch.arange(len(inputs.last_tokens)) + 11
-    fitting = [shape for shape in SHAPES if shape.fits(rows)]
+    fitting = [shape for shape in SHAPES if shape.fits(StepNeeds.of(rows))]
     with torch.inference_mode():
         if rows.lengths.sum() > MAX_TOKENS:
             assert not fitting
@@ -115,7 +115,7 @@ def test_padding_stores_nothing_and_reads_the_padding_page(runner: ModelRunner) 
 def shapes_for(*counts: tuple[int, int | None], computed: int = 40) -> StepShape | None:
     """The smallest shape for sequences of (rows, drafts)."""
     batch = StepBatch(tuple(sequence(slot, computed, count, drafts) for slot, (count, drafts) in enumerate(counts)))
-    return next((shape for shape in SHAPES if shape.fits(StepRows.of(batch))), None)
+    return next((shape for shape in SHAPES if shape.fits(StepNeeds.of(StepRows.of(batch)))), None)
 
 
 def test_a_step_runs_in_the_smallest_shape_of_its_kind() -> None:
@@ -137,5 +137,5 @@ def test_sixteen_prompts_at_once_are_too_many_where_padding_is_needed() -> None:
     shape = StepShape(64, 0, 16, 64, 16)
     exact = StepBatch(tuple(ScheduledSeq(slot, [3] * 4, 0, [slot], True) for slot in range(16)))
     padded = StepBatch(tuple(ScheduledSeq(slot, [3] * 3, 0, [slot], True) for slot in range(16)))
-    assert shape.fits(StepRows.of(exact))
-    assert not shape.fits(StepRows.of(padded))
+    assert shape.fits(StepNeeds.of(StepRows.of(exact)))
+    assert not shape.fits(StepNeeds.of(StepRows.of(padded)))
