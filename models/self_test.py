@@ -25,8 +25,8 @@ _STEPS = ((7, 30), (1, 9), (1, 1), (4, 5))
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 #: Over float8 pages: three bits of mantissa in every key and value. A wrong path is off by about 1.
 _FLOAT8_TOLERANCE = 0.35
-#: Where a small difference may become a whole step: quantised layers round what they are given to 8 bits or to 16, and a
-#: router sends a row to another expert (one row in eight of a small random model in bfloat16; in float32 none).
+#: Where a small difference may become a whole step: quantised layers round what they are given to 8 bits or 16, and a
+#: router sends a row to another expert (a few rows of a small random model in bfloat16, none in float32).
 _STEPS_TOLERANCE = 0.2
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # transformers' names for their number
 
