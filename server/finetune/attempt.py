@@ -200,6 +200,7 @@ class Attempt:
                 files,
                 checkpoint_every=config.checkpoint_every,
                 micro_batch_tokens=config.micro_batch_tokens,
+                default_rank=config.default_rank,
             )
         except (PlanError, TooManyStepsError) as error:
             return await self._fail(Failure("invalid_hyperparameters", str(error), "hyperparameters"))

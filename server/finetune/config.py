@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.training import LoraSettings
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
@@ -21,3 +23,8 @@ class TrainerConfig:
     silence_limit: float = 120.0  # seconds without a word from the trainer, then it counts as hung
     back_off: float = 1.0  # seconds after a first crash, twice as long after each one more
     worker: str = "server.finetune.worker"  # the module of the trainer process
+
+    @property
+    def default_rank(self) -> int:
+        """Of a job whose request names none: one that can be served."""
+        return min(LoraSettings().rank, self.max_rank)

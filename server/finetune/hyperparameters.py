@@ -39,7 +39,14 @@ def total_steps(examples: int, n_epochs: int, batch_size: int) -> int:
 
 
 def make_plan(
-    request: JobRequest, source: str, seed: int, files: Validated, *, checkpoint_every: int, micro_batch_tokens: int
+    request: JobRequest,
+    source: str,
+    seed: int,
+    files: Validated,
+    *,
+    checkpoint_every: int,
+    micro_batch_tokens: int,
+    default_rank: int,
 ) -> TrainingPlan:
     """`micro_batch_tokens`: at least; the longest example has to fit. Raises TooManyStepsError, PlanError."""
     asked = request.hyperparameters
@@ -52,6 +59,7 @@ def make_plan(
             f"most {MAX_STEPS}."
         )
     rate = asked.learning_rate or LEARNING_RATES[request.method] * (asked.learning_rate_multiplier or 1.0)
+    rank = asked.rank or default_rank
     sequences = 2 if request.method == "dpo" else 1
     return TrainingPlan(
         model=source,
@@ -59,7 +67,7 @@ def make_plan(
         n_epochs=n_epochs,
         batch_size=batch_size,
         learning_rate=rate,
-        lora=LoraSettings(rank=asked.rank, alpha=asked.alpha or 2 * asked.rank, dropout=asked.dropout),
+        lora=LoraSettings(rank=rank, alpha=asked.alpha or 2 * rank, dropout=asked.dropout),
         max_length=max(files.longest, 2),
         micro_batch_tokens=max(micro_batch_tokens, sequences * max(files.longest, 2)),
         seed=seed,
@@ -82,5 +90,6 @@ def decided(job: Job) -> Hyperparameters:
         learning_rate=plan.learning_rate,
         learning_rate_multiplier=multiplier,
         beta=plan.dpo_beta if plan.method == "dpo" else None,
+        rank=None if plan.lora is None else plan.lora.rank,
         alpha=None if plan.lora is None else plan.lora.alpha,
     )

@@ -91,7 +91,7 @@ class FineTuning:
                 "the base model under another name (--served-model-name).",
                 param="model",
             )
-        if request.hyperparameters.rank > self._config.max_rank:
+        if (request.hyperparameters.rank or 0) > self._config.max_rank:
             raise InvalidRequest(
                 f"lora.rank is {request.hyperparameters.rank}; this server serves adapters up to rank "
                 f"{self._config.max_rank} (--max-lora-rank).",

@@ -34,7 +34,7 @@ class Hyperparameters:
     learning_rate_multiplier: float | None = None
     learning_rate: float | None = None  # instead of the multiplier
     beta: float | None = None  # of DPO
-    rank: int = 16
+    rank: int | None = None
     alpha: int | None = None  # None: twice the rank
     dropout: float = 0.0
 

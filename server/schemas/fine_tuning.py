@@ -24,7 +24,10 @@ MetadataValue = Annotated[str, Field(max_length=MAX_VALUE)]
 class LoraRequest(RequestModel):
     """PEFT's names. The update of a weight is alpha / rank times a product of rank `rank`."""
 
-    rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
+    rank: Annotated[
+        Annotated[int, Field(ge=1, le=MAX_RANK)] | None,
+        Field(description="Default: 16, or --max-lora-rank where that is lower."),
+    ] = None
     alpha: Annotated[int, Field(ge=1, le=4096)] | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 

@@ -9,7 +9,9 @@ from server.schemas.wire import WireModel
 
 
 class LoraFields(WireModel):
-    rank: int
+    """Null is not decided yet: it is when the files are validated."""
+
+    rank: int | None
     alpha: int | None
     dropout: float
 

@@ -8,7 +8,7 @@ from models.training import LossName
 from server.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS, MAX_TOP_K, TokenCount
 from server.schemas.training_data import MAX_NUMBER, Datum, ModelInput, token_ids
 from server.schemas.wire import ModelName, RequestModel, TokenId
-from server.training import Compute, Create, LoadWeights, OptimStep, Sample, SaveWeights
+from server.training import Compute, LoadWeights, NewModel, OptimStep, Sample, SaveWeights
 
 MAX_DATA = 4096  # of one call
 MAX_SEQ_ID = 2**53 - 1
@@ -31,7 +31,10 @@ class LoraConfigRequest(RequestModel):
         "train_attn": (True,),
     }
 
-    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    rank: Annotated[
+        Annotated[int, Field(ge=1, le=512)] | None,
+        Field(description="Default: 16, or --max-lora-rank where that is lower."),
+    ] = None
     alpha: Annotated[int, Field(ge=1, le=4096)] = 32
     target_modules: Annotated[list[Linear], Field(min_length=1, max_length=64)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
@@ -50,9 +53,9 @@ class CreateModelRequest(RequestModel):
             raise ValueError("give seed, or lora_config.seed, not both")
         return self
 
-    def call(self) -> Create:
+    def call(self) -> NewModel:
         lora = self.lora_config
-        return Create(
+        return NewModel(
             rank=lora.rank,
             alpha=lora.alpha,
             target_modules=None if lora.target_modules is None else tuple(sorted(set(lora.target_modules))),

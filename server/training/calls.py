@@ -21,6 +21,15 @@ class PackedDatum(msgspec.Struct, frozen=True):
     advantages: bytes | None = None
 
 
+class NewModel(msgspec.Struct, frozen=True):
+    """What a caller says of a model before it is one."""
+
+    rank: int | None  # None: the server's default
+    alpha: int
+    target_modules: tuple[str, ...] | None
+    seed: int
+
+
 class Create(msgspec.Struct, frozen=True, tag=True):
     rank: int
     alpha: int

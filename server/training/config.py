@@ -4,6 +4,8 @@ this room."""
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.training import LoraSettings
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
@@ -25,3 +27,8 @@ class TrainingConfig:
     call_seconds: float = 1800.0  # of one call in the process, then it counts as hung
     silence_limit: float = 120.0  # seconds without a word from the process, then it counts as hung
     worker: str = "server.training.worker"  # the module of the process
+
+    @property
+    def default_rank(self) -> int:
+        """Of a model whose request names none: one that can be served."""
+        return min(LoraSettings().rank, self.max_rank)

@@ -20,7 +20,7 @@ from server.errors import (
     ServerDraining,
     TrainingMissing,
 )
-from server.training.calls import Call, Create, SaveWeights, digest
+from server.training.calls import Call, Create, NewModel, SaveWeights, digest
 from server.training.checks import check
 from server.training.child import Child, ChildEndedError
 from server.training.config import TrainingConfig
@@ -86,10 +86,11 @@ class Training:
         self._snapshots.close()
 
     async def create(
-        self, owner: str, base_model: str, create: Create, *, salt: bytes = b"", key: str | None = None
+        self, owner: str, base_model: str, asked: NewModel, *, salt: bytes = b"", key: str | None = None
     ) -> LiveModel:
         """Its future is `model.creating`. `key`: the same one gives the same model. Raises InvalidRequest,
         SequenceConflict, QuotaExceeded."""
+        create = Create(asked.rank or self.config.default_rank, asked.alpha, asked.target_modules, asked.seed)
         known = self._models.get(self._keys.get((owner, key), "")) if key is not None else None
         if known is not None:
             if known.creating.digest != digest(create) or known.base_model != base_model:

@@ -159,6 +159,20 @@ def test_a_rank_that_could_not_be_served_is_refused(client: openai.OpenAI, file:
     refused(client, file, {"method": supervised(lora={"rank": 64})}, "lora.rank", "up to rank 16 (--max-lora-rank)")
 
 
+def test_a_job_that_names_no_rank_is_not_refused_for_its_rank(tmp_path: Path) -> None:
+    with serving(tmp_path, max_lora_rank=8) as url, connected(url) as client:
+        file = str(create(client).id)
+        for method in (None, supervised(), supervised(lora={"dropout": 0.1})):
+            given = {} if method is None else {"method": method}
+            job = client.fine_tuning.jobs.create(model=MODEL, training_file=file, **given)
+            assert job.hyperparameters.to_dict()["lora"]["rank"] is None  # decided with what else is "auto"
+        refused(client, file, {"method": supervised(lora={"rank": 9})}, "lora.rank", "up to rank 8 (--max-lora-rank)")
+        rank = httpx.get(url.removesuffix("/v1") + "/openapi.json").json()["components"]["schemas"]["LoraRequest"][
+            "properties"
+        ]["rank"]
+        assert "16, or --max-lora-rank where that is lower" in rank["description"]
+
+
 def refused(client: openai.OpenAI, file: str, changes: Any, param: str | None, told: str) -> None:
     reply = httpx.post(
         f"{client.base_url}fine_tuning/jobs", json={"model": MODEL, "training_file": file} | changes, timeout=30

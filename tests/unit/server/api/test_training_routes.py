@@ -267,6 +267,27 @@ def test_the_server_says_what_it_takes(client: httpx.Client) -> None:
     assert (told["max_lora_rank"], told["max_models"]) == (16, 50)
 
 
+def test_a_model_whose_rank_nobody_named_has_one_that_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Settings.training_config
+    monkeypatch.setattr(
+        Settings, "training_config", lambda settings: replace(make(settings), worker="scripted_training_worker")
+    )
+    (tmp_path / "script.json").write_text("{}")
+    monkeypatch.setenv("TRAINING_SCRIPT", str(tmp_path / "script.json"))
+    with live_server(data_dir=tmp_path / "data", max_lora_rank=8) as server:
+        with httpx.Client(base_url=f"{server.url}/v1/training", timeout=60) as client:
+            for lora in ({}, {"lora_config": {}}, {"lora_config": {"alpha": 8}}):
+                future = post(client, "create_model", base_model=MODEL, **lora)
+                assert retrieve(client, future["request_id"])["type"] == "create_model"
+                assert post(client, "get_info", model_id=future["model_id"])["lora_rank"] == 8
+            refused = error(client, "create_model", 400, base_model=MODEL, lora_config={"rank": 9})
+            assert (refused["param"], "up to rank 8" in refused["message"]) == ("lora_config.rank", True)
+        schema = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]["LoraConfigRequest"]
+        assert "16, or --max-lora-rank where that is lower" in schema["properties"]["rank"]["description"]
+
+
 def test_without_the_setting_there_are_no_routes(tmp_path: Path) -> None:
     with live_server(enable_training=False, data_dir=tmp_path) as server:
         reply = httpx.get(f"{server.url}/v1/training/models")

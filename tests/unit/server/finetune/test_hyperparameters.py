@@ -6,15 +6,19 @@ import pytest
 from job_makers import REQUEST
 
 from models.training import TrainingPlan
+from server.finetune.config import TrainerConfig
 from server.finetune.hyperparameters import TooManyStepsError, auto_batch_size, auto_epochs, make_plan, total_steps
 from server.finetune.messages import Validated
 from server.finetune.records import Hyperparameters, JobRequest
+from server.training.config import TrainingConfig
 
 
-def plan(examples: int = 10, longest: int = 50, request: JobRequest = REQUEST, **asked: float | int) -> TrainingPlan:
+def plan(
+    examples: int = 10, longest: int = 50, request: JobRequest = REQUEST, default_rank: int = 16, **asked: float | int
+) -> TrainingPlan:
     files = Validated(examples, 0, examples * 10, longest)
     asking = replace(request, hyperparameters=Hyperparameters(**asked))  # type: ignore[arg-type]
-    return make_plan(asking, "base", 3, files, checkpoint_every=10, micro_batch_tokens=4096)
+    return make_plan(asking, "base", 3, files, checkpoint_every=10, micro_batch_tokens=4096, default_rank=default_rank)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +45,15 @@ def test_alpha_is_twice_the_rank_unless_said() -> None:
     made = plan(rank=8)
     assert made.lora is not None
     assert made.lora.alpha == 16
+
+
+@pytest.mark.parametrize(("most", "rank"), [(1, 1), (8, 8), (16, 16), (64, 16)])
+def test_a_rank_that_nobody_named_is_one_that_is_served(most: int, rank: int) -> None:
+    default = TrainerConfig("base", max_rank=most).default_rank
+    made = plan(default_rank=default)
+    assert made.lora is not None
+    assert (made.lora.rank, made.lora.alpha) == (rank, 2 * rank)
+    assert TrainingConfig("base", max_rank=most).default_rank == rank  # low-level training's is the same
 
 
 def test_a_batch_has_no_more_examples_than_there_are() -> None:

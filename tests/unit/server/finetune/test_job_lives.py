@@ -9,7 +9,7 @@ import pytest
 from working import PAIR, at_work, is_running, put, script, trained, uninterrupted
 
 from server.errors import InvalidFile, InvalidRequest
-from server.finetune import Hyperparameters, JobRequest, Status
+from server.finetune import Hyperparameters, JobRequest, Status, decided
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -48,6 +48,22 @@ def test_a_job_succeeds_and_leaves_a_model_metrics_and_nothing_else(
             await work.wait(job, lambda _: work.jobs.stats.jobs["succeeded"] == 1)
             assert (work.jobs.stats.steps, work.jobs.stats.tokens) == (6, 60)
             assert work.jobs.stats.ended == Counter({"succeeded": 1})
+
+    asyncio.run(main())
+
+
+def test_a_job_without_a_rank_has_one_that_this_server_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path, max_rank=4) as work:
+            job = await work.create(steps=1)
+            assert decided(job).rank is None  # not before its files are validated
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert (done.status, decided(done).rank, decided(done).alpha) == (Status.SUCCEEDED, 4, 8)
+            request = replace(job.request, hyperparameters=Hyperparameters(rank=5))
+            with pytest.raises(InvalidRequest, match=r"lora.rank is 5; .* up to rank 4"):
+                await work.jobs.create("me", request)
 
     asyncio.run(main())
 

@@ -18,10 +18,10 @@ from server.text.tokenizer import TextTokenizer
 from server.training import (
     Call,
     Compute,
-    Create,
     Future,
     LiveModel,
     LoadWeights,
+    NewModel,
     OptimStep,
     Outcome,
     PackedDatum,
@@ -32,7 +32,7 @@ from server.training import (
 )
 
 LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
-CREATE = Create(8, 32, None, 0)
+NEW = NewModel(8, 32, None, 0)
 STEP = OptimStep(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
 SAMPLE = Sample((1, 2, 3), 1, 5, 1.0, -1, 1.0, None, (), ())
 
@@ -84,7 +84,7 @@ class Work:
     folder: Path
 
     async def create(self, owner: str = "me", **changes: Any) -> LiveModel:
-        model = await self.training.create(owner, "base", CREATE, **changes)
+        model = await self.training.create(owner, "base", NEW, **changes)
         await self.outcome(model.creating)
         return model
 

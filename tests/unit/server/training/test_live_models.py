@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from live_training import (
-    CREATE,
+    NEW,
     SAMPLE,
     STEP,
     Work,
@@ -35,7 +35,7 @@ from server.errors import (
     TrainingModelLost,
     TrainingOutOfMemory,
 )
-from server.training import Call, Computed, Create, Created, Loaded, Saved, Stepped, Unload, Unloaded
+from server.training import Call, Computed, Created, Loaded, NewModel, Saved, Stepped, Unload, Unloaded
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -261,7 +261,7 @@ def test_deleting_a_model_fails_its_calls_and_leaves_the_others(run: Run, tmp_pa
 
 def test_a_model_deleted_while_it_is_made_leaves_nothing(run: Run) -> None:
     async def main(work: Work) -> None:
-        model = await work.training.create("me", "base", CREATE)
+        model = await work.training.create("me", "base", NEW)
         await work.training.delete(model)
         assert isinstance(model.creating.outcome, TrainingMissing)
         await until(lambda: work.pid is None and not work.training._tasks - {_tidy(work)})
@@ -307,7 +307,7 @@ def test_the_same_idempotency_key_is_the_same_model(run: Run) -> None:
         assert await work.create(key="k") is model
         assert await work.create("you", key="k") is not model
         with pytest.raises(SequenceConflict):
-            await work.training.create("me", "base", Create(4, 32, None, 0), key="k")
+            await work.training.create("me", "base", NewModel(4, 32, None, 0), key="k")
 
     run(main)
 
@@ -315,7 +315,7 @@ def test_the_same_idempotency_key_is_the_same_model(run: Run) -> None:
 def test_models_and_ranks_are_bounded(run: Run) -> None:
     async def main(work: Work) -> None:
         with pytest.raises(InvalidRequest, match=r"rank is 17; .* up to rank 16") as error:
-            await work.training.create("me", "base", Create(17, 32, None, 0))
+            await work.training.create("me", "base", NewModel(17, 32, None, 0))
         assert error.value.param == "lora_config.rank"
         model = await work.create()
         with pytest.raises(QuotaExceeded, match="1 models are live"):
