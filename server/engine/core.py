@@ -3,13 +3,10 @@ nothing of the model but the Runner in front of it. Decides what a failure costs
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, StepBatch
-from models.shared_runs import NOT_SHARED
 from server.engine.adapter_loading import AdapterLoading
 from server.engine.drafting import DraftStats
 from server.engine.messages import (
@@ -26,8 +23,8 @@ from server.engine.messages import (
 )
 from server.engine.request import Request, RequestState
 from server.engine.runner import LaunchedStep, LoadedRunner
-from server.engine.scheduler import Event, LaunchedRow, ScheduledStep, Scheduler
-from server.engine.step_time import work_of
+from server.engine.scheduler import Event, Scheduler
+from server.engine.step import LaunchedRow, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +198,7 @@ class EngineCore:
                 self._introduce(request)
             except Exception as error:  # of this request alone: its parameters, or no memory for its tables
                 events += self._fail([request], error)
-        return _living(step) if events else step, events
+        return step.living() if events else step, events
 
     def _introduce(self, request: Request) -> None:
         """Gives the runner what it must know of a request in a new slot."""
@@ -221,19 +218,19 @@ class EngineCore:
         batches, after the step in flight."""
         launched_at = self.clock()
         try:
-            launched = self.runner.launch(_batch(step))
+            launched = self.runner.launch(step.batch())
         except self.loaded.out_of_memory as error:
             logger.warning("out of memory in a step of %d rows: %s", len(step.requests), type(error).__name__)
         except Exception as error:
             self._count_failure(error)
             events = self._land()
-            return None, events + self._fail(_living(step).requests, error)
+            return None, events + self._fail(step.living().requests, error)
         else:
             return _InFlight(launched, step, self.scheduler.launched(step), launched_at), []
         # Outside the except block: the error's traceback would keep the failed step's tensors alive.
         events = self._land()
         self.loaded.free_memory()
-        return None, events + self._run_in_halves(_living(step))
+        return None, events + self._run_in_halves(step.living())
 
     def _run_in_halves(self, step: ScheduledStep) -> list[Event]:
         if not step.requests:
@@ -242,9 +239,8 @@ class EngineCore:
             message = "The server has not enough memory for this request now."
             return self.scheduler.fail(step.requests, "server_is_overloaded", message)
         events: list[Event] = []
-        first_half = [row < len(step.requests) // 2 for row in range(len(step.requests))]
-        for wanted in (first_half, [not row for row in first_half]):
-            launched, failures = self._launch(_rows(step, wanted))
+        for half in step.halves():
+            launched, failures = self._launch(half)
             events += failures + self._collect(launched)
         return events
 
@@ -298,35 +294,3 @@ class EngineCore:
         if self.runner.adapters is not None:
             for number in self.scheduler.adapters.take_dropped():
                 self.runner.adapters.drop(number)
-
-
-def _batch(step: ScheduledStep) -> StepBatch:
-    """Block tables are passed by reference: the runner has read them before the scheduler touches them again."""
-    seqs = []
-    for request, count in zip(step.requests, step.num_tokens, strict=True):
-        start = request.num_computed
-        drafts = step.drafts.get(request, [])
-        end = start + count - len(drafts)
-        token_ids = (request.token_ids[start:end] or [IN_FLIGHT]) + drafts
-        adapter_slot = NO_ADAPTER if request.adapter is None else request.adapter.slot
-        samples = end == request.num_tokens
-        seqs.append(ScheduledSeq(request.slot, token_ids, start, request.block_ids, samples, adapter_slot, len(drafts)))
-    return StepBatch(tuple(seqs), step.sharing)
-
-
-def _living(step: ScheduledStep) -> ScheduledStep:
-    """Without rows whose requests have ended since it was scheduled."""
-    return _rows(step, [request.state is RequestState.RUNNING for request in step.requests])
-
-
-def _rows(step: ScheduledStep, wanted: Sequence[bool]) -> ScheduledStep:
-    """Some rows alone. Who shares with whom is forgotten: such steps are rare."""
-    return replace(
-        step,
-        requests=list(compress(step.requests, wanted)),
-        num_tokens=list(compress(step.num_tokens, wanted)),
-        work=work_of(
-            (r.num_computed, n) for r, n in compress(zip(step.requests, step.num_tokens, strict=True), wanted)
-        ),
-        sharing=NOT_SHARED,
-    )

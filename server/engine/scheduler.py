@@ -12,10 +12,8 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from models.batch import StepOutput
-from models.shared_runs import NOT_SHARED, Levels, StepSharing
 from server.engine.adapters import AdapterTable
 from server.engine.drafting import Drafter, num_equal
 from server.engine.fairness import FairShare
@@ -25,38 +23,11 @@ from server.engine.messages import AddRequest, RequestFailed, RequestTimes, Toke
 from server.engine.prefill import PrefillPlan
 from server.engine.request import Request, RequestState, by_age
 from server.engine.sharing import PrefixSharing
+from server.engine.step import LaunchedRow, ScheduledStep, StepAssembly
 from server.engine.step_time import StepTimeModel, StepWork
 from server.engine.waiting import WaitingQueue
 
 Event = TokenDelta | RequestFailed | RequestTimes
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """Rows with one token first. `admitted` have new slots, which the runner must know before the step runs."""
-
-    requests: list[Request]
-    num_tokens: list[int]  # aligned with requests
-    admitted: list[Request]
-    work: StepWork  # what its time is predicted from
-    sharing: StepSharing = NOT_SHARED
-    drafts: dict[Request, list[int]] = field(default_factory=dict)  # guesses, among num_tokens, after the last token
-    has_prompts: bool = True
-
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.num_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedRow:
-    """What a row of a launched step was, when its result comes: the request may have ended or lost its blocks since."""
-
-    request: Request
-    end: int  # tokens of the request that were in its blocks after the step, without its drafts
-    samples: bool
-    num_preemptions: int  # of the request, at the launch
-    drafts: Sequence[int] = ()
 
 
 class Scheduler:
@@ -78,6 +49,7 @@ class Scheduler:
         self.clock = clock
         self.sharing = sharing
         self.drafter = drafter
+        self.assembly = StepAssembly(cache.block_size, sharing)
         self.step_time = StepTimeModel() if step_time is None else step_time
         self.fairness = FairShare()
         self.waiting = WaitingQueue(cache, self.adapters, self.step_time, self.fairness)  # preempted ones included
@@ -92,7 +64,6 @@ class Scheduler:
         self._released_slots: list[int] = []
         self._num_seen = 0
         self._scheduled_seconds = 0.0  # predicted, of all steps: the time by which prompts age
-        self._read_share = 1.0  # of the keys of decodes, those that the last step read: shared ones are read once
 
     @property
     def has_work(self) -> bool:
@@ -165,9 +136,7 @@ class Scheduler:
         decodes, prefills = self._grow_decodes()
         short_of_blocks = self.num_preemptions > before
         drafts = {} if short_of_blocks else self._draft(decodes, beside_prompts=bool(prefills))
-        keys = _keys(decodes)
-        keys_read = round(self._read_share * keys)
-        plan = self._plan(decodes, prefills, StepWork(len(decodes) + sum(map(len, drafts.values())), 0, keys_read))
+        plan = self._plan(decodes, prefills, self.assembly.decode_work(decodes, drafts))
         admitted = self._admit(plan) if self.waiting and not short_of_blocks else []
         self.cache.queue_transfers()  # no block is taken after this
         shares, work = plan.shares()
@@ -177,39 +146,9 @@ class Scheduler:
             self.fairness.charge(tenant, outputs=count)
         for request, count in shares:
             self.fairness.charge(request.cache_salt, inputs=count)
-        decodes = decodes + [request for request, count in shares if count == 1]  # the last tokens of prompts
-        chunks = [(request, count) for request, count in shares if count > 1]
-        work = work._replace(kv_tokens=work.kv_tokens - keys_read + keys)
-        step = self._arranged(decodes, chunks, admitted, work, drafts)
+        step = self.assembly.assemble(decodes, drafts, shares, admitted, work)
         self._scheduled_seconds += self.step_time.predict(step.work)
         return step
-
-    def _arranged(
-        self,
-        decodes: list[Request],
-        chunks: list[tuple[Request, int]],
-        admitted: list[Request],
-        work: StepWork,
-        drafts: dict[Request, list[int]],
-    ) -> ScheduledStep:
-        """Rows with one token first, and in both parts those that share a prefix side by side."""
-        has_prompts = bool(chunks or admitted)
-        if drafts:
-            decodes = [request for request in decodes if request not in drafts]
-            chunks = chunks + [(request, 1 + len(token_ids)) for request, token_ids in drafts.items()]
-        prefills, counts = [request for request, _ in chunks], dict(chunks)
-        sharing = NOT_SHARED
-        if self.sharing is not None:
-            decodes, decode_levels = self.sharing.arrange(decodes)
-            shared = self.cache.block_size * _repeated_blocks(decode_levels)
-            work = work._replace(kv_tokens=work.kv_tokens - shared)
-            self._read_share = 1 - shared / max(1, _keys(decodes))
-            sharing = StepSharing(decode_levels)
-            if len(prefills) > 1:
-                prefills, levels = self.sharing.arrange(prefills, [counts[request] for request in prefills])
-                sharing = StepSharing(decode_levels, levels)
-        num_tokens = [1] * len(decodes) + [counts[request] for request in prefills]
-        return ScheduledStep(decodes + prefills, num_tokens, admitted, work, sharing, drafts, has_prompts)
 
     def _plan(self, decodes: Sequence[Request], prefills: Sequence[Request], work: StepWork) -> PrefillPlan:
         """`work`: of the decodes."""
@@ -237,12 +176,12 @@ class Scheduler:
         return rows
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
-        """The step took so long. Teaches what steps will take: those with drafts take longer than their work, for they
-        are no CUDA graphs, and those with prompts for other reasons than drafts."""
+        """The step took so long. One with drafts may take longer than its work says, which is for the drafter to learn;
+        one with prompts takes long for other reasons than drafts."""
         if not step.drafts:
             self.step_time.observe(step.work, seconds)
         if self.drafter is not None and not step.has_prompts:
-            self.drafter.observe(len(step.requests), step.total_tokens - len(step.requests), seconds)
+            self.drafter.observe(len(step.requests), sum(map(len, step.drafts.values())), seconds)
 
     def postprocess(self, rows: Sequence[LaunchedRow], output: StepOutput) -> list[Event]:
         """Takes a step's results: appends the sampled tokens, offers full blocks for reuse, ends what is finished.
@@ -255,7 +194,7 @@ class Scheduler:
         ended = False
         for row in rows:
             request = row.request
-            first, at = at, at + (1 + len(row.drafts) if row.samples else 0)
+            first, at = at, at + row.num_sampled
             request.num_in_flight -= row.samples
             request.num_drafts -= len(row.drafts)
             if request.state is RequestState.FINISHED:
@@ -411,13 +350,3 @@ class Scheduler:
 
     def _sweep(self) -> None:
         self.running = [request for request in self.running if request.state is RequestState.RUNNING]
-
-
-def _keys(decodes: Iterable[Request]) -> int:
-    """What they see, each for itself."""
-    return sum(request.num_computed + 1 for request in decodes)
-
-
-def _repeated_blocks(levels: Levels) -> int:
-    """What is not read again because a level's runs read it once."""
-    return sum((run.end - run.first - 1) * (run.stop - run.start) for level in levels for run in level)

@@ -12,7 +12,8 @@ from models.batch import SamplingParams, StepOutput
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig
 from server.engine.messages import AddRequest, TokenDelta
-from server.engine.scheduler import LaunchedRow, Scheduler
+from server.engine.scheduler import Scheduler
+from server.engine.step import LaunchedRow
 from server.engine.step_time import StepTimeModel
 
 BLOCK_SIZE = 64

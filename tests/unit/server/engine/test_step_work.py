@@ -4,8 +4,8 @@ import random
 
 from cranked_engine import Engine, tokens
 
-from server.engine.scheduler import ScheduledStep
-from server.engine.sharing import PrefixSharing, SharingLimits
+from server.engine.sharing import SharingLimits
+from server.engine.step import ScheduledStep
 from server.engine.step_time import work_of
 
 
@@ -46,7 +46,8 @@ def test_work_is_that_of_the_rows() -> None:
 def test_keys_that_decodes_share_are_read_once() -> None:
     rng = random.Random(0)
     engine = Engine(1024)
-    engine.scheduler.sharing = PrefixSharing(SharingLimits(1))
+    assert engine.scheduler.sharing is not None
+    engine.scheduler.sharing.limits = SharingLimits(1)
     document = tokens(rng, 800)
     for number in range(4):
         engine.add(f"r{number}", document + tokens(rng, 16), max_tokens=12, ignore_eos=True)
