@@ -8,7 +8,7 @@ from cranked_engine import Engine, tokens
 from fake_runner import expected
 
 from models.batch import StepBatch
-from server.engine.core import MAX_FAILED_STEPS, EngineLost
+from server.engine.executor import MAX_FAILED_STEPS, EngineLost
 from server.engine.messages import Shutdown
 from server.engine.step_time import work_of
 

@@ -10,7 +10,7 @@ from cranked_engine import Engine, tokens
 from fake_runner import FakeRunner, FakeStep
 
 from models.batch import StepBatch, StepOutput
-from server.engine import core
+from server.engine import executor
 from server.engine.drafting import Drafter, DraftLimits
 from server.engine.step_time import StepTimeModel, StepWork
 
@@ -90,7 +90,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     monkeypatch.setattr(Drafter, "observe", observe_drafts)
     monkeypatch.setattr(Engine, "drafts", DraftLimits(step_cost=0.0, row_cost=0.0, max_rows=64))
     monkeypatch.setattr(cranked_engine, "FakeRunner", TimedRunner)
-    monkeypatch.setattr(core, "MAX_FAILED_STEPS", 1000)
+    monkeypatch.setattr(executor, "MAX_FAILED_STEPS", 1000)
     return seen
 
 

@@ -15,7 +15,7 @@ from cranked_engine import Engine, tokens
 from fake_runner import FakeRunner, expected, make_adapter
 
 from models.batch import SamplingParams, StepBatch, StepOutput
-from server.engine import core
+from server.engine import executor
 from server.engine.drafting import DraftLimits
 from server.engine.messages import FromEngine, RequestFailed, TokenDelta
 
@@ -136,7 +136,7 @@ def test_whatever_fails_and_when_each_request_ends_once_and_no_answer_is_wrong(
     seed: int, failing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cranked_engine, "FakeRunner", LaggingRunner)
-    monkeypatch.setattr(core, "MAX_FAILED_STEPS", 1000)
+    monkeypatch.setattr(executor, "MAX_FAILED_STEPS", 1000)
     rng = random.Random(seed)
     engine = CountingEngine(
         rng.randrange(30, 60), 16, budget=rng.choice([24, 64, 512]), max_num_seqs=8, overlaps=True, max_loras=2

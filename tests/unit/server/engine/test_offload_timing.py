@@ -13,7 +13,7 @@ from fake_runner import NAN, QUOTES, expected
 from hostile_timing import HostileDisk, HostileMemory
 from test_lagging_device import FAILURES, LaggingRunner
 
-from server.engine import core
+from server.engine import executor
 from server.engine.block_files import file_bytes
 from server.engine.drafting import DraftLimits
 from server.engine.offload import Offload
@@ -98,7 +98,7 @@ def _tokens(prefix: Prefix) -> np.ndarray:
 @pytest.fixture(autouse=True)
 def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cranked_engine, "FakeRunner", LaggingRunner)
-    monkeypatch.setattr(core, "MAX_FAILED_STEPS", 1000)
+    monkeypatch.setattr(executor, "MAX_FAILED_STEPS", 1000)
 
 
 @pytest.mark.parametrize("seed", range(5))
