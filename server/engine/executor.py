@@ -64,7 +64,7 @@ class StepExecutor:
 
     def forget_slots(self) -> None:
         """Tells the runner of slots and adapters that nobody uses any more."""
-        for slot in self.scheduler.take_released_slots():
+        for slot in self.scheduler.running.take_released_slots():
             self.runner.remove_request(slot)
         if self.runner.adapters is not None:
             for number in self.scheduler.adapters.take_dropped():

@@ -9,7 +9,6 @@ A request is admitted only when its whole prompt and one more block fit. When a 
 request gives up its blocks and is computed again later: its generated tokens are kept, so its answer is the same."""
 
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,7 +20,8 @@ from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig, refusal
 from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
 from server.engine.prefill import PrefillPlan
-from server.engine.request import Request, RequestState, by_age
+from server.engine.request import Request, RequestState
+from server.engine.running import RunningRequests
 from server.engine.sharing import PrefixSharing
 from server.engine.step import LaunchedRow, ScheduledStep, StepAssembly
 from server.engine.step_time import StepTimeModel, StepWork
@@ -47,21 +47,18 @@ class Scheduler:
         self.cache = cache
         self.adapters = AdapterTable() if adapters is None else adapters
         self.clock = clock
-        self.sharing = sharing
         self.drafter = drafter
         self.assembly = StepAssembly(cache.block_size, sharing)
         self.step_time = StepTimeModel() if step_time is None else step_time
         self.fairness = FairShare()
         self.waiting = WaitingQueue(cache, self.adapters, self.step_time, self.fairness)  # preempted ones included
-        self.running: list[Request] = []  # oldest first
+        self.running = RunningRequests(cache, self.adapters, sharing, config.max_num_seqs)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._released_slots: list[int] = []
         self._num_seen = 0
         self._scheduled_seconds = 0.0  # predicted, of all steps: the time by which prompts age
 
@@ -104,7 +101,7 @@ class Scheduler:
             if request is not None:
                 self._finish(request)
                 events += [TokenDelta(request_id, [], finish_reason="abort"), request.times()]
-        self._sweep()
+        self.running.sweep()
         return events
 
     def fail(self, requests: Sequence[Request], code: str, message: str) -> list[Event]:
@@ -113,7 +110,7 @@ class Scheduler:
         for request in requests:
             self._finish(request)
             events += [RequestFailed(request.request_id, code, message), request.times()]
-        self._sweep()
+        self.running.sweep()
         return events
 
     def expire(self) -> list[Event]:
@@ -124,20 +121,16 @@ class Scheduler:
         late = self.waiting.arrived_before(self.clock() - limit)
         return self.fail(late, "server_is_overloaded", f"The request waited more than {limit:g} s for a free place.")
 
-    def take_released_slots(self) -> list[int]:
-        """Slots whose requests ended since the last call: the runner must forget them before they are used again."""
-        released, self._released_slots = self._released_slots, []
-        self._free_slots += released
-        return released
-
     def schedule(self) -> ScheduledStep | None:
         self.cache.settle()
-        before = self.num_preemptions
-        decodes, prefills = self._grow_decodes()
-        short_of_blocks = self.num_preemptions > before
-        drafts = {} if short_of_blocks else self._draft(decodes, beside_prompts=bool(prefills))
-        plan = self._plan(decodes, prefills, self.assembly.decode_work(decodes, drafts))
-        admitted = self._admit(plan) if self.waiting and not short_of_blocks else []
+        ready = self.running.grow()
+        decodes = ready.decodes
+        for request in ready.preempted:
+            self.waiting.add(request)
+        self.num_preemptions += len(ready.preempted)
+        drafts = {} if ready.preempted else self._draft(decodes, beside_prompts=bool(ready.prompts))
+        plan = self._plan(decodes, ready.prompts, self.assembly.decode_work(decodes, drafts))
+        admitted = self._admit(plan) if self.waiting and not ready.preempted else []
         self.cache.queue_transfers()  # no block is taken after this
         shares, work = plan.shares()
         if not decodes and not shares:
@@ -232,7 +225,7 @@ class Scheduler:
                 self._finish(request)
                 events.append(request.times())
         if ended:
-            self._sweep()
+            self.running.sweep()
         return events
 
     def _fill(self, request: Request, end: int, num_right: int) -> None:
@@ -245,10 +238,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises unless every block, slot and request is accounted for."""
         self.cache.check_integrity(list(self.requests.values()))
-        held = [request.slot for request in self.requests.values() if request.slot >= 0]
-        slots = [*held, *self._free_slots, *self._released_slots]
-        if sorted(slots) != list(range(self.config.max_num_seqs)):
-            raise AssertionError("a slot is lost or held twice")
+        self.running.check_integrity()
         if len(self.waiting) + len(self.running) != len(self.requests):
             raise AssertionError("a request is neither waiting nor running")
 
@@ -260,55 +250,14 @@ class Scheduler:
         max_rows = self.config.max_num_batched_tokens // 2  # the rest is for prompts
         drafts = self.drafter.propose(decodes, max_rows=max_rows, beside_prompts=beside_prompts)
         for request, token_ids in drafts.items():
-            end = request.num_computed + 1 + len(token_ids)
-            while end > len(request.block_ids) * self.cache.block_size and self.cache.grow(request):
-                pass
-            del token_ids[max(0, len(request.block_ids) * self.cache.block_size - request.num_computed - 1) :]
+            del token_ids[self.running.grow_for(request, 1 + len(token_ids)) - 1 :]
         return {request: token_ids for request, token_ids in drafts.items() if token_ids}
-
-    def _grow_decodes(self) -> tuple[list[Request], list[Request]]:
-        """Running rows with one token left, each with a block for it, and running prompts. May preempt."""
-        running, block_size = self.running, self.cache.block_size
-        decodes: list[Request] = []
-        prefills: list[Request] = []
-        index = 0
-        while index < len(running):  # preemption takes from the end, and rows before `index` are older
-            request = running[index]
-            index += 1
-            if request.num_remaining > 1:
-                prefills.append(request)
-            elif request.awaits_its_end or request.num_drafts:
-                continue
-            elif request.num_computed < len(request.block_ids) * block_size or self._find_block(request):
-                decodes.append(request)
-        return decodes, prefills
-
-    def _find_block(self, request: Request) -> bool:
-        """One more block, at the cost of the youngest requests. False: the request itself was the youngest."""
-        while not self.cache.grow(request):
-            victim = self.running.pop()
-            self._free(victim)
-            victim.num_preemptions += 1
-            victim.state = RequestState.WAITING
-            self.waiting.add(victim)
-            self.num_preemptions += 1
-            if victim is request:
-                return False
-        return True
 
     def _admit(self, plan: PrefillPlan) -> list[Request]:
         """Moves waiting requests that get tokens in this step into `running` and the plan. Returns them."""
         admitted: list[Request] = []
-        num_slots = len(self._free_slots)
-        for request, hits in self.waiting.fitting(plan, self.running, num_slots):
-            request.slot = self._free_slots.pop()
-            if request.adapter is not None:
-                self.adapters.start(request.adapter)
-            self.cache.allocate(request, self.waiting.blocks_wanted(request), hits)
-            if self.sharing is not None:
-                self.sharing.join(request)
-            request.state = RequestState.RUNNING
-            insort(self.running, request, key=by_age)
+        for request, hits in self.waiting.fitting(plan, self.running.oldest_first, self.running.num_free_slots):
+            self.running.start(request, self.waiting.blocks_wanted(request), hits)
             plan.add(request)
             admitted.append(request)
             self._count_admission(request)
@@ -326,27 +275,14 @@ class Scheduler:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed
 
-    def _free(self, request: Request) -> None:
-        if self.sharing is not None:
-            self.sharing.leave(request)
-        self.cache.release(request)
-        if request.slot >= 0:
-            self._released_slots.append(request.slot)
-            request.slot = -1
-            if request.adapter is not None:
-                self.adapters.stop(request.adapter)
-
     def _finish(self, request: Request) -> None:
-        """Frees all that the request holds. It stays in `running` until _sweep()."""
+        """Frees all that the request holds. It stays in `running` until that is swept."""
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
-        self._free(request)
+        self.running.release(request)
         del self.requests[request.request_id]
         if request.adapter is not None:
             self.adapters.close(request.adapter)
         if self.drafter is not None:
             self.drafter.forget(request)
-
-    def _sweep(self) -> None:
-        self.running = [request for request in self.running if request.state is RequestState.RUNNING]

@@ -115,6 +115,10 @@ class Engine:
         self.replies: dict[int, CommandReply] = {}
         self.num_turns = 0
 
+    def use_cache(self, cache: KVCache) -> None:
+        """Before the first turn."""
+        self.cache = self.scheduler.cache = self.scheduler.waiting.cache = self.scheduler.running.cache = cache
+
     def add(
         self,
         name: str,

@@ -60,7 +60,7 @@ def give_host_memory(
     memory = SlowOffload(torch.from_numpy(engine.runner.memory), num_slots, turns=turns, room=room)
     offload = Offload(memory, disk, min_blocks=min_blocks)
     cache = OffloadingKVCache(engine.runner.num_blocks, engine.runner.block_size, offload)
-    engine.cache = engine.scheduler.cache = engine.scheduler.waiting.cache = cache
+    engine.use_cache(cache)
     return cache
 
 

@@ -109,7 +109,7 @@ class SimulatedEngine:
         for event in self.scheduler.postprocess(rows, StepOutput([5] * count, [None] * count, [True] * count)):
             if isinstance(event, TokenDelta):
                 self.answers[event.request_id].token_times += [self.now] * len(event.token_ids)
-        self.scheduler.take_released_slots()
+        self.scheduler.running.take_released_slots()
 
 
 def poisson(rng: random.Random, rate: float, begin: float, end: float) -> Iterator[float]:

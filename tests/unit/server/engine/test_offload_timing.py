@@ -44,7 +44,7 @@ class HostileEngine:
         self.damaged: set[Path] = set()
         self.offload = Offload(self.memory, self.disk, min_blocks=1, ready=rng.choice([0.25, 0.5]))
         self.cache = OffloadingKVCache(runner.num_blocks, BLOCK_SIZE, self.offload)
-        self.engine.cache = self.engine.scheduler.cache = self.engine.scheduler.waiting.cache = self.cache
+        self.engine.use_cache(self.cache)
 
     def turn(self) -> None:
         self.engine.turn()
