@@ -235,11 +235,12 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="directory on the disk to measure; default: a temporary one")
     parser.add_argument("--cold", action="store_true", help="read from the disk itself, not from the page cache")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--commit", help="recorded where there is no git")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))
-    arguments = {name: str(value) for name, value in vars(options).items() if name != "out"}
-    text = json.dumps({"machine": machine.facts(), "arguments": arguments, **result}, indent=1)
+    arguments = {name: str(value) for name, value in vars(options).items() if name not in ("out", "commit")}
+    text = json.dumps({"machine": machine.facts(options.commit), "arguments": arguments, **result}, indent=1)
     print(text)  # noqa: T201
     if options.out is not None:
         options.out.write_text(text + "\n")

@@ -144,13 +144,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prefill step")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--commit", help="recorded where there is no git")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder))
-    arguments = {name: value for name, value in vars(options).items() if name != "out"}
+    arguments = {name: value for name, value in vars(options).items() if name not in ("out", "commit")}
     if options.out is not None:
         options.out.write_text(
-            json.dumps({"machine": machine.facts(), "arguments": arguments, **result}, indent=1) + "\n"
+            json.dumps({"machine": machine.facts(options.commit), "arguments": arguments, **result}, indent=1) + "\n"
         )
 
 

@@ -31,7 +31,7 @@ class DraftLimits:
     lookup_max: int = 4  # tokens of a match
     lookup_min: int = 2
     max_rows: int = 128  # of a step with drafts: up to there reading the weights takes longer than using them
-    step_cost: float = 0.5  # of drafts at all, in steps without drafts (on a GPU those are CUDA graphs)
+    step_cost: float = 0.5  # of drafts at all, in steps without drafts
     row_cost: float = 0.01  # of every draft, the same
     overlaps: bool = False  # steps are launched before the one before is read: who drafted has to miss a turn
 

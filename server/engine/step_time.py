@@ -23,6 +23,9 @@ DECODES = ((1, DEEP_CONTEXT), (16, 4096), (64, 2048))  # (sequences, their token
 PRIOR_WEIGHT = 0.01  # of the shape that is assumed, against a measured step's 1: decides what no step measured
 CORRECTION = 0.2  # of a step's relative error goes into the parts of its prediction
 LARGEST_ERROR = 0.25  # that is believed at once: a step that was disturbed teaches little
+#: Of its distance from the others a part's correction gives up in a step. Steps of a kind cannot tell the parts apart:
+#: without it their errors would move time from one part to another, for ever.
+RETURN = 0.02
 
 
 class StepWork(NamedTuple):
@@ -90,7 +93,7 @@ class StepTimeModel:
             self._at_knots.append(self._at_knots[-1] + slope * (end - start))
         self._attention = attention
         self._kv_read = kv_read
-        self._linear_scale = 1.0
+        self._factors = [1.0, 1.0, 1.0]  # corrections of the three parts
 
     @classmethod
     def fit(cls, samples: Iterable[StepSample]) -> "StepTimeModel":
@@ -110,10 +113,11 @@ class StepTimeModel:
         return cls(found[0], found[1:-2], found[-2], found[-1])
 
     def __str__(self) -> str:
-        per_row = self._linear_scale * self._slopes[-1]
+        linear, attention, kv_read = self._factors
         return (
-            f"{1e3 * self.floor:.2f} ms a step, {1e6 * per_row:.2f} us a row of many, "
-            f"{1e9 * self._attention:.3f} ns a pair of query and key, {1e9 * self._kv_read:.1f} ns a key of a decode"
+            f"{1e3 * self.floor:.2f} ms a step, {1e6 * linear * self._slopes[-1]:.2f} us a row of many, "
+            f"{1e9 * attention * self._attention:.3f} ns a pair of query and key, "
+            f"{1e9 * kv_read * self._kv_read:.1f} ns a key of a decode"
         )
 
     @property
@@ -123,16 +127,16 @@ class StepTimeModel:
 
     def linear(self, rows: int) -> float:
         index = bisect_right(KNOTS, rows) - 1
-        return self._linear_scale * (self._at_knots[index] + self._slopes[index] * (rows - KNOTS[index]))
+        return self._factors[0] * (self._at_knots[index] + self._slopes[index] * (rows - KNOTS[index]))
 
     def predict(self, work: StepWork) -> float:
         """Seconds."""
-        return self.linear(work.rows) + self._attention * work.pairs + self._kv_read * work.kv_tokens
+        return sum(self._parts(work))
 
     def prompt_seconds(self, context: int, count: int) -> float:
         """What `count` further tokens of a prompt cost in large steps, that share the reading of weights."""
         whole = self.linear(2 * KNOTS[-1]) / (2 * KNOTS[-1])
-        return whole * count + self._attention * causal_pairs(context, count)
+        return whole * count + self._factors[1] * self._attention * causal_pairs(context, count)
 
     def largest_chunk(self, work: StepWork, context: int, seconds: float, most: int) -> int:
         """The largest chunk after `context` tokens, of at most `most`, with which a step that does `work` already stays
@@ -148,17 +152,22 @@ class StepTimeModel:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Takes a measured step: every part of the prediction is corrected as far as it had a share in it."""
-        linear = self.linear(work.rows)
-        attention = self._attention * work.pairs
-        kv_read = self._kv_read * work.kv_tokens
-        predicted = linear + attention + kv_read
+        parts = self._parts(work)
+        predicted = sum(parts)
         if predicted <= 0 or seconds <= 0:
             return
         error = min(LARGEST_ERROR, max(-LARGEST_ERROR, seconds / predicted - 1))
-        step = CORRECTION * error / predicted
-        self._linear_scale *= 1 + step * linear
-        self._attention *= 1 + step * attention
-        self._kv_read *= 1 + step * kv_read
+        moved = [
+            factor * (1 + CORRECTION * error * part / predicted)
+            for factor, part in zip(self._factors, parts, strict=True)
+        ]
+        mean = sum(moved) / len(moved)
+        self._factors = [factor + RETURN * (mean - factor) for factor in moved]
+
+    def _parts(self, work: StepWork) -> tuple[float, float, float]:
+        _, attention, kv_read = self._factors
+        pairs, keys = attention * self._attention * work.pairs, kv_read * self._kv_read * work.kv_tokens
+        return self.linear(work.rows), pairs, keys
 
 
 def _features(work: StepWork) -> list[float]:

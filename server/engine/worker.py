@@ -90,8 +90,8 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
 def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
     if config.num_speculative_tokens == 0:
         return None
-    # A GPU computes some rows more while it reads the weights, but such a step runs without a graph; a CPU has none.
-    max_rows, step_cost, row_cost = (128, 1.0, 0.003) if loaded.overlaps else (32, 0.0, 0.05)
+    # A GPU computes some rows more while it reads the weights.
+    max_rows, step_cost, row_cost = (128, 0.1, 0.003) if loaded.overlaps else (32, 0.0, 0.05)
     return Drafter(
         DraftLimits(
             num_tokens=config.num_speculative_tokens,

@@ -120,6 +120,20 @@ def test_a_correction_goes_where_the_time_went() -> None:
     assert model.predict(decode) < 1.4 * before
 
 
+def test_an_error_that_no_part_explains_does_not_move_time_from_part_to_part() -> None:
+    """Every fourth step takes half as long again, for a reason that the model does not know."""
+    model = fitted(h200_seconds)
+    before = model.floor
+    deep, mixed = work_of([(100_000, 300), (500, 1)]), work_of([(100_000, 180), (0, 512), (500, 1)])
+    for step in range(1000):
+        if step % 4 == 0:
+            model.observe(mixed, 1.5 * h200_seconds(mixed))
+        else:
+            model.observe(deep, h200_seconds(deep))
+    assert model.floor < 1.5 * before
+    assert model.predict(deep) == pytest.approx(h200_seconds(deep), rel=0.2)
+
+
 @given(
     context=st.integers(0, 1_000_000),
     seconds=st.floats(0, 0.5),
