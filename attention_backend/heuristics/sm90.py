@@ -1,6 +1,7 @@
 """Problem -> tile configuration of the Hopper forward (wgmma, TMA), packing and splits. Pure arithmetic: no device."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 #: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
@@ -87,6 +88,7 @@ def page_rows(page_size: int, block_n: int) -> int | None:
     return rows if rows >= MIN_PAGE_ROWS else None
 
 
+@lru_cache(maxsize=1024)  # the layers of a step have one
 def hopper_plan(
     config: HopperConfig,
     *,

@@ -55,6 +55,7 @@ class Kernel:
         "_knows_early",
         "_loaded",
         "_parameter_sizes",
+        "_pointers",
         "_smem_limit",
         "_struct_size",
         "device",
@@ -82,6 +83,7 @@ class Kernel:
         self.max_smem = loaded.max_smem - report.static_smem
         self._smem_limit = _DEFAULT_SMEM - report.static_smem
         self._parameter_sizes = report.parameter_sizes
+        self._pointers = ctypes.c_void_p * len(report.parameter_sizes)
         self._struct_size = report.parameter_sizes[0] if len(report.parameter_sizes) == 1 else -1
 
     def __call__(
@@ -111,11 +113,11 @@ class Kernel:
                 raise self._mismatch((len(raw),))
             pointers = _ONE_BYTES(raw)
         else:
-            values = [self._by_value(argument) for argument in params]
+            values = [x if isinstance(x, ctypes.Structure) else self._by_value(x) for x in params]
             sizes = tuple(map(ctypes.sizeof, values))
             if sizes != self._parameter_sizes:
                 raise self._mismatch(sizes)
-            pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+            pointers = self._pointers(*map(ctypes.addressof, values))
         if smem_bytes > self._smem_limit:
             self._raise_smem_limit(smem_bytes)
         stream = self._current_stream(self.device)
@@ -139,7 +141,7 @@ class Kernel:
     def _mismatch(self, sizes: tuple[int, ...]) -> LaunchError:
         return LaunchError(f"{self.variant} has parameters of {list(self._parameter_sizes)} bytes, got {list(sizes)}")
 
-    def _by_value(self, argument: Argument) -> Any:
+    def _by_value(self, argument: torch.Tensor | np.generic | bytes | None) -> Any:
         """A ctypes object that holds the bytes of one parameter."""
         if isinstance(argument, torch.Tensor):
             if argument.device.type != "cuda" or argument.device.index != self.device:
@@ -147,8 +149,6 @@ class Kernel:
             return ctypes.c_void_p(argument.data_ptr())
         if argument is None:
             return ctypes.c_void_p(None)
-        if isinstance(argument, ctypes.Structure):
-            return argument
         if isinstance(argument, np.generic):
             argument = argument.tobytes()
         if isinstance(argument, bytes):

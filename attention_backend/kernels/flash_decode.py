@@ -3,6 +3,10 @@
 The grid depends on the device and on shapes, never on lengths, so a captured launch stays right when lengths change.
 """
 
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,12 +17,13 @@ from attention_backend.heuristics.decode import (
     HopperDecodeConfig,
     hopper_page_rows,
 )
-from attention_backend.jit import load
+from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, workspace
 from attention_backend.kernels.decode_params import DecodeParams
 from attention_backend.kernels.decode_variants import copies_whole_rows, decode_variant, hopper_decode_variant
 from attention_backend.kernels.params import fill_tensors, pointer, score_params, sequence_params
-from attention_backend.kernels.tensor_map import TensorMap, tensor_map, whole_row_tensor_map
+from attention_backend.kernels.rows import is_expanded
+from attention_backend.kernels.tensor_map import tensor_map, whole_row_tensor_map
 from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 
@@ -45,54 +50,104 @@ def serves_hopper(args: AttentionArgs) -> bool:
 
     Its maps count pairs of float8 elements.
     """
-    return (
-        device.arch(args.q.device.index) == "sm_90a"
-        and args.key_mask is None
-        and (not args.paged or hopper_page_rows(args.k.shape[1]) is not None)
-        and all(s > 0 or n == 1 for x in (args.k, args.v) for s, n in zip(x.stride(), x.shape, strict=True))
-        and (args.k.dtype != FP8 or all(s % 2 == 0 for x in (args.k, args.v) for s in x.stride()[:-1]))
+    if device.arch(args.q.device.index) != "sm_90a" or args.key_mask is not None:
+        return False
+    if args.paged and hopper_page_rows(args.k.shape[1]) is None:
+        return False
+    if is_expanded(args.k) or is_expanded(args.v):
+        return False
+    return args.k.dtype != FP8 or all(s % 2 == 0 for x in (args.k, args.v) for s in x.stride()[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What of a launch follows from sizes."""
+
+    kernel: Kernel
+    blocks: int
+    row_blocks: int
+    threads: int
+    smem_bytes: int
+    min_tiles: int
+    partial_rows: int
+    value_width: int  # of partial results
+    copied_keys: int  # of one copy of the TMA; 0: there is none
+    whole_rows: bool  # as the TMA copies them
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    options: Options,
+    index: int,
+    hopper: bool,
+    fp8_kv: bool,
+    page_size: int,
+    batch: int,
+    num_kv_heads: int,
+    group_rows: int,
+    num_splits: int,
+    seqlen_k: int,
+) -> _Plan:
+    """`page_size`: 0 for dense keys. `seqlen_k` matters to `num_splits` only."""
+    config: DecodeConfig | HopperDecodeConfig
+    copied_keys = 0
+    if hopper:
+        variant, config, copied_keys = hopper_decode_variant(options, group_rows, page_size, fp8_kv=fp8_kv)
+        min_tiles = HOPPER_DECODE_MIN_TILES
+    else:
+        variant, config = decode_variant(options, device.arch(index), group_rows, fp8_kv=fp8_kv)
+        min_tiles = DECODE_MIN_TILES
+    parts = max(1, device.num_sms(index) * config.blocks_per_sm // num_kv_heads)  # of the keys of every head
+    if num_splits > 0:
+        tiles = max(1, -(-seqlen_k // config.keys))
+        min_tiles = -(-tiles // num_splits)
+        parts = -(-batch * tiles // min_tiles)
+    blocks = parts * num_kv_heads
+    return _Plan(
+        kernel=load(variant, index),
+        blocks=blocks,
+        row_blocks=-(-group_rows // config.rows),
+        threads=config.threads,
+        smem_bytes=config.smem_bytes(*options.tiles, batch, 1 if fp8_kv else options.dtype.itemsize),
+        min_tiles=min_tiles,
+        partial_rows=(blocks + batch * num_kv_heads) * group_rows,
+        value_width=options.tiles[1],
+        copied_keys=copied_keys,
+        whole_rows=hopper and copies_whole_rows(options, fp8_kv),
     )
 
 
 def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> tuple[Tensor, Tensor]:
-    index = args.q.device.index
-    options, fp8_kv = Options.of(args), args.k.dtype == FP8
-    group_rows = args.num_heads // args.num_kv_heads * args.seqlen_q
-    config: DecodeConfig | HopperDecodeConfig
-    maps: tuple[TensorMap, ...] = ()
-    if hopper:
-        page_size = args.k.shape[1] if args.paged else 0
-        variant, config, key_rows = hopper_decode_variant(options, group_rows, page_size, fp8_kv=fp8_kv)
-        min_tiles = HOPPER_DECODE_MIN_TILES
-        # Two bytes are one element of a map, whatever they mean.
-        mapped = whole_row_tensor_map if copies_whole_rows(options, fp8_kv) else tensor_map
-        maps = tuple(mapped(x.view(args.dtype) if fp8_kv else x, key_rows) for x in (args.k, args.v))
-    else:
-        variant, config = decode_variant(options, device.arch(index), group_rows, fp8_kv=fp8_kv)
-        min_tiles = DECODE_MIN_TILES
-
+    q, k, v, batch, kv_heads = args.q, args.k, args.v, args.batch, args.num_kv_heads
+    options, fp8_kv, group_rows = Options.of(args), k.dtype == FP8, args.num_heads // kv_heads * args.seqlen_q
     sequence = sequence_params(args)
-    pairs, row_blocks = args.batch * args.num_kv_heads, -(-group_rows // config.rows)
-    parts = max(1, device.num_sms(index) * config.blocks_per_sm // args.num_kv_heads)  # of the keys of every head
-    if args.num_splits > 0:
-        tiles = max(1, -(-sequence.seqlen_k // config.keys))
-        min_tiles = -(-tiles // args.num_splits)
-        parts = -(-args.batch * tiles // min_tiles)
-    blocks = parts * args.num_kv_heads
-    slots = blocks + pairs
-    partial_out = torch.empty(slots * group_rows * options.tiles[1], dtype=torch.float32, device=args.q.device)
-    partial_lse = torch.empty(slots * group_rows, dtype=torch.float32, device=args.q.device)
-    counters = workspace.counters(args.q.device, pairs * row_blocks)
+    page_size, split_keys = sequence.page_size, sequence.seqlen_k if args.num_splits else 0
+    plan = _plan(
+        options, q.device.index, hopper, fp8_kv, page_size, batch, kv_heads, group_rows, args.num_splits, split_keys
+    )
+    partial_out = q.new_empty(plan.partial_rows * plan.value_width, dtype=torch.float32)
+    partial_lse = q.new_empty(plan.partial_rows, dtype=torch.float32)
+    counters = workspace.counters(q.device, batch * kv_heads * plan.row_blocks)
 
     params = DecodeParams(sequence=sequence, score=score_params(args))
     sinks = fill_tensors(params, args, out, lse)
     params.partial_out, params.partial_lse = partial_out.data_ptr(), partial_lse.data_ptr()
     params.counters = counters.data_ptr()
     params.k_scale, params.v_scale = pointer(args.k_scale), pointer(args.v_scale)
-    params.batch, params.num_kv_heads = args.batch, args.num_kv_heads
-    params.group_rows, params.min_tiles = group_rows, min_tiles
-    smem = config.smem_bytes(*options.tiles, args.batch, args.k.element_size())
-    early = hopper and torch.cuda.is_current_stream_capturing()
-    load(variant, index)((blocks, row_blocks, 1), (config.threads, 1, 1), (*maps, params), smem, early=early)
+    params.batch, params.num_kv_heads = batch, kv_heads
+    params.group_rows, params.min_tiles = group_rows, plan.min_tiles
+    parameters: tuple[ctypes.Structure, ...] = (params,)
+    if hopper:
+        if fp8_kv:  # two bytes are one element of a map, whatever they mean
+            k, v = k.view(q.dtype), v.view(q.dtype)
+        mapped = whole_row_tensor_map if plan.whole_rows else tensor_map
+        parameters = (mapped(k, plan.copied_keys), mapped(v, plan.copied_keys), params)
+    plan.kernel(
+        (plan.blocks, plan.row_blocks, 1),
+        (plan.threads, 1, 1),
+        parameters,
+        plan.smem_bytes,
+        early=hopper and torch.cuda.is_current_stream_capturing(),
+    )
     del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
     return out, lse

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan
-from attention_backend.jit import load
+from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.hopper_params import HopperParams, sparse_params
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_layout, hopper_variant
+from attention_backend.kernels.hopper_variants import HopperLayout, HopperOptions, hopper_layout, hopper_variant
 from attention_backend.kernels.params import fill_tensors, score_params, sequence_params
 from attention_backend.kernels.tensor_map import packed_tensor_map, tensor_map
 from attention_backend.kernels.variants import Options
@@ -94,22 +95,21 @@ def _launch(
 ) -> None:
     """Into out and lse, or with one more dimension in front, of parts of the keys."""
     split, index = out.dim() > args.q.dim(), args.q.device.index
+    kernel, layout, smem_bytes = _compiled(which, plan.pack, split, index)
     params = HopperParams()
-    params.forward.sequence, params.forward.score = sequence_params(args), score_params(args)
-    sinks = fill_tensors(params.forward, args, out[0] if split else out, lse[0] if split else lse)
-    group, layout = params.forward.group, hopper_layout(which)
-    config = layout.config
-    work = params.work
+    forward, work = params.forward, params.work
+    forward.sequence, forward.score = sequence_params(args), score_params(args)
+    sinks = fill_tensors(forward, args, out, lse)
+    group, key_heads = forward.group, args.num_kv_heads
     if split:
-        params.forward.sinks = None  # once, where the parts are merged
+        forward.sinks = None  # once, where the parts are merged
         work.out_split, work.lse_split = out.stride(0), lse.stride(0)
     counters = workspace.counters(args.q.device, _COUNTERS)
     work.counters = counters.data_ptr()
-    work.batch, work.key_heads = args.batch, args.num_kv_heads
-    work.heads_per_key = 1 if plan.pack else group
-    work.heads = work.key_heads * work.heads_per_key
-    work.pack, work.tile_rows, work.num_splits = group if plan.pack else 1, plan.tile_rows, plan.num_splits
-    work.key_bytes = 2 * (args.head_dim + args.head_dim_v)
+    work.pack, work.heads_per_key = (group, 1) if plan.pack else (1, group)
+    work.batch, work.key_heads, work.heads = args.batch, key_heads, key_heads * work.heads_per_key
+    work.tile_rows, work.num_splits = plan.tile_rows, plan.num_splits
+    work.key_bytes = 2 * (forward.head_dim + forward.head_dim_v)
     if sparsity is not None:
         params.sparse = sparse_params(sparsity)
     if which.options.dropout:
@@ -117,13 +117,19 @@ def _launch(
     if plan.pack:
         queries = packed_tensor_map(args.q, group, plan.tile_rows // group)
     else:
-        queries = tensor_map(args.q, config.block_m)
-    tiles = -(-args.seqlen_q * work.pack // plan.tile_rows) * work.heads * args.batch * plan.num_splits
-    kernel = load(hopper_variant(which, pack=plan.pack, split=split), index)
+        queries = tensor_map(args.q, layout.config.block_m)
+    tiles = -(-args.seqlen_q * work.pack // plan.tile_rows) * work.heads * work.batch * plan.num_splits
     kernel(
         (min(tiles, device.num_sms(index)), 1, 1),
-        (config.threads, 1, 1),
+        (layout.config.threads, 1, 1),
         (queries, tensor_map(args.k, layout.copied_rows), tensor_map(args.v, layout.copied_rows), params),
-        config.smem_bytes(*layout.tiles),
+        smem_bytes,
     )
     del sinks, counters  # kept alive until the launch was queued; the allocator is ordered by stream after that
+
+
+@cache
+def _compiled(which: HopperOptions, pack: bool, split: bool, index: int) -> tuple[Kernel, HopperLayout, int]:
+    """The kernel on a device, and its bytes of shared memory."""
+    layout = hopper_layout(which)
+    return load(hopper_variant(which, pack=pack, split=split), index), layout, layout.config.smem_bytes(*layout.tiles)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from attention_backend.errors import UnsupportedError
-from attention_backend.jit import load
+from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
+from attention_backend.kernels.params import pointer
+from attention_backend.kernels.rows import begins_vectors
 
 #: States beyond these are stacked into one set.
 MAX_SETS = 8
@@ -22,6 +24,7 @@ _HEAD_DIM_TILES = (32, 64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _THREADS = 128
 _VECTOR = 8  # elements of a lane
+_HEAD_DIMS = range(0, _HEAD_DIM_TILES[-1] + 1, _VECTOR)
 _PLACES = ("batch", "row", "head")
 
 
@@ -71,7 +74,7 @@ def merge(
     """
     sets = [state_set(partial_out, partial_lse)] if partial_out.shape[0] else []
     if extra is not None:
-        sets.append(state_set(extra[0].unsqueeze(0), extra[1].unsqueeze(0)))
+        sets.append(one_state(*extra))
     launch(sets, out, lse, sinks)
 
 
@@ -87,7 +90,7 @@ def merge_states(
     room = MAX_SETS - len(partials)
     single, rest = (states, ()) if len(states) <= room else (states[: room - 1], states[room - 1 :])
     sets = [state_set(o, s) for o, s in partials if o.shape[0]]
-    sets += [state_set(o.unsqueeze(0), s.unsqueeze(0)) for o, s in single]
+    sets += [one_state(o, s) for o, s in single]
     if rest:
         stacked = torch.stack([o for o, _ in rest]), torch.stack([s for _, s in rest])
         sets.append(state_set(*stacked))
@@ -96,63 +99,79 @@ def merge_states(
 
 def state_set(outs: Tensor, lses: Tensor) -> StateSet:
     """States that differ in their first index only. The tensors must outlive the launch."""
-    vector = _VECTOR if outs.dtype != torch.float32 else _VECTOR // 2
-    odd = any(s % vector for s, n in zip(outs.stride()[:-1], outs.shape[:-1], strict=True) if n > 1)
-    if (
-        odd
-        or outs.data_ptr() % 16
-        or outs.stride(-1) != 1
-        or outs.shape[-1] not in range(0, _HEAD_DIM_TILES[-1] + 1, _VECTOR)
-    ):
-        raise UnsupportedError(
-            f"a state of shape {tuple(outs.shape)}, strides {outs.stride()}: rows are merged 16 bytes at a time: they "
-            f"must be contiguous, aligned, and of a multiple of {_VECTOR} elements up to {_HEAD_DIM_TILES[-1]}"
-        )
-    if outs.dtype not in _DTYPES:
-        raise UnsupportedError(f"states are merged in bfloat16, float16 and float32 on a GPU, not in {outs.dtype}")
-    p = StateSet(out=outs.data_ptr(), lse=lses.data_ptr(), count=outs.shape[0])
-    p.out_state, p.lse_state = outs.stride(0), lses.stride(0)
-    p.in_float = int(outs.dtype == torch.float32)
-    p.seqlen = _place(p, outs[0], lses[0])
+    p = _described(outs, lses, 1)
+    p.count, p.out_state, p.lse_state = outs.shape[0], outs.stride(0), lses.stride(0)
     return p
 
 
+def one_state(out: Tensor, lse: Tensor) -> StateSet:
+    """As `state_set`, of a single state."""
+    p = _described(out, lse, 0)
+    p.count = 1
+    return p
+
+
+def _described(out: Tensor, lse: Tensor, front: int) -> StateSet:
+    """All but the count of a set. `front`: dimensions in front of a state's own.
+
+    Rows are counted as the log-sum-exps lie: row = batch * seqlen + i.
+    """
+    _check(out)
+    seqlen, shape, strides, lse_strides = lse.shape[-1], out.shape[front:], out.stride()[front:], lse.stride()[front:]
+    p = StateSet(out=out.data_ptr(), lse=lse.data_ptr(), seqlen=seqlen, in_float=out.dtype == torch.float32)
+    p.lse_head, p.lse_row = lse_strides[-2:]
+    if len(lse_strides) == 3:
+        p.lse_batch = lse_strides[0]
+        if len(shape) == 4 and shape[1] == seqlen:
+            p.out_batch, p.out_row, p.out_head, _ = strides
+            return p
+    if len(shape) == 4:
+        one = out[0] if front else out
+        strides = one.view(-1, *shape[-2:]).stride()
+    p.out_row, p.out_head, _ = strides
+    p.out_batch = seqlen * p.out_row
+    return p
+
+
+def _check(out: Tensor) -> None:
+    """Raises UnsupportedError for states that the kernel cannot read or write."""
+    vector = _VECTOR if out.dtype != torch.float32 else _VECTOR // 2
+    if not begins_vectors(out, vector) or out.stride(-1) != 1 or out.shape[-1] not in _HEAD_DIMS:
+        raise UnsupportedError(
+            f"a state of shape {tuple(out.shape)}, strides {out.stride()}: rows are merged 16 bytes at a time: they "
+            f"must be contiguous, aligned, and of a multiple of {_VECTOR} elements up to {_HEAD_DIM_TILES[-1]}"
+        )
+    if out.dtype not in _DTYPES:
+        raise UnsupportedError(f"states are merged in bfloat16, float16 and float32 on a GPU, not in {out.dtype}")
+
+
 def launch(sets: Sequence[StateSet], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    pairs = lse.numel()
     if out.numel() == 0:
         lse.fill_(-torch.inf)
         return
     assert len(sets) <= MAX_SETS
-    target = state_set(out.unsqueeze(0), lse.unsqueeze(0))
-    p = MergeParams(out=target.out, lse=target.lse, num_pairs=lse.numel(), num_sets=len(sets), seqlen=target.seqlen)
+    target = one_state(out, lse)
+    p = MergeParams(out=target.out, lse=target.lse, num_pairs=pairs, num_sets=len(sets), seqlen=target.seqlen)
+    room = p.sets
     for at, one in enumerate(sets):
-        p.sets[at] = one
-    for name in ("out", "lse"):
-        for place in _PLACES:
-            setattr(p, f"{name}_{place}", getattr(target, f"{name}_{place}"))
+        room[at] = one
+    p.out_batch, p.out_row, p.out_head = target.out_batch, target.out_row, target.out_head
+    p.lse_batch, p.lse_row, p.lse_head = target.lse_batch, target.lse_row, target.lse_head
     floats = None if sinks is None else sinks.to(torch.float32).contiguous()
-    p.sinks = None if floats is None else floats.data_ptr()
-    p.num_heads, p.head_dim = out.shape[-2], out.shape[-1]
-    index = out.device.index
-    block_pairs = _THREADS * _VECTOR // _tile(out.shape[-1])
-    kernel = load(merge_variant(out.dtype, out.shape[-1], device.arch(index)), index)
-    kernel((-(-lse.numel() // block_pairs), 1, 1), (_THREADS, 1, 1), p)
+    p.sinks = pointer(floats)
+    _, p.num_heads, p.head_dim = out.shape[-3:]
+    kernel, block_pairs = _kernel(out.dtype, p.head_dim, out.device.index)
+    kernel((-(-pairs // block_pairs), 1, 1), (_THREADS, 1, 1), p)
     del floats  # kept alive until the launch was queued; the allocator is ordered by stream after that
+
+
+@cache
+def _kernel(dtype: torch.dtype, head_dim: int, index: int) -> tuple[Kernel, int]:
+    """The kernel on a device, and the rows of heads that a block merges."""
+    kernel = load(merge_variant(dtype, head_dim, device.arch(index)), index)
+    return kernel, _THREADS * _VECTOR // _tile(head_dim)
 
 
 def _tile(head_dim: int) -> int:
     return next(tile for tile in _HEAD_DIM_TILES if tile >= head_dim)
-
-
-def _place(p: StateSet, out: Tensor, lse: Tensor) -> int:
-    """Sets the strides of rows, which are counted as the log-sum-exps lie: row = batch * seqlen + i. Returns seqlen."""
-    if lse.dim() == 3:
-        p.lse_batch, p.lse_head, p.lse_row = lse.stride()
-    else:
-        p.lse_head, p.lse_row = lse.stride()
-    seqlen = lse.shape[-1]
-    if out.dim() == 4 and lse.dim() == 3 and out.shape[1] == seqlen:
-        p.out_batch, p.out_row, p.out_head = out.stride()[:3]
-    else:
-        p.out_row, p.out_head = out.view(-1, *out.shape[-2:]).stride()[:2]
-        p.out_batch = seqlen * p.out_row
-    return seqlen

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -10,9 +11,8 @@ from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.variants import Options
 
 
-@dataclass(frozen=True, slots=True)
-class HopperOptions:
-    """What of a problem is compiled in, beside `Options`."""
+class HopperOptions(NamedTuple):
+    """What of a problem is compiled in, beside `Options`; a tuple for the same reason."""
 
     options: Options
     long: bool = False  # of many keys

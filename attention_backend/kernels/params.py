@@ -68,11 +68,11 @@ def sequence_params(args: AttentionArgs) -> SequenceParams:
     p.seqlen_q = args.seqlen_q
     p.window_left, p.window_right = min(args.window_left, _FAR), min(args.window_right, _FAR)
     p.chunk_size = min(args.chunk_size, _FAR)
-    if args.block_table is not None:
+    table = args.block_table
+    if table is not None:
         page_size = args.k.shape[1]
-        p.block_table = args.block_table.data_ptr()
-        p.block_table_stride = args.block_table.stride(0)
-        p.seqlen_k = args.block_table.shape[1] * page_size
+        p.block_table, p.block_table_stride = table.data_ptr(), table.stride(0)
+        p.seqlen_k = table.shape[1] * page_size
         p.page_size = page_size
         p.page_shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
     else:
@@ -96,20 +96,30 @@ def score_params(args: AttentionArgs) -> ScoreParams:
 
 
 def fill_tensors(p: ctypes.Structure, args: AttentionArgs, out: Tensor, lse: Tensor) -> Tensor | None:
-    """Sets q, k, v, out, lse, sinks and their strides. Returns the float32 sinks, which must outlive the launch."""
+    """Sets q, k, v, out, lse, sinks and their strides. Returns the float32 sinks, which must outlive the launch.
+
+    out and lse may have more dimensions in front of their own: their first elements are meant.
+    """
     q, k, v = args.q, args.k, args.v
     p.q, p.k, p.v, p.out, p.lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()
     sinks = None if args.sinks is None else args.sinks.to(torch.float32).contiguous()
     p.sinks = pointer(sinks)
-    p.q_row, p.q_head = q.stride(-3), q.stride(-2)
-    p.k_row, p.k_head = k.stride(-3), k.stride(-2)
-    p.v_row, p.v_head = v.stride(-3), v.stride(-2)
-    p.out_row, p.out_head = out.stride(-3), out.stride(-2)
-    p.lse_head = lse.stride(-2)
-    if q.dim() == 4:
-        p.q_batch, p.out_batch, p.lse_batch = q.stride(0), out.stride(0), lse.stride(0)
-    if k.dim() == 4:
-        p.k_batch, p.v_batch = k.stride(0), v.stride(0)
-    p.head_dim, p.head_dim_v = args.head_dim, args.head_dim_v
+    strides, lse_strides = q.stride(), lse.stride()
+    p.lse_head = lse_strides[-2]
+    if len(strides) == 4:
+        p.q_batch, p.q_row, p.q_head, _ = strides
+        p.out_batch, p.out_row, p.out_head = out.stride()[-4:-1]
+        p.lse_batch = lse_strides[-3]
+    else:
+        p.q_row, p.q_head, _ = strides
+        p.out_row, p.out_head = out.stride()[-3:-1]
+    strides = k.stride()
+    if len(strides) == 4:
+        p.k_batch, p.k_row, p.k_head, _ = strides
+        p.v_batch, p.v_row, p.v_head, _ = v.stride()
+    else:
+        p.k_row, p.k_head, _ = strides
+        p.v_row, p.v_head, _ = v.stride()
+    p.head_dim, p.head_dim_v = q.shape[-1], v.shape[-1]
     p.group = args.num_heads // args.num_kv_heads
     return sinks

@@ -29,7 +29,7 @@ def tensor_map(x: Tensor, rows: int) -> TensorMap:
 
     Coordinates are (column, row, head, batch). Raises TensorMapError for layouts that the TMA cannot read.
     """
-    (batch, length, heads, width), (by_batch, by_row, by_head) = _layout(x)
+    (batch, length, heads, width), (by_batch, by_row, by_head, _) = _layout(x)
     sizes, steps = (width, length, heads, batch), (by_row, by_head, by_batch)
     return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, rows, 1, 1))
 
@@ -39,7 +39,7 @@ def whole_row_tensor_map(x: Tensor, rows: int) -> TensorMap:
 
     Coordinates are (column, slab of 64 columns, row, head, batch); in shared memory a row's slabs follow each other.
     """
-    (batch, length, heads, width), (by_batch, by_row, by_head) = _layout(x)
+    (batch, length, heads, width), (by_batch, by_row, by_head, _) = _layout(x)
     slabs = width // _BOX_COLUMNS
     sizes, steps = (_BOX_COLUMNS, slabs, length, heads, batch), (_BOX_COLUMNS, by_row, by_head, by_batch)
     return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, slabs, rows, 1, 1))
@@ -50,7 +50,7 @@ def packed_tensor_map(x: Tensor, group: int, rows: int) -> TensorMap:
 
     Coordinates are (column, head of the group, row, group of heads, batch).
     """
-    (batch, length, heads, width), (by_batch, by_row, by_head) = _layout(x)
+    (batch, length, heads, width), (by_batch, by_row, by_head, _) = _layout(x)
     sizes, steps = (width, group, length, heads // group, batch), (by_head, by_row, group * by_head, by_batch)
     return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, group, rows, 1, 1))
 
@@ -65,10 +65,11 @@ def plain_tensor_map(x: Tensor, columns: int) -> TensorMap:
 
 
 def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of four dimensions, and the strides of the first three."""
-    shape = x.shape if x.dim() == 4 else (1, *x.shape)
-    strides = x.stride() if x.dim() == 4 else (x.shape[0] * x.stride(0), *x.stride())
-    return tuple(shape), tuple(strides[:3])
+    """Sizes and strides of four dimensions."""
+    shape, strides = x.shape, x.stride()
+    if len(shape) == 4:
+        return shape, strides
+    return (1, *shape), (shape[0] * strides[0], *strides)
 
 
 @lru_cache(maxsize=4096)

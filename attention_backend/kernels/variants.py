@@ -1,7 +1,7 @@
 """Problem -> the compiled kernel that serves it: which defines, which tile. Knows no launch and no device."""
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -14,9 +14,8 @@ from attention_backend.jit.spec import KernelVariant
 from attention_backend.problem import AttentionArgs
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What of a problem is compiled in."""
+class Options(NamedTuple):
+    """What of a problem is compiled in. (A tuple, because every launch looks its kernel up by it.)"""
 
     dtype: torch.dtype
     head_dim: int
@@ -32,10 +31,10 @@ class Options:
     def of(cls, args: AttentionArgs) -> "Options":
         bias = 0 if args.bias is None else 1 if args.bias.dtype == torch.float32 else 2
         return cls(
-            args.dtype,
-            args.head_dim,
-            args.head_dim_v,
-            args.paged,
+            args.q.dtype,
+            args.q.shape[-1],
+            args.v.shape[-1],
+            args.block_table is not None,
             args.key_mask is not None,
             args.softcap != 0.0,
             args.alibi_slopes is not None,
