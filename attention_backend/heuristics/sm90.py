@@ -15,6 +15,9 @@ LONG = 8192
 #: Rows and keys of a block of a block-sparse mask.
 SPARSE_BLOCK = 128
 MAX_SPLITS = 128
+FEW_SPLITS = 8  # room for these at least, where some sequences may be much longer than others
+FEW_TILES = 2.5  # for each SM: where some may be much longer than others
+FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
 _TILE_BYTES = 2 * 88  # two descriptions of tiles (parts/forward_work.cuh)
@@ -57,6 +60,7 @@ class HopperPlan:
     pack: bool  # the rows of all query heads of a key head lie in one tile
     tile_rows: int
     num_splits: int
+    chosen: bool = False  # num_splits is the most: the device chooses each sequence's number by its length
 
 
 def head_dim_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -109,7 +113,9 @@ def hopper_plan(
     """
     tile_rows = config.block_m // group * group if group <= config.block_m else 0
     pack = packable and group > 1 and tile_rows > 0
-    if pack:
+    ragged = total_rows is not None and batch > 1
+    rows = batch * seqlen_q if total_rows is None else min(batch * seqlen_q, total_rows)
+    if pack and not (ragged and -(-rows * group // tile_rows) * (heads // group) < FEW_TILES * num_sms):
         packed = _share(seqlen_q * group, tile_rows) * tile_rows / config.block_m
         pack = _share(seqlen_q, config.block_m) < 0.9 * packed
     if not pack:
@@ -118,8 +124,11 @@ def hopper_plan(
     if total_rows is None:
         tiles = -(-seqlen_q * per_row // tile_rows) * batch * lines
     else:
-        tiles = -(-min(batch * seqlen_q, total_rows) * per_row // tile_rows) * lines
+        tiles = -(-rows * per_row // tile_rows) * lines
     steps = max(1, -(-seqlen_k // config.block_n))
+    if num_splits == 0 and ragged:
+        most = _most_splits(tiles, steps, num_sms)
+        return HopperPlan(pack, tile_rows, most, chosen=most > 1)
     splits = min(num_splits, MAX_SPLITS) or _splits(tiles, steps, num_sms)
     return HopperPlan(pack, tile_rows, splits)
 
@@ -131,8 +140,16 @@ def _share(rows: int, tile_rows: int) -> float:
 
 def _splits(tiles: int, steps: int, num_sms: int) -> int:
     """The fewest parts of the keys that come within a tenth of the best use of the device; 1 where tiles are many."""
-    if tiles >= 0.8 * num_sms or steps < 8:
+    if tiles >= 0.8 * num_sms or steps < 2 * FEWEST_STEPS:
         return 1
-    most = min(MAX_SPLITS, steps // 4, num_sms)
+    most = min(MAX_SPLITS, steps // FEWEST_STEPS, num_sms)
     use = [tiles * s / (-(-tiles * s // num_sms) * num_sms) for s in range(1, most + 1)]
     return next(s for s, u in enumerate(use, 1) if u >= 0.9 * max(use))
+
+
+def _most_splits(tiles: int, steps: int, num_sms: int) -> int:
+    """Of sequences whose lengths the host does not know: most tiles may be a short one's, so that few see many keys. 1
+    where there are so many that even then the device is full."""
+    if tiles >= FEW_TILES * num_sms or steps < 2 * FEWEST_STEPS:
+        return 1
+    return min(max(FEW_SPLITS, 2 * -(-num_sms // tiles)), steps // FEWEST_STEPS, MAX_SPLITS)

@@ -108,7 +108,7 @@ def _launch(
     work.counters = counters.data_ptr()
     work.pack, work.heads_per_key = (group, 1) if plan.pack else (1, group)
     work.batch, work.key_heads, work.heads = args.batch, key_heads, key_heads * work.heads_per_key
-    work.tile_rows, work.num_splits = plan.tile_rows, plan.num_splits
+    work.tile_rows, work.num_splits, work.chosen = plan.tile_rows, plan.num_splits, plan.chosen
     work.key_bytes = 2 * (forward.head_dim + forward.head_dim_v)
     if sparsity is not None:
         params.sparse = sparse_params(sparsity)

@@ -21,7 +21,7 @@ class WorkParams(ctypes.Structure):
         ("out_split", c_int64),
         ("lse_split", c_int64),
         *((name, c_int) for name in ("batch", "heads", "pack", "tile_rows")),
-        *((name, c_int) for name in ("num_splits", "key_heads", "heads_per_key", "key_bytes")),
+        *((name, c_int) for name in ("num_splits", "key_heads", "heads_per_key", "key_bytes", "chosen", "reserved")),
     )
 
 

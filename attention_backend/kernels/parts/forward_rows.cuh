@@ -128,7 +128,14 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
 #if DROPOUT
     factor[half] *= p.dropout.scale;
 #endif
-    if (real && threadIdx.x % 4 == 0) lse[head * f.lse_head + query_of(row, p)] = end.lse * kLn2;
+    if (real && threadIdx.x % 4 == 0) {
+      float* const place = lse + head * f.lse_head + query_of(row, p);
+      *place = end.lse * kLn2;
+#if SPLIT
+      if (tile.split == 0)  // parts that there are not have seen nothing
+        for (int s = tile.num_splits; s < p.work.num_splits; s++) place[s * p.work.lse_split] = -kInfinity;
+#endif
+    }
   }
 }
 

@@ -13,7 +13,8 @@ struct Tile {
   int masked_end;  // steps before it see a mask,
   int whole_end;   // those up to here none, the others again one
   int end_key;     // one past the last key of step 0
-  int batch, head, split;  // head: of the queries, or of the keys when rows are packed
+  int batch, head;  // head: of the queries, or of the keys when rows are packed
+  int split, num_splits;  // the part of the keys, and how many parts the sequence's are cut into
   int first_row, end_row;
   int held_low, held_high;  // slots that hold data; others may hold anything
   int list;                 // block-sparse: the row of the lists
@@ -23,15 +24,18 @@ struct Tile {
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
 __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PACK ? p.work.tile_rows : BLOCK_M; }
-__device__ __forceinline__ int key_splits(const HopperParams& p) { return SPLIT ? p.work.num_splits : 1; }
 
 constexpr int kNoEnd = 0x7fffffff;
+constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py
 constexpr int kL2Kilobytes = 16 << 10;  // of keys and values that stay in the L2 beside what streams through it
 
 // Draws tiles; all 32 lanes of one warp call. BLOCK_N is the kernel's.
 class WorkLine {
  public:
-  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(0), before(0) { count(p); }
+  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(0), before(0), splits(1) {
+    if (SPLIT && p.work.chosen) choose(p);
+    count(p);
+  }
 
   // The next tile of this block, or steps == 0.
   __device__ __forceinline__ void draw(int index, Tile& tile, const HopperParams& p) {
@@ -50,16 +54,62 @@ class WorkLine {
     }
     const int lane = __ffs(__ballot_sync(~0u, index < before + sum)) - 1;
     const int start = before + (lane ? __shfl_sync(~0u, sum, lane - 1) : 0);
-    describe(index - start, base + lane, tile, p);
+    describe(index - start, base + lane, SPLIT ? __shfl_sync(~0u, splits, lane) : 1, tile, p);
     __syncwarp();
   }
 
  private:
   int base, before;  // the first of the 32 sequences looked at, and the tiles before it
   int sum;           // tiles of the sequences up to this lane's
+  int splits;        // of this lane's sequence
+  float parts;       // of a step of a sequence's last tile, where their number is chosen
 
   static __device__ __forceinline__ int row_tiles(int seqlen_q, const HopperParams& p) {
     return (seqlen_q * rows_packed(p) + rows_per_tile(p) - 1) / rows_per_tile(p);
+  }
+
+  // Key tiles that the last tile of rows of a sequence sees: the most.
+  static __device__ __forceinline__ int most_steps(const Sequence& seq, const HopperParams& p) {
+    if (seq.seqlen_q <= 0) return 0;
+    const int first_row = (row_tiles(seq.seqlen_q, p) - 1) * rows_per_tile(p);
+    const int low = seq.low(first_row / rows_packed(p)), high = seq.high(seq.seqlen_q - 1);
+    return high > low ? (high + BLOCK_N - 1) / BLOCK_N - low / BLOCK_N : 0;
+  }
+
+  // Sequences of a step may have few rows over many keys beside many rows over few: the first alone would leave most
+  // blocks idle. All tiles together are the work of so many of the longest; the fewest parts of those are taken that come
+  // within a tenth of the best use of the blocks.
+  __device__ __forceinline__ void choose(const HopperParams& p) {
+    float work = 0.f;
+    int longest = 0;
+#pragma unroll 1
+    for (int b = threadIdx.x % 32; b < p.work.batch; b += 32) {
+      const Sequence seq(p.forward.sequence, b);
+      const int steps = most_steps(seq, p);
+      longest = max(longest, steps);
+      work += static_cast<float>(row_tiles(max(seq.seqlen_q, 0), p)) * static_cast<float>(steps);
+    }
+#pragma unroll
+    for (int d = 16; d; d /= 2) {
+      longest = max(longest, __shfl_xor_sync(~0u, longest, d));
+      work += __shfl_xor_sync(~0u, work, d);
+    }
+    parts = 0.f;
+    if (longest < 2 * kFewestSteps) return;
+    const float blocks = static_cast<float>(gridDim.x);
+    const float tiles = ceilf(work / static_cast<float>(longest)) * static_cast<float>(p.work.heads);
+    const int limit = min(p.work.num_splits, longest / kFewestSteps);
+    float best = 0.f;
+#pragma unroll 1
+    for (int s = limit; s >= 1; s--) {
+      const float rounds = tiles * static_cast<float>(s) / blocks, use = rounds / ceilf(rounds);
+      best = fmaxf(best, use);
+    }
+#pragma unroll 1
+    for (int s = limit; s >= 1; s--) {
+      const float rounds = tiles * static_cast<float>(s) / blocks;
+      if (rounds / ceilf(rounds) >= 0.9f * best) parts = static_cast<float>(s) / static_cast<float>(longest);
+    }
   }
 
   __device__ __forceinline__ void count(const HopperParams& p) {
@@ -67,7 +117,14 @@ class WorkLine {
     const int b = base + static_cast<int>(threadIdx.x % 32);
     int rows = sequence.seqlen_q;
     if (b < p.work.batch && sequence.cu_seqlens_q) rows = sequence.cu_seqlens_q[b + 1] - sequence.cu_seqlens_q[b];
-    sum = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * key_splits(p) : 0;
+    if (SPLIT) {
+      splits = p.work.num_splits;
+      if (p.work.chosen) {
+        const int steps = b < p.work.batch ? most_steps(Sequence(sequence, b), p) : 0;
+        splits = min(max(1, static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f))), splits);
+      }
+    }
+    sum = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * splits : 0;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(~0u, sum, d);
@@ -76,7 +133,7 @@ class WorkLine {
   }
 
   // Tile `index` of sequence b. A producer has few registers: lanes ask for the bounds of different rows.
-  static __device__ __forceinline__ void describe(int index, int b, Tile& tile, const HopperParams& p) {
+  static __device__ __forceinline__ void describe(int index, int b, int splits, Tile& tile, const HopperParams& p) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
       tile.seq = Sequence(p.forward.sequence, b);
@@ -84,7 +141,7 @@ class WorkLine {
     }
     __syncwarp();
     const Sequence& seq = tile.seq;
-    const int m_tiles = row_tiles(seq.seqlen_q, p), splits = key_splits(p), units = m_tiles * splits;
+    const int m_tiles = row_tiles(seq.seqlen_q, p), units = m_tiles * splits;
     // Halves of halves, so sections are even, and none of less than one and a half tiles a block: a small last one would
     // leave its longest tiles to run beside idle blocks.
     const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
@@ -103,6 +160,7 @@ class WorkLine {
     if (lane == 0) {
       tile.head = section * together + index - unit * heads;
       tile.split = split;
+      tile.num_splits = splits;
       tile.first_row = first_row;
       tile.end_row = end_row;
     }

@@ -13,10 +13,12 @@ struct WorkParams {
   int heads;       // of the queries, or of the keys when rows are packed
   int pack;        // query heads whose rows lie in one tile: 1, or all of a key head's group
   int tile_rows;   // rows of a tile: BLOCK_M, or the multiple of `pack` below
-  int num_splits;  // parts that the keys of a tile are cut into
+  int num_splits;  // parts that the keys of a tile are cut into,
   int key_heads;
   int heads_per_key;  // heads / key_heads
   int key_bytes;  // of a key and its value
+  int chosen;     // at most: each sequence's number is chosen on the device
+  int reserved;
 };
 
 // Lists of 128 x 128 blocks (attention_backend/block_sparse.py: BlockSparsity); a row of lists per 128 query rows.

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_backend.heuristics import sm90
-from attention_backend.heuristics.sm90 import HopperConfig, head_dim_tiles, hopper_config, hopper_plan
+from attention_backend.heuristics.sm90 import HopperConfig, HopperPlan, head_dim_tiles, hopper_config, hopper_plan
 
 _SHARED_MEMORY = 227 * 1024
 _FLAGS = [(a, b, c, d) for a in (False, True) for b in (False, True) for c in (False, True) for d in (False, True)]
@@ -106,7 +106,7 @@ def test_short_rows_are_packed_and_long_ones_are_not() -> None:
     assert not hopper_plan(config, seqlen_q=4096, **kwargs).pack  # type: ignore[arg-type]
 
 
-def splits(batch: int, seqlen_q: int, seqlen_k: int, total_rows: int | None) -> int:
+def plan_of(batch: int, seqlen_q: int, seqlen_k: int, total_rows: int | None) -> HopperPlan:
     """Of 8 key heads with 4 query heads each, on a GPU of 132 SMs."""
     return hopper_plan(
         config_of((128, 128), (False, True, False, False)),
@@ -118,23 +118,25 @@ def splits(batch: int, seqlen_q: int, seqlen_k: int, total_rows: int | None) -> 
         num_sms=132,
         packable=True,
         total_rows=total_rows,
-    ).num_splits
+    )
 
 
-def test_ragged_sequences_are_split_by_the_rows_that_they_have_together() -> None:
-    """A chunk and 15 decodes bring 143 rows, two tiles a head: 64. 16 times 128 rows, their bound, would be 512."""
-    assert splits(16, 128, 65_536, None) == 1
-    assert splits(16, 128, 65_536, 143) == 2
+def test_ragged_sequences_leave_the_number_of_parts_to_the_device() -> None:
+    """180 rows over many keys beside 512 over few are 48 long tiles of 176: one part each would leave 84 SMs idle."""
+    assert plan_of(16, 768, 131_072, 768) == HopperPlan(True, 128, sm90.FEW_SPLITS, chosen=True)
+    assert plan_of(16, 64, 131_072, 64).num_splits > sm90.FEW_SPLITS
+    assert plan_of(16, 64, 800, 64) == HopperPlan(True, 128, 1)
+    assert not plan_of(16, 8192, 131_072, 8192).chosen
+    assert not plan_of(16, 128, 65_536, None).chosen
 
 
 @given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 200_000))
-def test_rows_beyond_what_the_sequences_can_have_change_no_splits(batch: int, seqlen_q: int, seqlen_k: int) -> None:
-    assert splits(1, seqlen_q, seqlen_k, seqlen_q) == splits(1, seqlen_q, seqlen_k, None)
-    bound = splits(batch, seqlen_q, seqlen_k, batch * seqlen_q)
-    assert splits(batch, seqlen_q, seqlen_k, batch * seqlen_q + 5000) == bound
+def test_rows_beyond_what_the_sequences_can_have_change_no_plan(batch: int, seqlen_q: int, seqlen_k: int) -> None:
+    assert plan_of(1, seqlen_q, seqlen_k, seqlen_q) == plan_of(1, seqlen_q, seqlen_k, None)
+    bound = plan_of(batch, seqlen_q, seqlen_k, batch * seqlen_q)
+    assert plan_of(batch, seqlen_q, seqlen_k, batch * seqlen_q + 5000) == bound
 
 
 def test_dense_sequences_fill_tiles_of_their_own() -> None:
     """16 sequences of 20 rows, each 80 packed ones, are 128 tiles though their rows would fit into 80."""
-    assert splits(16, 20, 65_536, None) == 1
-    assert splits(16, 20, 65_536, 320) > 1
+    assert plan_of(16, 20, 65_536, None).num_splits == 1
