@@ -11,30 +11,24 @@ from pathlib import Path
 
 import msgspec
 
-from models.training import PlanError
 from server.errors import InsufficientStorage
 from server.finetune.config import TrainerConfig
-from server.finetune.finishing import Finishing
 from server.finetune.folders import Folders
-from server.finetune.hyperparameters import TooManyStepsError, make_plan, total_steps
 from server.finetune.leases import TRAIN, LeaseLostError, Stage
 from server.finetune.messages import (
     Arguments,
     Beat,
-    Busy,
     Crashed,
-    Finished,
     LastWord,
     Recorded,
-    Refused,
     Started,
     Stepped,
     Stop,
     Stopped,
-    Validated,
 )
-from server.finetune.process import TrainerProcess
-from server.finetune.records import Failure, Job, Status, Step
+from server.finetune.process import TrainerProcess, UnreadableError
+from server.finetune.records import Job, Status, Step
+from server.finetune.settling import Settling
 from server.finetune.stats import FineTuningStats
 from server.finetune.writer import Writer
 
@@ -52,7 +46,7 @@ class Attempt:
         config: TrainerConfig,
         writer: Writer,
         folders: Folders,
-        finishing: Finishing,
+        settling: Settling,
         stats: FineTuningStats,
         draining: asyncio.Event,
     ) -> None:
@@ -61,19 +55,19 @@ class Attempt:
         self._config = config
         self._writer = writer
         self._folders = folders
-        self._finishing = finishing
+        self._settling = settling
         self._stats = stats
         self._draining = draining
         self._heard = time.monotonic()
         self._stopping = False
         self._lost = False  # somebody else has the job now, or nobody can write down what happens to it
         self._hung = False
-        self._settling = False  # the trainer is gone; what became of the job is being written
+        self._gone = False  # the trainer; what became of the job is being written
         self.process: TrainerProcess | None = None
 
     async def run(self) -> None:
         """Whatever happens, cancellation too, no process is left, and no lease that this server could give back."""
-        held, not_before = True, 0.0
+        held, not_before, crash = True, 0.0, None
         try:
             self.process = await TrainerProcess.start(self._arguments(), self._config.worker)
             logger.info("%s of %s begins: attempt %d", self._stage.name, self.job.id, self.job.attempt)
@@ -82,8 +76,8 @@ class Attempt:
                 word = await self._read(self.process)
                 status = await self.process.wait()
                 if not self._lost:
-                    self._settling = True
-                    await self._settle(word, status)
+                    self._gone = True
+                    await self._settling.settle(self.job, word or self._without_a_word(status))
                     held = False
             finally:
                 watching.cancel()
@@ -94,14 +88,20 @@ class Attempt:
         except (InsufficientStorage, OSError) as error:
             logger.error("%s is stopped: what it does cannot be written down: %s", self.job.id, error)
             not_before = self._now() + STORAGE_SECONDS
+        except UnreadableError as error:
+            logger.error("%s: its trainer is ended: %s", self.job.id, error)
+            crash = "The trainer sent a message that cannot be read"
+        except Exception:  # a mistake of ours: counted, so that it is not repeated for ever
+            logger.exception("%s is stopped", self.job.id)
+            crash = "The server could not work on the job"
         finally:
             if self.process is not None:
                 await self.process.close()
             if held:
-                await self._let_go(not_before)
+                await self._let_go(not_before, crash)
 
     async def _read(self, process: TrainerProcess) -> LastWord | None:
-        """To the end of what the trainer says."""
+        """To the end of what the trainer says. Raises UnreadableError."""
         last: LastWord | None = None
         while (message := await process.receive()) is not None:
             self._heard = time.monotonic()
@@ -141,14 +141,14 @@ class Attempt:
             while True:
                 changed.clear()
                 self._obey(await self._writer.leases(lambda leases: leases.beat(self.job, self._now())))
-                if not self._settling and time.monotonic() - self._heard > self._config.silence_limit:
+                if not self._gone and time.monotonic() - self._heard > self._config.silence_limit:
                     self._hung = True
                     process.kill()
                     return
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), self._config.beat_seconds)
         except (LeaseLostError, InsufficientStorage) as error:
-            if self._settling:
+            if self._gone:
                 return
             self._lost = True
             logger.info("%s: its trainer is ended: %s", self.job.id, error)
@@ -167,67 +167,19 @@ class Attempt:
         else:
             self.process.kill()  # there is nothing to keep
 
-    async def _settle(self, word: LastWord | None, status: int) -> None:
-        job, leases = self.job, self._writer.leases
-        match word:
-            case Validated():
-                await self._validated(word)
-            case Finished():
-                await self._finishing.finish(job, word)
-                self._stats.end(Status.SUCCEEDED)
-            case Stopped():
-                await leases(lambda held: held.stopped(job))
-            case Busy():
-                wait = self._now() + self._config.lease_seconds
-                await leases(lambda held: held.stopped(job, wait))
-            case Refused(code=code, message=text, param=param):
-                await self._fail(Failure(code, text, param))
-            case Crashed(reason=reason):
-                await self._crashed(reason)
-            case None if self._stopping and self._stage is not TRAIN:
-                await leases(lambda held: held.stopped(job))
-            case None:
-                await self._crashed("The trainer did not answer any more" if self._hung else _ended(status))
-        self._writer.announce()
+    def _without_a_word(self, status: int) -> LastWord:
+        """`status`: the exit status of a trainer that has said nothing of its end."""
+        if self._stopping and self._stage is not TRAIN:
+            return Stopped()
+        return Crashed("The trainer did not answer any more" if self._hung else _ended(status))
 
-    async def _validated(self, files: Validated) -> None:
-        job, config = self.job, self._config
-        try:
-            plan = make_plan(
-                job.request,
-                job.source,
-                job.seed,
-                files,
-                checkpoint_every=config.checkpoint_every,
-                micro_batch_tokens=config.micro_batch_tokens,
-                default_rank=config.default_rank,
-            )
-        except (PlanError, TooManyStepsError) as error:
-            return await self._fail(Failure("invalid_hyperparameters", str(error), "hyperparameters"))
-        steps = total_steps(files.examples, plan.n_epochs, plan.batch_size)
-        summary = f"{files.examples} training examples, {files.tokens} tokens, the longest {files.longest}"
-        if files.validation_examples:
-            summary += f"; {files.validation_examples} validation examples"
-        now, text = self._now(), plan.to_json()
-        await self._writer.leases(lambda leases: leases.validated(job, now, text, steps, summary))
-        return None
-
-    async def _fail(self, failure: Failure) -> None:
-        logger.warning("%s failed: %s", self.job.id, failure.message)
-        await self._writer.leases(lambda leases: leases.failed(self.job, self._now(), failure))
-        self._stats.end(Status.FAILED)
-
-    async def _crashed(self, reason: str) -> None:
-        logger.warning("%s: %s", self.job.id, reason)
-        self._stats.crashes += 1
-        if await self._writer.leases(lambda leases: leases.crashed(self.job, self._now(), reason)):
-            self._stats.end(Status.FAILED)
-
-    async def _let_go(self, not_before: float) -> None:
-        """Gives the lease back, as soon as that can be written."""
+    async def _let_go(self, not_before: float, crash: str | None) -> None:
+        """Gives the lease back, as soon as that can be written. `crash`: why this attempt counts as one."""
         while True:
             try:
-                return await self._writer.leases(lambda leases: leases.stopped(self.job, not_before))
+                if crash is None:
+                    return await self._writer.leases(lambda leases: leases.stopped(self.job, not_before))
+                return await self._settling.crashed(self.job, crash)
             except LeaseLostError:
                 return None
             except InsufficientStorage:

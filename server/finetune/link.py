@@ -48,7 +48,11 @@ class TrainerLink:
 
     def _listen(self) -> None:
         while not self._closed.is_set():
-            message = self._receive()
+            try:
+                message = self._receive()
+            except Exception:  # without this thread the trainer would wait for ever, and beat
+                logger.critical("the API process was not understood", exc_info=True)
+                os._exit(1)
             with self._told:
                 match message:
                     case Recorded():

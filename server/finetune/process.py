@@ -20,6 +20,10 @@ from server.frames import HEADER, body_size, frame
 REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
 
 
+class UnreadableError(Exception):
+    """What the trainer sent is no message; the text says why, and nothing of the data."""
+
+
 class TrainerProcess:
     """Use `TrainerProcess.start` from the event loop's thread: the trainer ends when that thread does."""
 
@@ -29,6 +33,7 @@ class TrainerProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
+        self._killed = False  # by us
 
     @classmethod
     async def start(cls, arguments: Arguments, worker: str) -> "TrainerProcess":
@@ -52,12 +57,22 @@ class TrainerProcess:
         return self._process.pid
 
     async def receive(self) -> FromTrainer | None:
-        """The next message; None when there will be none. Raises msgspec.DecodeError."""
+        """The next message; None when there will be none. Raises UnreadableError: there is no way on from there."""
+        header = b""
         try:
             header = await self._reader.readexactly(HEADER.size)
             return from_trainer(await self._reader.readexactly(body_size(header, MAX_FRAME_BYTES)))
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except asyncio.IncompleteReadError as error:
+            if self._killed or not (header or error.partial):
+                return None
+            part = "message" if header else "message's length"
+            raise UnreadableError(
+                f"it ended after {len(error.partial)} of the {error.expected} bytes of a {part}"
+            ) from error
+        except ConnectionError:
             return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UnreadableError(f"its message cannot be decoded: {error}") from error
 
     def send(self, message: ToTrainer) -> None:
         """Never waits, and nothing happens when nobody is there any more: messages are few and small."""
@@ -65,6 +80,7 @@ class TrainerProcess:
             self._writer.write(frame(message))
 
     def kill(self) -> None:
+        self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

@@ -11,6 +11,7 @@ from server.finetune.finishing import Finishing
 from server.finetune.folders import Folders
 from server.finetune.leases import TRAIN, VALIDATE, Stage
 from server.finetune.records import Job
+from server.finetune.settling import Settling
 from server.finetune.stats import FineTuningStats
 from server.finetune.writer import Writer
 
@@ -30,8 +31,8 @@ class Supervisor:
         self._config = config
         self._writer = writer
         self._folders = folders
-        self._finishing = finishing
         self._stats = stats
+        self._settling = Settling(config, writer, finishing, stats)
         self._draining = asyncio.Event()
         self._lanes: list[asyncio.Task[None]] = []
 
@@ -83,7 +84,7 @@ class Supervisor:
         if job is None:
             return False
         attempt = self.attempts[stage.name] = Attempt(
-            job, stage, self._config, self._writer, self._folders, self._finishing, self._stats, self._draining
+            job, stage, self._config, self._writer, self._folders, self._settling, self._stats, self._draining
         )
         try:
             await attempt.run()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from server.training.messages import (
 logger = logging.getLogger("longwave")
 
 REAP_INTERVAL = 0.01  # seconds between looks at a process that is about to end
+END_SECONDS = 5.0  # that a process has which says no more, then it is killed
 
 
 class ChildEndedError(Exception):
@@ -130,16 +132,26 @@ class Child:
                 if message is None:
                     break
                 self._take(message)
+        except asyncio.IncompleteReadError as error:  # how it ended says more, and is told
+            logger.error("the training process was not understood: it stopped in the middle of a message: %s", error)
         except Exception:
-            logger.exception("the training process was not understood")
+            logger.exception("the training process was not understood")  # there is no way on from there
+            self._kill("The training process sent a message that cannot be read")
         finally:
             await self._bury()
 
     async def _receive(self) -> FromWorker | None:
+        """None at the end of the stream. Raises IncompleteReadError where that is in the middle of a message, and we
+        have not ended it, and whatever makes a message unreadable."""
+        header = b""
         try:
             header = await self._reader.readexactly(HEADER.size)
             return from_worker(await self._reader.readexactly(body_size(header, MAX_FRAME_BYTES)))
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except asyncio.IncompleteReadError as error:
+            if self._reason is None and (header or error.partial):
+                raise
+            return None
+        except ConnectionError:
             return None
 
     def _take(self, message: FromWorker) -> None:
@@ -160,7 +172,10 @@ class Child:
     async def _bury(self) -> None:
         """Waits for the end of the process; then everybody who waits for a word of it is told how it came."""
         self._writer.close()  # the process, if it still lives, sees the end of the file
+        deadline = time.monotonic() + END_SECONDS
         while (status := self._process.poll()) is None:
+            if time.monotonic() > deadline:
+                self._kill("The training process closed its connection and did not end")
             await asyncio.sleep(REAP_INTERVAL)
         reason = self._reason or _ended(status)
         self.ended.set_result(reason)

@@ -7,6 +7,8 @@ The script is the JSON file that the variable FINE_TUNING_SCRIPT names; its fold
 import json
 import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -73,8 +75,21 @@ class ScriptedTrainer:
                 never.wait(0.01)
         if step == script.get("raise_at"):
             raise ERRORS[script["error"]]()
+        if step == script.get("send_at") and (script.get("always") or self._first_time()):
+            self._send(bytes.fromhex(script["send"]))
         if step == script.get("signal_at") and (script.get("always") or self._first_time()):
             os.kill(os.getpid(), getattr(signal, script["signal"]))
+
+    def _send(self, data: bytes) -> None:
+        """Past the link, on its socket; then it ends at once, says no more, or goes on."""
+        connected = socket.socket(fileno=os.dup(int(sys.argv[1])))
+        connected.sendall(data)
+        match self.script.get("then"):
+            case "ends":
+                os._exit(0)
+            case "says no more":
+                connected.shutdown(socket.SHUT_WR)
+                threading.Event().wait()
 
     def _first_time(self) -> bool:
         mark = self.script_folder / "signalled"

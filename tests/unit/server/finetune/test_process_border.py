@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -42,6 +43,37 @@ def test_what_is_no_frame_is_refused() -> None:
         body_size(HEADER.pack(MAX_FRAME_BYTES + 1), MAX_FRAME_BYTES)
     with pytest.raises(msgspec.DecodeError):
         from_trainer(frame(Recorded())[HEADER.size :])
+
+
+WAITS = """
+import socket, sys
+from server.finetune.link import TrainerLink
+from server.finetune.messages import Stepped
+link = TrainerLink(socket.socket(fileno=int(sys.argv[1])))
+for number in (1, 2):  # the second waits for the answer to the first
+    link.step(Stepped(number, 2, 1.0, 0.5, None, None, 1e-4, 10, 0.01, checkpoint=False))
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("sent", [HEADER.pack(1) + b"\xc1", HEADER.pack(MAX_FRAME_BYTES + 1)])
+def test_a_trainer_that_cannot_read_what_it_is_told_ends(sent: bytes) -> None:
+    """It would beat, and wait, for ever."""
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        ours.sendall(sent)
+        _, said = process.communicate()
+    assert process.returncode == 1
+    assert "the API process was not understood" in said
 
 
 def children() -> set[str]:

@@ -3,18 +3,27 @@
 import asyncio
 import os
 import sqlite3
+import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
-from working import at_work, script, trained, uninterrupted
+from working import at_work, is_running, script, trained, uninterrupted
 
 from server.finetune import Status
 from server.finetune.journal import Journal
 from server.finetune.leases import MAX_CRASHES
+from server.finetune.messages import MAX_FRAME_BYTES, Stepped
+from server.finetune.supervisor import FAILURE_SECONDS
 from server.finetune.worker import NICENESS, OOM_SCORE
+from server.frames import HEADER, frame
 
 pytestmark = pytest.mark.timeout(180)
+
+
+def frame_of(body: bytes) -> bytes:
+    return HEADER.pack(len(body)) + body
 
 
 @pytest.mark.parametrize("step", [1, 4, 5])
@@ -80,6 +89,69 @@ def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(
             assert failed.failure.code == code
             assert told in failed.failure.message
             assert failed.crashes == (MAX_CRASHES - 1 if code == "trainer_crashed" else 0)
+
+    asyncio.run(main())
+
+
+NO_MESSAGES = {
+    "no msgpack": frame_of(b"\xc1"),
+    "no message": frame_of(msgspec.msgpack.encode({"type": "Nonsense"})),
+    "a field of another type": frame_of(msgspec.msgpack.encode({"type": "Started", "device": 1})),
+    "no UTF-8": frame_of(b"\x82\xa4type\xa7Started\xa6device\xa2\xff\xfe"),
+    "nested without end": frame_of(b"\x82\xa4type\xa4Beat\xa1x" + b"\x91" * 100_000 + b"\x01"),
+    "a long message": HEADER.pack(MAX_FRAME_BYTES + 1),
+    "a number without bounds": frame(Stepped(2**63, 6, 1.0, 0.5, None, None, 1e-4, 10, 0.01, checkpoint=False)),
+}
+TORN = {"a header": HEADER.pack(100)[:3], "a body": HEADER.pack(100) + b"x" * 99}
+
+
+@pytest.mark.parametrize(
+    ("sent", "then"),
+    [(sent, None) for sent in NO_MESSAGES.values()]
+    + [(sent, then) for sent in TORN.values() for then in ("ends", "says no more")],
+    ids=[*NO_MESSAGES, *(f"half of {name}, and it {then}" for name in TORN for then in ("ends", "says no more"))],
+)
+def test_what_no_trainer_would_say_ends_it_and_the_job_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: bytes, then: str | None
+) -> None:
+    script(tmp_path, monkeypatch, send_at=4, send=sent.hex(), then=then)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            begun = time.monotonic()
+            job = await work.create()
+            await work.told(job, "Step 2/6")
+            pid = work.trainer_pid
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert done.status is Status.SUCCEEDED
+            assert time.monotonic() - begun < FAILURE_SECONDS  # nobody waited for anything
+            assert pid is not None
+            assert not is_running(pid)
+            assert work.jobs.stats.crashes == 1
+            (told,) = [text for text in await work.said(job) if "crash 1 of" in text]
+            assert told.startswith(("The trainer sent a message that cannot be read", "The server could not work on"))
+            counts = Counter(trained(tmp_path))
+            assert set(counts.values()) <= {1, 2}
+            assert counts[f"{job.id} 1"] == counts[f"{job.id} 2"] == 1  # from the checkpoint
+
+    asyncio.run(main())
+    assert [record for record in caplog.records if record.levelname == "ERROR" and "ftjob-" in record.getMessage()]
+
+
+def test_a_job_whose_every_trainer_talks_nonsense_fails_and_the_next_one_is_none_the_worse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch, send_at=3, send=NO_MESSAGES["no msgpack"].hex(), always=True)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            failed = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert failed.failure is not None
+            assert failed.failure.code == "trainer_crashed"
+            assert "sent a message that cannot be read" in failed.failure.message
+            other = await work.create(steps=2)
+            assert (await work.until(other, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
 
     asyncio.run(main())
 

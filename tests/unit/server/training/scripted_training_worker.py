@@ -41,11 +41,28 @@ class ScriptedSession:
             never = threading.Event()
             while not (self.path.parent / "go").exists():
                 never.wait(0.01)
+        if script.get("send_at") == kind:
+            self.send(bytes.fromhex(script["send"]), script.get("then"))
         if script.get("signal_at") == kind:
             os.kill(os.getpid(), getattr(signal, script["signal"]))
         if script.get("fail") == kind:
             return Failed(command.command_id, script["kind"], "it is so")
         return self.done(command)
+
+    def send(self, data: bytes, then: str | None) -> None:
+        """Past the link, on its socket; then it ends at once, says no more, or goes on."""
+        connected = socket.socket(fileno=os.dup(int(sys.argv[1])))
+        connected.sendall(data)
+        match then:
+            case "ends":
+                os._exit(0)
+            case "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "says no more":
+                connected.shutdown(socket.SHUT_WR)
+                threading.Event().wait()
+            case "hangs":
+                threading.Event().wait()
 
     def done(self, command: Command) -> Done:
         number, model, work = command.command_id, command.model_id, command.work

@@ -1,9 +1,6 @@
 """Live models from creation to their end, through real processes that are killed, stopped and ended."""
 
 import asyncio
-import os
-import re
-import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,6 @@ from typing import Any
 import pytest
 from live_training import (
     NEW,
-    SAMPLE,
     STEP,
     Work,
     at_work,
@@ -74,69 +70,6 @@ def test_calls_run_in_the_process_in_their_order(run: Run) -> None:
         assert work.training.stats.calls["Compute", "succeeded"] == 1
 
     run(main)
-
-
-def test_a_killed_process_fails_every_open_call_and_says_where_to_go_on(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main(work: Work) -> None:
-        model, other = await work.create(), await work.create("you")
-        await work.do(model, compute(), STEP, save("one"), compute(), STEP)
-        script(tmp_path, monkeypatch, hold="Compute")
-        open_calls = work.submit(model, compute(backward=False), STEP, save("two"))
-        theirs = work.submit(other, compute(backward=False))
-        pid = work.pid
-        assert pid is not None
-        await until(lambda: len(work.log()) == 8)  # the first of them is held
-        os.kill(pid, signal.SIGKILL)
-        for future in open_calls:
-            lost = await work.outcome(future)
-            assert isinstance(lost, TrainingModelLost)
-            assert "The training process was killed (SIGKILL" in lost.message
-            path = f"longwave://{model.id}/weights/one"
-            assert f"Its weights after optimiser step 1 are saved: create a model with the same lora_config and " \
-                f"load_weights from {path}." in lost.message  # fmt: skip
-        lost = await work.outcome(theirs[0])
-        assert isinstance(lost, TrainingModelLost)
-        assert "Nothing of it was saved" in lost.message
-        with pytest.raises(TrainingModelLost, match="weights/one"):
-            work.training.submit(model, None, STEP)
-        assert work.training.submit(model, 1, compute()).outcome is not None  # what has ended is still told
-        assert work.training.stats.crashes == 1
-        script(tmp_path, monkeypatch)
-        again = await work.create()
-        assert work.pid not in (None, pid)
-        assert (await work.do(again, load(model), compute(), STEP))[0] == Loaded(
-            f"longwave://{model.id}/weights/one", 1
-        )
-        assert again.steps == 2
-
-    run(main)
-
-
-@pytest.mark.parametrize(
-    ("scripted", "changes", "told"),
-    [
-        ({"signal_at": "Compute", "signal": "SIGSTOP"}, {"silence_limit": 8.0}, "did not answer any more"),
-        ({"hold": "Compute"}, {"call_seconds": 0.3}, "did not finish a call within 0 s"),
-        ({"signal_at": "Compute", "signal": "SIGSEGV"}, {}, r"was killed \(SIGSEGV\)"),
-    ],
-)
-def test_nothing_hangs_when_the_process_does(
-    run: Run, scripted: dict[str, Any], changes: dict[str, Any], told: str
-) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create()
-        pid = work.pid
-        assert pid is not None
-        first, second = work.submit(model, compute(), STEP)
-        for future in (first, second):
-            lost = await work.outcome(future)
-            assert isinstance(lost, TrainingModelLost)
-            assert re.search(told, lost.message), lost.message
-        await until(lambda: not is_running(pid))
-
-    run(main, scripted=scripted, **changes)
 
 
 @pytest.mark.parametrize(
@@ -381,12 +314,3 @@ def test_ended_models_are_forgotten_with_their_results(run: Run) -> None:
         assert work.training._keys == {}
 
     run(main, idle_seconds=0.4, result_seconds=0.2)
-
-
-def test_a_sample_is_a_call_like_others_when_the_process_is_gone(run: Run) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create()
-        (lost,) = await work.do(model, SAMPLE)
-        assert isinstance(lost, TrainingModelLost)
-
-    run(main, scripted={"signal_at": "Save", "signal": "SIGKILL"})

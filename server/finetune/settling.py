@@ -1,0 +1,81 @@
+"""A trainer's last word -> what becomes of its job, written down. Knows no processes, no HTTP and no SQL."""
+
+import logging
+
+from models.training import PlanError
+from server.finetune.config import TrainerConfig
+from server.finetune.finishing import Finishing
+from server.finetune.hyperparameters import TooManyStepsError, make_plan, total_steps
+from server.finetune.messages import Busy, Crashed, Finished, LastWord, Refused, Stopped, Validated
+from server.finetune.records import Failure, Job, Status
+from server.finetune.stats import FineTuningStats
+from server.finetune.writer import Writer
+
+logger = logging.getLogger("longwave")
+
+
+class Settling:
+    """Every method raises LeaseLostError and InsufficientStorage."""
+
+    def __init__(self, config: TrainerConfig, writer: Writer, finishing: Finishing, stats: FineTuningStats) -> None:
+        self._config = config
+        self._writer = writer
+        self._finishing = finishing
+        self._stats = stats
+
+    async def settle(self, job: Job, word: LastWord) -> None:
+        """Raises OSError, too."""
+        leases = self._writer.leases
+        match word:
+            case Validated():
+                await self._validated(job, word)
+            case Finished():
+                await self._finishing.finish(job, word)
+                self._stats.end(Status.SUCCEEDED)
+            case Stopped():
+                await leases(lambda held: held.stopped(job))
+            case Busy():
+                wait = self._writer.clock() + self._config.lease_seconds
+                await leases(lambda held: held.stopped(job, wait))
+            case Refused(code=code, message=text, param=param):
+                await self._fail(job, Failure(code, text, param))
+            case Crashed(reason=reason):
+                await self.crashed(job, reason)
+        self._writer.announce()
+
+    async def crashed(self, job: Job, reason: str) -> None:
+        """It is tried again later; once too often, and it has failed."""
+        logger.warning("%s: %s", job.id, reason)
+        now = self._writer.clock()
+        failed = await self._writer.leases(lambda leases: leases.crashed(job, now, reason))
+        self._stats.crashes += 1
+        if failed:
+            self._stats.end(Status.FAILED)
+
+    async def _validated(self, job: Job, files: Validated) -> None:
+        config = self._config
+        try:
+            plan = make_plan(
+                job.request,
+                job.source,
+                job.seed,
+                files,
+                checkpoint_every=config.checkpoint_every,
+                micro_batch_tokens=config.micro_batch_tokens,
+                default_rank=config.default_rank,
+            )
+        except (PlanError, TooManyStepsError) as error:
+            return await self._fail(job, Failure("invalid_hyperparameters", str(error), "hyperparameters"))
+        steps = total_steps(files.examples, plan.n_epochs, plan.batch_size)
+        summary = f"{files.examples} training examples, {files.tokens} tokens, the longest {files.longest}"
+        if files.validation_examples:
+            summary += f"; {files.validation_examples} validation examples"
+        now, text = self._writer.clock(), plan.to_json()
+        await self._writer.leases(lambda leases: leases.validated(job, now, text, steps, summary))
+        return None
+
+    async def _fail(self, job: Job, failure: Failure) -> None:
+        logger.warning("%s failed: %s", job.id, failure.message)
+        now = self._writer.clock()
+        await self._writer.leases(lambda leases: leases.failed(job, now, failure))
+        self._stats.end(Status.FAILED)
