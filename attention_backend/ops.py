@@ -269,11 +269,17 @@ def paged_attention_op(
         out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     else:  # in place: the first of the others' rows is where their lengths begin
         out = attend(q, slice(num_decodes, None), cu_seqlens_q[num_decodes:], max_seqlen_q)
-    if decodes_here is None:
-        out[first] = decodes
-    else:
-        torch.where(decodes_here, decodes, out[first], out=out[first])
+    put_decodes(out, decodes, decodes_here)
     return out
+
+
+def put_decodes(out: Tensor, decodes: Tensor, here: Tensor | None) -> None:
+    """Writes the decodes' rows to the front of `out`, but for those that are not: others' rows may stand there."""
+    front = out[: decodes.shape[0]]
+    if here is None:
+        front.copy_(decodes)
+    else:
+        torch.where(here, decodes, front, out=front)
 
 
 @paged_attention_op.register_fake

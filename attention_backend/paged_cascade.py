@@ -31,29 +31,35 @@ def paged_cascade(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
     decodes = step.num_decodes
     if decodes == step.num_seqs == q.shape[0]:
         return _decodes(q, layer, step)
-    out = q.new_zeros((*q.shape[:-1], layer.v_cache.shape[-1]))
+    out = _prefills(q, layer, step)
     if decodes:
-        out[:decodes] = _decodes(q[:decodes], layer, step)
-    if decodes < step.num_seqs:
-        out[decodes:] = _prefills(q[decodes:], layer, step)
+        ops.put_decodes(out, _decodes(q[:decodes], layer, step), step.decodes_here)
     return out
 
 
 def _decodes(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
     some = slice(0, step.num_decodes)
-    lens, table = step.seq_lens[some], step.block_table[some]
+    lens, table, cu_seqlens = step.seq_lens[some], step.block_table[some], step.cu_seqlens_q[: step.num_decodes + 1]
     if step.shared_decodes is None:
-        return _plain(q, layer, step, step.cu_seqlens_q[: step.num_decodes + 1], lens, table, step.num_decodes)
+        return _plain(q, layer, step, cu_seqlens, lens, table, step.num_decodes)
+    if step.decodes_here is not None:  # those that are not have no row of their own pass, and lie in groups of no keys
+        return _cascade(q, layer, step.shared_decodes, lens, table, cu_seqlens, 1)
     return _cascade(q.unsqueeze(1), layer, step.shared_decodes, lens, table, None, 0).squeeze(1)
 
 
 def _prefills(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
-    some = slice(step.num_decodes, None)
-    # A decode is one row, so row numbers drop by the number of decodes.
-    cu_seqlens, lens, table = step.cu_seqlens_q[some] - step.num_decodes, step.seq_lens[some], step.block_table[some]
+    """`[T, Hq, Dv]`; the decodes' rows in front are undefined."""
+    decodes, some = step.num_decodes, slice(step.num_decodes, None)
+    cu_seqlens, lens, table = step.cu_seqlens_q[some], step.seq_lens[some], step.block_table[some]
+    if decodes == step.num_seqs:  # rows of nobody follow
+        return q.new_zeros((*q.shape[:-1], layer.v_cache.shape[-1]))
     if step.shared_prefills is None or layer.k_scale is not None:  # many rows over float8 pages go over a copy
         return _plain(q, layer, step, cu_seqlens, lens, table, 0)
-    return _cascade(q, layer, step.shared_prefills, lens, table, cu_seqlens, step.max_seqlen_q)
+    out = q.new_empty((*q.shape[:-1], layer.v_cache.shape[-1]))
+    # A decode is one row, so row numbers drop by the number of decodes.
+    shared = step.shared_prefills
+    out[some] = _cascade(q[some], layer, shared, lens, table, cu_seqlens - decodes, step.max_seqlen_q)
+    return out
 
 
 def _plain(

@@ -27,6 +27,8 @@ from models.shared_runs import Levels
 from models.step_rows import StepArrays, StepRows
 from models.step_shapes import StepNeeds, StepShape
 
+#: Rows of a prompt that take longer to compute over shared keys than these take to read.
+MANY_ROWS = 64
 #: Logits of a step: of every row, or of its sample_rows.
 Forward = Callable[[StepTensors, bool], Tensor]
 
@@ -82,13 +84,21 @@ class StepGraphs:
         with_sharing: bool,
         device: torch.device,
     ) -> None:
-        """`with_sharing`: whether steps of decodes may name shared pages, on one level."""
+        """`with_sharing`: whether decodes may name shared pages, on one level."""
         self._forward = forward
         self._inputs = inputs
         self._shapes = sorted(shapes)
         self._max_model_len = max_model_len
         self._device = device
-        self._with_sharing = with_sharing
+        most_decodes = max(shape.decodes for shape in self._shapes)
+        #: Where pages that decodes share are read once: beside prompts, one graph a number of rows has to do.
+        self._for_sharing = {
+            shape
+            for shape in self._shapes
+            if with_sharing
+            and shape.decodes > 1
+            and (shape.only_decodes or shape.decodes == min(most_decodes, shape.rows))
+        }
         self._plain: dict[StepShape, _Graph] = {}
         self._sharing: dict[StepShape, _Graph] = {}
         most = max(map(num_bytes, self._shapes))
@@ -108,8 +118,8 @@ class StepGraphs:
             for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
                 self._stage_padding(shape)
                 self._plain[shape] = self._record(shape, None, pool)
-                if self._with_sharing and shape.only_decodes and shape.rows > 1:
-                    self._sharing[shape] = self._record(shape, self._make_groups(shape.rows), pool)
+                if shape in self._for_sharing:
+                    self._sharing[shape] = self._record(shape, self._make_groups(shape.decodes), pool)
 
     def largest(self) -> list[StepShape]:
         """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into."""
@@ -123,11 +133,11 @@ class StepGraphs:
 
     def shape_of(self, batch: StepBatch, rows: StepRows) -> StepShape | None:
         """The smallest recorded shape that serves the step; None: no graph does."""
-        levels = batch.sharing.decodes
-        if len(levels) > 1 or batch.sharing.prefills or bool((rows.adapters >= 0).any()):
+        levels, needs = batch.sharing.decodes, StepNeeds.of(rows)
+        few = needs.rows - needs.decodes < needs.others * MANY_ROWS  # so they had better share what they read
+        if len(levels) > 1 or (batch.sharing.prefills and few) or bool((rows.adapters >= 0).any()):
             return None
         graphs = self._sharing if levels else self._plain
-        needs = StepNeeds.of(rows)
         return next((shape for shape in self._shapes if shape in graphs and shape.fits(needs)), None)
 
     def replay(
@@ -149,7 +159,7 @@ class StepGraphs:
         self._copy(staging, shape)
         graph = (self._sharing if levels else self._plain)[shape]
         if graph.shared is not None:
-            self._write_groups(graph.shared, levels, shape.rows)
+            self._write_groups(graph.shared, levels, shape.decodes)
         graph.graph.replay()
         return graph.output.first(len(arrays.sample_rows))
 

@@ -138,25 +138,28 @@ def test_windows_chunks_softcap_and_sinks_reach_every_row_on_cpu() -> None:
     check_options(SMALL["mixed"], CPU)
 
 
-@pytest.mark.parametrize("missing", [1, 30, 60])
-def test_decodes_may_be_missing(missing: int, device: torch.device) -> None:
+def with_missing_decodes(meta: PagedMetadata, missing: int) -> PagedMetadata:
     """Room for decodes that are not there: the others' rows follow the present ones at once."""
-    whole = step([(1, 700), (1, 63), (1, 5), (130, 300), (7, 0)], device)
-    meta, here = whole.metadata, whole.metadata.num_decodes
+    here = meta.num_decodes
 
-    def with_missing(x: Tensor, at: int, value: Tensor) -> Tensor:
-        return torch.cat((x[:at], value.expand(missing, *x.shape[1:]), x[at:]))
+    def inserted(x: Tensor, value: Tensor) -> Tensor:
+        return torch.cat((x[:here], value.expand(missing, *x.shape[1:]), x[here:]))
 
-    lens = with_missing(meta.seq_lens, here, meta.seq_lens.new_zeros(1))
-    padded = replace(
+    lens = inserted(meta.seq_lens, meta.seq_lens.new_zeros(1))
+    return replace(
         meta,
-        cu_seqlens_q=with_missing(meta.cu_seqlens_q, here, meta.cu_seqlens_q[here]),
+        cu_seqlens_q=inserted(meta.cu_seqlens_q, meta.cu_seqlens_q[here]),
         seq_lens=lens,
-        block_table=with_missing(meta.block_table, here, meta.block_table[:1]),
+        block_table=inserted(meta.block_table, meta.block_table[:1]),
         num_decodes=here + missing,
         decodes_here=(lens[: here + missing] > 0)[:, None, None],
     )
-    out = replace(whole, metadata=padded).attend()
+
+
+@pytest.mark.parametrize("missing", [1, 30, 60])
+def test_decodes_may_be_missing(missing: int, device: torch.device) -> None:
+    whole = step([(1, 700), (1, 63), (1, 5), (130, 300), (7, 0)], device)
+    out = replace(whole, metadata=with_missing_decodes(whole.metadata, missing)).attend()
     args = whole.args()
     check(args, (out, _lse_of(args)))
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from models.shared_runs import Levels, SharedRun
 from .error_rule import check
 from .problems import generator, randn
 from .test_graphs import captured
-from .test_paged_attention import Step, _lse_of
+from .test_paged_attention import Step, _lse_of, with_missing_decodes
 
 PAGE = 64
 DOCUMENT = 40  # pages that all sequences could share
@@ -135,6 +135,19 @@ def test_layers_with_windows_read_every_sequence_alone(device: torch.device) -> 
 def test_a_step_over_shared_pages_is_right_on_cpu() -> None:
     check_step(CASES["few"], torch.device("cpu"))
     check_step(CASES["only_chunks_share"], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("missing", [1, 40])
+def test_decodes_that_share_pages_may_be_missing(missing: int, device: torch.device) -> None:
+    case = CASES["mixed"]
+    step = build(case, device)
+    meta = with_missing_decodes(step.metadata, missing)
+    arrays = group_arrays(case.decodes, meta.num_decodes, block_size=PAGE, num_levels=1, num_groups=meta.num_decodes)
+    groups, own_starts = (torch.from_numpy(x.copy()).to(device) for x in (arrays.groups, arrays.own_starts))
+    pages = shared_pages(groups, own_starts, meta.block_table[: meta.num_decodes], arrays.max_rows)
+    out = replace(step, metadata=replace(meta, shared_decodes=pages)).attend()
+    args = step.args()
+    check(args, (out, _lse_of(args)))
 
 
 REPLAYED: dict[str, Levels] = {
