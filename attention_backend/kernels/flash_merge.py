@@ -99,42 +99,41 @@ def merge_states(
 
 def state_set(outs: Tensor, lses: Tensor) -> StateSet:
     """States that differ in their first index only. The tensors must outlive the launch."""
-    p = _described(outs, lses, 1)
-    p.count, p.out_state, p.lse_state = outs.shape[0], outs.stride(0), lses.stride(0)
-    return p
+    return _described(outs, lses, 1)
 
 
 def one_state(out: Tensor, lse: Tensor) -> StateSet:
     """As `state_set`, of a single state."""
-    p = _described(out, lse, 0)
-    p.count = 1
-    return p
+    return _described(out, lse, 0)
 
 
 def _described(out: Tensor, lse: Tensor, front: int) -> StateSet:
-    """All but the count of a set. `front`: dimensions in front of a state's own.
+    """`front`: dimensions in front of a state's own.
 
     Rows are counted as the log-sum-exps lie: row = batch * seqlen + i.
+    Raises UnsupportedError for states that the kernel cannot read or write.
     """
     _check(out)
-    seqlen, shape, strides, lse_strides = lse.shape[-1], out.shape[front:], out.stride()[front:], lse.stride()[front:]
-    p = StateSet(out=out.data_ptr(), lse=lse.data_ptr(), seqlen=seqlen, in_float=out.dtype == torch.float32)
+    strides, lse_strides, seqlen = out.stride(), lse.stride(), lse.shape[-1]
+    p = StateSet(out=out.data_ptr(), lse=lse.data_ptr(), count=1, seqlen=seqlen, in_float=out.dtype == torch.float32)
+    if front:
+        p.count, p.out_state, p.lse_state = out.shape[0], strides[0], lse_strides[0]
     p.lse_head, p.lse_row = lse_strides[-2:]
-    if len(lse_strides) == 3:
-        p.lse_batch = lse_strides[0]
-        if len(shape) == 4 and shape[1] == seqlen:
-            p.out_batch, p.out_row, p.out_head, _ = strides
+    of_batches = len(lse_strides) - front == 3
+    if of_batches:
+        p.lse_batch = lse_strides[-3]
+    if len(strides) - front == 4:
+        if of_batches and out.shape[-3] == seqlen:
+            p.out_batch, p.out_row, p.out_head, _ = strides[front:]
             return p
-    if len(shape) == 4:
         one = out[0] if front else out
-        strides = one.view(-1, *shape[-2:]).stride()
-    p.out_row, p.out_head, _ = strides
+        strides = one.view(-1, *one.shape[-2:]).stride()
+    p.out_row, p.out_head = strides[-3:-1]
     p.out_batch = seqlen * p.out_row
     return p
 
 
 def _check(out: Tensor) -> None:
-    """Raises UnsupportedError for states that the kernel cannot read or write."""
     vector = _VECTOR if out.dtype != torch.float32 else _VECTOR // 2
     if not begins_vectors(out, vector) or out.stride(-1) != 1 or out.shape[-1] not in _HEAD_DIMS:
         raise UnsupportedError(
