@@ -7,12 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from server.errors import AdapterExists, FileMissing, LongwaveError, ModelNotFound
+from server.errors import AdapterExists, LongwaveError
 from server.files.store import FileStore
 from server.finetune.folders import Folders
-from server.finetune.leases import LeaseLostError
 from server.finetune.messages import Finished
-from server.finetune.records import Job, Status
+from server.finetune.records import Job
 from server.finetune.results import PURPOSE, metrics_csv, model_name, result_file_id
 from server.finetune.writer import Writer
 
@@ -38,7 +37,7 @@ class Finishing:
         self._unload_adapter = unload_adapter
 
     async def finish(self, job: Job, finished: Finished) -> None:
-        """Raises LeaseLostError, InsufficientStorage, OSError."""
+        """The caller works in the job's folder alone. Raises LeaseLostError, InsufficientStorage, OSError."""
         name = model_name(job.request.model, job.request.suffix, job.id)
         place = await asyncio.to_thread(self._folders.keep_adapter, job.id, Path(finished.result))
         steps = await self._writer.store(lambda store: store.journal.steps(job.id))
@@ -61,8 +60,9 @@ class Finishing:
                     job, now, model=name, trained_tokens=finished.trained_tokens, result_file=file_id, notes=notes
                 )
             )
-        except LeaseLostError:
-            await self._take_back(job, name, file_id)
+        except Exception:  # what is not written down is not served; what else was made waits for the next attempt
+            with contextlib.suppress(LongwaveError):
+                await self._unload_adapter(name)
             raise
         logger.info("%s succeeded: %s", job.id, name)
 
@@ -76,12 +76,3 @@ class Finishing:
             logger.warning("%s is not served: %s", name, error.message)
             return [f"The model is finished and kept, but not served now: {error.message}"]
         return []
-
-    async def _take_back(self, job: Job, name: str, file_id: str) -> None:
-        """Of a job that was cancelled meanwhile. Where another server has it now, that one finishes it."""
-        now = await self._writer.store(lambda store: store.get(job.id))
-        if now.status in (Status.CANCELLED, Status.FAILED):
-            with contextlib.suppress(ModelNotFound):
-                await self._unload_adapter(name)
-            with contextlib.suppress(FileMissing):
-                await asyncio.to_thread(self._files.delete, file_id, job.owner)

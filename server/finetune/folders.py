@@ -26,6 +26,11 @@ class JobFolder:
         """The trainer's: checkpoints and result."""
         return self.path / "run"
 
+    @property
+    def is_orphan(self) -> bool:
+        """Whether it is too old to be one of a job that is just being made. Raises FileNotFoundError."""
+        return _is_old(self.path)
+
     def dataset(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
 
@@ -56,6 +61,9 @@ class Folders:
     def adapter(self, job_id: str) -> Path:
         return self.root / "adapters" / job_id
 
+    def jobs(self) -> list[JobFolder]:
+        return [JobFolder(path) for path in _entries(self.root / "jobs")]
+
     def create(self, job_id: str, link: Callable[[JobFolder], None]) -> JobFolder:
         """`link` puts the datasets in. All is on the disk when this returns, or nothing is left. Raises OSError."""
         make_private(self.root)
@@ -76,29 +84,26 @@ class Folders:
         shutil.rmtree(self.job(job_id).path, ignore_errors=True)
 
     def keep_adapter(self, job_id: str, result: Path) -> Path:
-        """Moves a result to where adapters are; a second time, after a crash, it is there already. Raises OSError."""
+        """Moves a result to where adapters are; a second time, after a crash, it is there already. It is on the disk
+        when this returns. Raises OSError."""
         place = self.adapter(job_id)
         place.parent.mkdir(mode=0o700, exist_ok=True)
         if not place.exists():
             result.rename(place)
-            sync_folder(place.parent)
+        for path in (place.parent, self.root):
+            sync_folder(path)
         return place
 
     def remove_adapter(self, job_id: str) -> None:
         shutil.rmtree(self.adapter(job_id), ignore_errors=True)
 
-    def sweep(self, has_ended: Callable[[str], bool | None], has_adapter: Callable[[str], bool]) -> None:
-        """Removes what jobs that have ended leave, and what crashes left. `has_ended` of an unknown job is None."""
-        for path in _entries(self.root / "jobs"):
+    def sweep_adapters(self, has_ended: Callable[[str], bool | None], has_adapter: Callable[[str], bool]) -> None:
+        """Removes those that are no job's model, or no longer. `has_ended` of an unknown job is None, and is asked
+        first: a job has ended and has its adapter in the same instant."""
+        for path in _entries(self.root / "adapters"):
             ended = has_ended(path.name)
             with contextlib.suppress(FileNotFoundError):  # another server was faster
-                if ended or (ended is None and _is_old(path)):
-                    with JobFolder(path).alone() as alone:
-                        if alone:
-                            shutil.rmtree(path, ignore_errors=True)
-        for path in _entries(self.root / "adapters"):
-            with contextlib.suppress(FileNotFoundError):
-                if not has_adapter(path.name) and has_ended(path.name) is not False and _is_old(path):
+                if ended is not False and not has_adapter(path.name) and (ended or _is_old(path)):
                     shutil.rmtree(path, ignore_errors=True)
 
 

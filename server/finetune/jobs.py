@@ -21,6 +21,7 @@ from server.finetune.results import model_name
 from server.finetune.stats import FineTuningStats
 from server.finetune.store import JobStore, WrongStatusError
 from server.finetune.supervisor import Supervisor
+from server.finetune.tidying import Tidying
 from server.finetune.training_files import make_folder
 from server.finetune.writer import Writer
 
@@ -54,7 +55,8 @@ class FineTuning:
         self._folders = Folders(root)
         self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds, config.back_off)
         self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter)
-        self.supervisor = Supervisor(config, self._writer, self._folders, self._finishing, self.stats)
+        tidying = Tidying(self._writer, self._folders, files, unload_adapter, self.stats)
+        self.supervisor = Supervisor(config, self._writer, self._folders, self._finishing, tidying, self.stats)
 
     async def start(self) -> None:
         """Serves every finished model of the base model again, sweeps what a crash left, and takes up what waits. Never

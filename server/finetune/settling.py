@@ -5,6 +5,7 @@ import logging
 from models.training import PlanError
 from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing
+from server.finetune.folders import Folders
 from server.finetune.hyperparameters import TooManyStepsError, make_plan, total_steps
 from server.finetune.messages import Busy, Crashed, Finished, LastWord, Refused, Stopped, Validated
 from server.finetune.records import Failure, Job, Status
@@ -17,9 +18,12 @@ logger = logging.getLogger("longwave")
 class Settling:
     """Every method raises LeaseLostError and InsufficientStorage."""
 
-    def __init__(self, config: TrainerConfig, writer: Writer, finishing: Finishing, stats: FineTuningStats) -> None:
+    def __init__(
+        self, config: TrainerConfig, writer: Writer, folders: Folders, finishing: Finishing, stats: FineTuningStats
+    ) -> None:
         self._config = config
         self._writer = writer
+        self._folders = folders
         self._finishing = finishing
         self._stats = stats
 
@@ -30,13 +34,11 @@ class Settling:
             case Validated():
                 await self._validated(job, word)
             case Finished():
-                await self._finishing.finish(job, word)
-                self._stats.end(Status.SUCCEEDED)
+                await self._finished(job, word)
             case Stopped():
                 await leases(lambda held: held.stopped(job))
             case Busy():
-                wait = self._writer.clock() + self._config.lease_seconds
-                await leases(lambda held: held.stopped(job, wait))
+                await self._wait(job)
             case Refused(code=code, message=text, param=param):
                 await self._fail(job, Failure(code, text, param))
             case Crashed(reason=reason):
@@ -73,6 +75,22 @@ class Settling:
         now, text = self._writer.clock(), plan.to_json()
         await self._writer.leases(lambda leases: leases.validated(job, now, text, steps, summary))
         return None
+
+    async def _finished(self, job: Job, word: Finished) -> None:
+        """What is tidied of jobs that have ended meanwhile waits until this is over."""
+        now = self._writer.clock()
+        await self._writer.leases(lambda leases: leases.beat(job, now))  # else its folder may be gone
+        with self._folders.job(job.id).alone() as alone:
+            if not alone:
+                return await self._wait(job)
+            await self._finishing.finish(job, word)
+        self._stats.end(Status.SUCCEEDED)
+        return None
+
+    async def _wait(self, job: Job) -> None:
+        """Somebody else works in the job's folder: later."""
+        later = self._writer.clock() + self._config.lease_seconds
+        await self._writer.leases(lambda leases: leases.stopped(job, later))
 
     async def _fail(self, job: Job, failure: Failure) -> None:
         logger.warning("%s failed: %s", job.id, failure.message)

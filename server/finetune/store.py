@@ -67,8 +67,11 @@ class JobStore:
             self.journal.say(job_id, now, f"Validating {files}")
             return self.get(job_id)
 
+    def known(self, job_id: str) -> Job | None:
+        return self._one("id = ?", job_id)
+
     def get(self, job_id: str) -> Job:
-        job = self._one("id = ?", job_id)
+        job = self.known(job_id)
         assert job is not None
         return job
 
@@ -127,7 +130,7 @@ class JobStore:
 
     def has_ended(self, job_id: str) -> bool | None:
         """None for a job that is not there."""
-        job = self._one("id = ?", job_id)
+        job = self.known(job_id)
         return None if job is None else job.status.is_final
 
     def counts(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 
 from server.errors import InsufficientStorage
 from server.finetune.attempt import Attempt
@@ -13,11 +14,13 @@ from server.finetune.leases import TRAIN, VALIDATE, Stage
 from server.finetune.records import Job
 from server.finetune.settling import Settling
 from server.finetune.stats import FineTuningStats
+from server.finetune.tidying import Tidying
 from server.finetune.writer import Writer
 
 logger = logging.getLogger("longwave")
 
 POLL_SECONDS = 1.0  # another server may leave a job, and leases and waits end by themselves
+TIDY_SECONDS = 600.0  # what a crash has left may be too young to go when it is first seen
 FAILURE_SECONDS = 30.0  # after the store could not be used
 
 
@@ -25,14 +28,22 @@ class Supervisor:
     """A lane for each stage: files are validated while another job trains."""
 
     def __init__(
-        self, config: TrainerConfig, writer: Writer, folders: Folders, finishing: Finishing, stats: FineTuningStats
+        self,
+        config: TrainerConfig,
+        writer: Writer,
+        folders: Folders,
+        finishing: Finishing,
+        tidying: Tidying,
+        stats: FineTuningStats,
     ) -> None:
         self.attempts: dict[str, Attempt] = {}  # what runs now, by stage
         self._config = config
         self._writer = writer
         self._folders = folders
         self._stats = stats
-        self._settling = Settling(config, writer, finishing, stats)
+        self._tidying = tidying
+        self._tidied = 0.0  # time.monotonic()
+        self._settling = Settling(config, writer, folders, finishing, stats)
         self._draining = asyncio.Event()
         self._lanes: list[asyncio.Task[None]] = []
 
@@ -55,9 +66,9 @@ class Supervisor:
             await asyncio.wait(self._lanes)
 
     async def tidy(self) -> None:
-        """Folders of jobs that have ended go; the numbers of /metrics are counted."""
-        await self._writer.store(lambda store: self._folders.sweep(store.has_ended, store.holds_adapter_of))
-        self._stats.jobs = await self._writer.store(lambda store: store.counts())
+        """What jobs that have ended leave goes; the numbers of /metrics are counted. Raises InsufficientStorage."""
+        self._tidied = time.monotonic()
+        await self._tidying.tidy()
 
     async def _lane(self, stage: Stage) -> None:
         changed = self._writer.listen()
@@ -68,6 +79,8 @@ class Supervisor:
                 try:
                     if await self._turn(stage):
                         continue
+                    if time.monotonic() - self._tidied > TIDY_SECONDS:
+                        await self.tidy()
                 except InsufficientStorage:
                     seconds = FAILURE_SECONDS
                 except Exception:

@@ -72,7 +72,7 @@ def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "another server's by then"])
-def test_a_job_lost_while_its_model_is_loaded_takes_it_back_if_it_was_cancelled(
+def test_a_job_lost_while_its_model_is_loaded_is_not_served_and_taken_back_if_it_was_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
     script(tmp_path, monkeypatch)
@@ -91,6 +91,7 @@ def test_a_job_lost_while_its_model_is_loaded_takes_it_back_if_it_was_cancelled(
             await asyncio.wait_for(loading.wait(), 60)
             if cancelled:
                 await work.jobs.cancel(job.id, "me")
+                assert work.job_folder(job).exists()  # not while somebody works in it
             else:
                 with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
                     later = time.time() + 1000
@@ -98,9 +99,63 @@ def test_a_job_lost_while_its_model_is_loaded_takes_it_back_if_it_was_cancelled(
                     assert thief.claim(TRAIN, "base", later) is None
                     assert thief.claim(TRAIN, "base", later) is not None
             served.set()
-            await work.wait(job, lambda _: work.trainer_pid is None)
-            assert [name for name, _, _ in work.loaded] == ([] if cancelled else [f"ft:base::{job.id[6:18]}"])
+            await work.wait(job, lambda _: work.trainer_pid is None and work.job_folder(job).exists() is not cancelled)
+            assert work.loaded == []
             files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
             assert [file.purpose for file in files] == ["fine-tune", "fine-tune-results"][: 1 if cancelled else 2]
+            adapters = [path.name for path in (tmp_path / "finetune" / "adapters").iterdir()]
+            assert adapters == ([] if cancelled else [job.id])  # the other server's, who finishes it
+
+    asyncio.run(main())
+
+
+def test_a_model_whose_end_cannot_be_written_is_not_served_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+    succeeded, refusals = Leases.succeeded, []
+
+    def full(leases: Leases, *asked: Any, **named: Any) -> None:
+        if len(refusals) < 2:
+            refusals.append(asked)
+            raise sqlite3.OperationalError("database or disk is full")
+        succeeded(leases, *asked, **named)
+
+    monkeypatch.setattr(Leases, "succeeded", full)
+    monkeypatch.setattr("server.finetune.attempt.STORAGE_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            await work.wait(job, lambda _: refusals)
+            await work.wait(job, lambda now: work.loaded == [] or now.status is Status.SUCCEEDED)
+            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+            assert (done.status, len(refusals), work.jobs.stats.crashes) == (Status.SUCCEEDED, 2, 0)
+            assert [name for name, _, _ in work.loaded] == [done.fine_tuned_model]
+
+    asyncio.run(main())
+
+
+def test_a_job_cancelled_after_its_end_could_not_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Leases, "succeeded", full)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.create()
+            place = tmp_path / "finetune" / "adapters" / job.id
+            await work.wait(job, lambda now: place.exists() and now.status is Status.QUEUED)  # for STORAGE_SECONDS
+            assert work.loaded == []
+            await work.jobs.cancel(job.id, "me")
+            await work.wait(job, lambda _: not work.job_folder(job).exists())
+            assert not place.exists()
+            files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
+            assert [file.purpose for file in files] == ["fine-tune"]
 
     asyncio.run(main())

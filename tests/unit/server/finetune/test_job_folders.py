@@ -28,22 +28,28 @@ def test_deleting_a_file_takes_nothing_from_the_job_that_learns_from_it(
     asyncio.run(main())
 
 
-def test_folders_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) -> None:
+def test_adapters_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) -> None:
     """Another server sweeps too."""
     folders = Folders(tmp_path)
-    for name in ("ftjob-1", "ftjob-2", "ftjob-3"):
-        for place in (folders.job(name).path, folders.adapter(name)):
-            place.mkdir(parents=True)
+    for name in ("ftjob-1", "ftjob-2", "ftjob-3", "ftjob-4", "ftjob-5"):
+        folders.adapter(name).mkdir(parents=True)
+    asked = []
 
     def has_ended(job_id: str) -> bool | None:
-        if job_id != "ftjob-2":
-            folders.remove(job_id)
+        asked.append(("ended", job_id))
+        if job_id in ("ftjob-1", "ftjob-3"):
             folders.remove_adapter(job_id)
-        return {"ftjob-1": True, "ftjob-2": True, "ftjob-3": None}[job_id]
+        return {"ftjob-1": True, "ftjob-2": True, "ftjob-3": None, "ftjob-4": None, "ftjob-5": False}[job_id]
 
-    folders.sweep(has_ended, lambda _: False)
-    assert list((tmp_path / "jobs").iterdir()) == []
-    assert [path.name for path in (tmp_path / "adapters").iterdir()] == ["ftjob-2"]  # of late
+    def has_adapter(job_id: str) -> bool:
+        asked.append(("adapter", job_id))
+        return False
+
+    folders.sweep_adapters(has_ended, has_adapter)
+    left = [path.name for path in (tmp_path / "adapters").iterdir()]
+    assert sorted(left) == ["ftjob-4", "ftjob-5"]  # that of an unknown job is young, that of a live one is its result
+    for name in ("ftjob-1", "ftjob-2"):  # in the other order, a job that succeeds in between would lose its model
+        assert asked.index(("ended", name)) < asked.index(("adapter", name))
 
 
 def test_orphans_of_crashes_are_swept_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +68,56 @@ def test_orphans_of_crashes_are_swept_when_they_are_old(tmp_path: Path, monkeypa
         assert young.exists()
 
     asyncio.run(main())
+
+
+def test_orphans_that_are_too_young_at_the_start_are_swept_later_though_nobody_asks_for_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+    monkeypatch.setattr("server.finetune.supervisor.TIDY_SECONDS", 0.1)
+    orphan = tmp_path / "finetune" / "jobs" / "ftjob-young"
+    orphan.mkdir(parents=True, mode=0o700)
+    (tmp_path / "finetune").chmod(0o700)
+
+    async def main() -> None:
+        async with at_work(tmp_path):
+            assert orphan.exists()
+            os.utime(orphan, (1.0, 1.0))
+            async with asyncio.timeout(60):
+                while orphan.exists():
+                    await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_removed_keeps_nothing_else_from_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path, start=False) as work:
+            first, second = await work.create(), await work.create()
+            for job in (first, second):
+                work.files.delete(job.request.training_file, "me")
+            (work.job_folder(first) / "lock").mkdir()  # cannot be opened as a file
+            for job in (first, second):
+                await work.jobs.cancel(job.id, "me")
+            assert [path.name for path in (tmp_path / "finetune" / "jobs").iterdir()] == [first.id]
+            (work.job_folder(first) / "lock").rmdir()
+            await work.jobs.supervisor.tidy()
+            assert list((tmp_path / "finetune" / "jobs").iterdir()) == []
+
+    asyncio.run(main())
+
+
+def test_an_adapter_is_on_the_disk_under_its_name_before_anybody_writes_that_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, synced = Folders(tmp_path), []
+    result = tmp_path / "jobs" / "ftjob-1" / "run" / "result"
+    result.mkdir(parents=True)
+    monkeypatch.setattr("server.finetune.folders.sync_folder", lambda path: synced.append((path, place.exists())))
+    place = folders.adapter("ftjob-1")
+    for _ in range(2):  # a crash may have come between the rename and the sync
+        synced.clear()
+        assert folders.keep_adapter("ftjob-1", result) == place
+        assert synced == [(tmp_path / "adapters", True), (tmp_path, True)]

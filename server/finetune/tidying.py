@@ -1,0 +1,71 @@
+"""What ended jobs and crashes leave on the disk, among the files and in the engine: it goes. Knows no HTTP and no SQL.
+
+A job's folder goes last, and not while somebody works in it: what is cut short is done again.
+"""
+
+import asyncio
+import logging
+import shutil
+from contextlib import suppress
+
+from server.errors import FileMissing, LongwaveError, ModelNotFound
+from server.files.store import FileStore
+from server.finetune.finishing import UnloadAdapter
+from server.finetune.folders import Folders, JobFolder
+from server.finetune.records import Job, Status
+from server.finetune.results import model_name, result_file_id
+from server.finetune.stats import FineTuningStats
+from server.finetune.store import JobStore
+from server.finetune.writer import Writer
+
+logger = logging.getLogger("longwave")
+
+
+class Tidying:
+    def __init__(
+        self,
+        writer: Writer,
+        folders: Folders,
+        files: FileStore,
+        unload_adapter: UnloadAdapter,
+        stats: FineTuningStats,
+    ) -> None:
+        self._writer = writer
+        self._folders = folders
+        self._files = files
+        self._unload_adapter = unload_adapter
+        self._stats = stats
+
+    async def tidy(self) -> None:
+        """Also counts the numbers of /metrics. Raises InsufficientStorage."""
+        if not self._folders.root.exists():  # nobody ever asked for fine-tuning: leave no trace on the disk
+            return
+        for folder, job in (await self._writer.store(self._jobs)).items():
+            try:
+                if folder.is_orphan if job is None else job.status.is_final:
+                    await self._end(folder, job)
+            except FileNotFoundError:
+                pass  # another server was faster
+            except (OSError, LongwaveError) as error:
+                logger.warning("what %s has left cannot be removed yet: %s", folder.path.name, error)
+        await self._writer.store(lambda store: self._folders.sweep_adapters(store.has_ended, store.holds_adapter_of))
+        self._stats.jobs = await self._writer.store(lambda store: store.counts())
+
+    def _jobs(self, store: JobStore) -> dict[JobFolder, Job | None]:
+        return {folder: store.known(folder.path.name) for folder in self._folders.jobs()}
+
+    async def _end(self, folder: JobFolder, job: Job | None) -> None:
+        """Unless somebody works in the folder, who tidies afterwards."""
+        with folder.alone() as alone:
+            if alone:
+                if job is not None and job.status is not Status.SUCCEEDED:
+                    await self._take_back(job)
+                await asyncio.to_thread(shutil.rmtree, folder.path, ignore_errors=True)
+
+    async def _take_back(self, job: Job) -> None:
+        """What finishing had made of it when it was cancelled, or when a crash was one too many."""
+        with suppress(ModelNotFound):
+            await self._unload_adapter(model_name(job.request.model, job.request.suffix, job.id))
+        with suppress(FileMissing):
+            await asyncio.to_thread(self._files.delete, result_file_id(job.id), job.owner)
+        await asyncio.to_thread(self._folders.remove_adapter, job.id)

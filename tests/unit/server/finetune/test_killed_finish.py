@@ -1,0 +1,131 @@
+"""kill -9 between any two of the writes that end a job: nothing is lost, nothing half listed, nothing left for ever."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from killed_finish import FINISHING, REMOVING, TAKING_BACK
+from working import Work, at_work, script
+
+from server.finetune import Job, Status
+from server.finetune.results import result_file_id
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+
+def killed(folder: Path, instant: str) -> str:
+    """The id of its job."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "killed_finish.py"), str(folder), instant],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout.strip()
+
+
+def left(work: Work) -> dict[str, list[str]]:
+    """What is on the disk, listed and served."""
+    finetune, files = work.folder / "finetune", work.folder / "files"
+    return {
+        "jobs": sorted(path.name for path in (finetune / "jobs").iterdir()),
+        "adapters": sorted(path.name for path in (finetune / "adapters").iterdir()),
+        "files": sorted(path.name for path in (files / "content").iterdir()),
+        "listed": sorted(file.id for file in work.files.page("me", purpose=None, after=None, limit=9, order="asc")),
+        "served": sorted(name for name, _, _ in work.loaded),
+    }
+
+
+def whole(job: Job, *, kept: bool) -> dict[str, list[str]]:
+    """What has to be there when nothing has happened to the job and all is done."""
+    files = sorted([job.request.training_file, *([result_file_id(job.id)] if kept else [])])
+    adapters, served = ([job.id], [f"ft:base::{job.id[6:18]}"]) if kept else ([], [])
+    return {"jobs": [], "adapters": adapters, "files": files, "listed": files, "served": served}
+
+
+async def settled(work: Work, job: Job) -> None:
+    await work.wait(job, lambda now: now.status.is_final and not work.job_folder(job).exists())
+
+
+@pytest.mark.parametrize("instant", FINISHING)
+def test_a_job_killed_at_its_end_succeeds_with_the_same_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, instant)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.jobs.get(job_id, "me")
+            await settled(work, job)
+            done = await work.jobs.get(job_id, "me")
+            assert (done.status, done.result_file) == (Status.SUCCEEDED, result_file_id(job.id))
+            assert left(work) == whole(done, kept=True)
+            stored, opened = work.files.read(result_file_id(job.id), "me")
+            with opened:
+                assert len(opened.read().splitlines()) == 3
+            assert stored.examples == 2
+            weights = work.weights(job)
+        apart = tmp_path / "apart"
+        apart.mkdir()
+        script(apart, monkeypatch)
+        async with at_work(apart) as work:
+            same = await work.until(await work.create(steps=2), Status.SUCCEEDED)
+            assert work.weights(same) == weights
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("instant", [instant for instant in FINISHING if instant != "the job has succeeded"])
+def test_a_job_killed_at_its_end_and_cancelled_then_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, instant)
+
+    async def main() -> None:
+        async with at_work(tmp_path, start=False) as work:
+            job = await work.jobs.cancel(job_id, "me")
+            await settled(work, job)
+            assert left(work) == whole(job, kept=False)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("instant", TAKING_BACK)
+def test_what_a_cancelled_job_left_is_taken_back_whenever_that_is_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, "the model is served")
+    killed(tmp_path, instant)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.jobs.get(job_id, "me")
+            assert job.status is Status.CANCELLED
+            await settled(work, job)
+            assert left(work) == whole(job, kept=False)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("instant", REMOVING)
+def test_a_model_deleted_by_a_killed_server_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, instant)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            job = await work.jobs.get(job_id, "me")
+            assert left(work) == whole(job, kept=True) | {"adapters": [], "served": []}
+
+    asyncio.run(main())
