@@ -28,7 +28,7 @@ from models.step_rows import StepArrays, StepRows
 from models.step_shapes import StepNeeds, StepShape
 
 #: Rows of a prompt that take longer to compute over shared keys than these take to read.
-MANY_ROWS = 64
+MANY_ROWS = 32
 #: Logits of a step: of every row, or of its sample_rows.
 Forward = Callable[[StepTensors, bool], Tensor]
 

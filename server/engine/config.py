@@ -6,8 +6,8 @@ from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64, 128)  # pages the kernels read: one page is one tile of a head
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
-#: Seconds; None: steps are limited in tokens only. On a GPU 0.028 cost batches a quarter of their throughput.
-TPOT_TARGETS: dict[str, float | None] = {"cuda": 0.080, "cpu": None}
+#: Seconds; None: steps are limited in tokens only.
+TPOT_TARGETS: dict[str, float | None] = {"cuda": 0.025, "cpu": None}
 SMALLEST_MAX_MODEL_LEN = 2  # one prompt token, one answer token
 
 

@@ -28,6 +28,9 @@ class FairShare:
         """Tenants with requests that wait."""
         return self._num_waiting.keys()
 
+    def num_waiting(self, tenant: bytes) -> int:
+        return self._num_waiting[tenant]
+
     def join(self, tenant: bytes) -> None:
         """A request of the tenant begins to wait."""
         if tenant not in self._num_waiting:

@@ -4,9 +4,11 @@ Between tenants the least served goes first (fairness.py); then whoever is soone
 second: so short prompts pass giant ones, and giants are finished one after another, not all at the end. The oldest
 prompt always has a quarter, so that nobody is passed for ever.
 
-A step with decodes in it lasts no longer than they want (--tpot-target-ms); limits bind only under contention."""
+A step with decodes in it lasts no longer than they want (--tpot-target-ms); limits bind only under contention. It may
+last half as long again where more of the same tenant's requests wait for their first token than decode."""
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
@@ -21,8 +23,9 @@ TILES = (512, 64)
 LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
-FLOORS = 4  # a step may last as long as FLOORS reads of all weights, or most of it would be reading
+FLOORS = 3  # a step may last as long as FLOORS reads of all weights, or most of it would be reading
 LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it
+CROWD = 1.5  # TPOT targets that a step may last for decodes whose tenant has more requests that wait
 PATIENCE = 32  # who waited s seconds for the first token may wait s / PATIENCE for each further one
 SHORT = 0.1  # seconds of work left: such prompts pass longer ones, however old those are
 AGEING = 0.25  # seconds of its own work that a second of others' work makes up for
@@ -61,9 +64,13 @@ class PrefillPlan:
         now: float,
         model: StepTimeModel,
         ranks: Mapping[bytes, int],
+        waiting: Mapping[bytes, int],
     ) -> None:
-        """`max_tokens` of the step, decodes included. `tpot_target` in seconds; None: only tokens limit the step."""
+        """`max_tokens` of the step, decodes included. `tpot_target` in seconds; None: only tokens limit the step.
+        `waiting`: requests of each tenant that have no token yet."""
         self.ranks = ranks
+        self._waiting = waiting
+        self._num_decodes = Counter(request.cache_salt for request in decodes) if tpot_target is not None else Counter()
         self.model = model
         self._target = tpot_target
         self._now = now
@@ -147,8 +154,10 @@ class PrefillPlan:
         return max(limit, FLOORS * model.floor, decode_seconds / (1 - 1 / PROMPTS_SHARE))
 
     def _patience(self, request: Request, target: float) -> float:
+        tenant = request.cache_salt
+        crowd = self._waiting.get(tenant, 0) / max(1, self._num_decodes[tenant])
         waited = (request.first_token_time or self._now) - request.arrival_time
-        return max(target, waited / PATIENCE)
+        return max(target * min(max(1.0, crowd), CROWD), waited / PATIENCE)
 
     def _reserve(self) -> tuple[int, float]:
         """Tokens and seconds that are kept for the oldest prompt while others choose before it."""

@@ -145,6 +145,9 @@ class Scheduler:
 
     def _plan(self, decodes: Sequence[Request], prefills: Sequence[Request], work: StepWork) -> PrefillPlan:
         """`work`: of the decodes."""
+        waiting = Counter(request.cache_salt for request in prefills)
+        for tenant in self.fairness.waiting:
+            waiting[tenant] += self.fairness.num_waiting(tenant)
         return PrefillPlan(
             prefills,
             decodes,
@@ -153,7 +156,8 @@ class Scheduler:
             tpot_target=self.config.tpot_target,
             now=self.clock(),
             model=self.step_time,
-            ranks=self.fairness.ranks({*self.fairness.waiting, *(request.cache_salt for request in prefills)}),
+            ranks=self.fairness.ranks(waiting.keys()),
+            waiting=waiting,
         )
 
     def launched(self, step: ScheduledStep) -> list[LaunchedRow]:

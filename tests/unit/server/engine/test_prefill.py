@@ -10,6 +10,7 @@ from simulated_device import rehearsed
 from models.batch import SamplingParams
 from server.engine.messages import AddRequest
 from server.engine.prefill import (
+    CROWD,
     FLOORS,
     LONGEST_STEP,
     MIN_TIMED_CHUNK,
@@ -56,6 +57,7 @@ def plan_of(
     max_tokens: int = 8192,
     target: float | None = TARGET,
     ranks: dict[bytes, int] | None = None,
+    waiting: dict[bytes, int] | None = None,
 ) -> PrefillPlan:
     return PrefillPlan(
         prompts,
@@ -66,6 +68,7 @@ def plan_of(
         now=NOW,
         model=MODEL,
         ranks={b"": 0} if ranks is None else ranks,
+        waiting=waiting or {},
     )
 
 
@@ -130,6 +133,14 @@ def test_a_step_with_decodes_lasts_as_long_as_they_want(context: int) -> None:
 def test_who_waited_long_for_the_first_token_waits_longer_for_the_next() -> None:
     plan = plan_of([make(0, Prompt(100_000))], [decoding(1, 600, ttft=0.1 * PATIENCE)])
     assert 0.07 < MODEL.predict(plan.shares()[1]) <= 0.1
+
+
+def test_decodes_wait_longer_for_a_crowd_of_their_own_tenant_alone() -> None:
+    decode, prompt = decoding(0, 1000), make(1, Prompt(131_072))
+    for waiting, targets in (({b"": 1}, 1.0), ({b"": 100}, CROWD), ({b"other": 100}, 1.0)):
+        plan = plan_of([prompt], [decode], waiting=waiting)
+        seconds = MODEL.predict(plan.shares()[1])
+        assert 0.7 * targets * TARGET < seconds <= targets * TARGET
 
 
 def test_prompts_have_a_share_of_the_time_however_long_decodes_take() -> None:

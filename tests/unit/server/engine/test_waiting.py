@@ -51,6 +51,7 @@ class Queue:
             now=0.0,
             model=self.model,
             ranks=self.fairness.ranks(self.fairness.waiting),
+            waiting={},
         )
         admitted = []
         for request, hits in self.waiting.fitting(plan, self.running, num_slots):
