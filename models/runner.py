@@ -7,13 +7,11 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from attention_backend import dispatch, fp8_pages
 from attention_backend.heuristics.decode import DECODE_ROWS
-from attention_backend.metadata import KVPages
-from attention_backend.problem import AttentionArgs
 from models.adapters import AdapterSlots, LoraLimits, find_linears
-from models.attention_sites import AttentionSite, find_attention_sites
-from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch, StepOutput
+from models.attention_sites import find_attention_sites
+from models.batch import NO_ADAPTER, SamplingParams, StepBatch, StepOutput
+from models.chosen_kernels import chosen_kernels
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
 from models.graphs import StepGraphs
@@ -34,17 +32,11 @@ from models.kv_scales import calibrate
 from models.loader import LoadedModel
 from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
 from models.prefix_groups import sharing_limits
+from models.rehearsals import Rehearsals
 from models.sampling import LaunchedSample, Sampler
 from models.self_test import check_engine_path
 from models.step_rows import StepRows
 from models.step_shapes import StepShape, chunk_shapes, decode_shapes, draft_shapes
-
-#: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
-_CPU_REHEARSAL_TOKENS = 32
-#: Rows of a call that stands for all prefills: more than a decode kernel takes.
-_PREFILL_ROWS = 256
-#: Few rows are served by a decode kernel, compiled for different numbers of them (parts of short prompts, prefix hits).
-_SHORT_PREFILLS = (2, 4, 8, 16, 32, 64, 128)
 
 
 class ModelRunner:
@@ -118,7 +110,7 @@ class ModelRunner:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
         self.num_blocks = num_blocks
         self._kv_caches = self._allocate(num_blocks)
-        self.kernels = self._select_kernels()
+        self.kernels = chosen_kernels(self._sites, self._kv_caches, self._dtype, max_model_len)
         #: Host memory for blocks that the engine gives up, if `kv_offload_bytes` are to be taken for it.
         self.host_memory = KVOffload(self._kv_caches, kv_offload_bytes) if self._offloads else None
         self.fingerprint = partial(fingerprint, loaded.model, self._kv_caches, max_model_len=max_model_len)
@@ -163,16 +155,21 @@ class ModelRunner:
         return forward(step, self._kv_caches)
 
     def _rehearse_all(self) -> None:
-        """Long and short prefills, a full decode step and sampling. Once."""
+        """Once."""
         if self._warm:
             return
+        rehearsals = Rehearsals(
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=self._max_tokens,
+            max_model_len=self._max_model_len,
+            block_size=self.block_size,
+            on_gpu=self.device.type == "cuda",
+            shares=self.sharing_limits is not None,
+            adapter_slot=NO_ADAPTER if self.adapters is None else self.adapters.limits.max_loras - 1,
+        )
         with nullcontext() if self.adapters is None else self.adapters.rehearsing():
-            self._rehearse(self._largest_prefill())
-            if self.device.type == "cuda":
-                for length in _SHORT_PREFILLS:
-                    if length <= min(self._max_tokens, self._max_model_len):
-                        self._rehearse(StepBatch((self._dummy_seq(0, length, 0),)))
-            self._rehearse(self._full_decode())
+            for batch in rehearsals.steps():
+                self._rehearse(batch)
         self._warm = True
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -278,33 +275,6 @@ class ModelRunner:
         graphs.drop()
         return taken
 
-    def _largest_prefill(self) -> StepBatch:
-        """max_num_batched_tokens new tokens, each sequence at the end of the longest context."""
-        left = self._max_tokens if self.device.type == "cuda" else min(self._max_tokens, _CPU_REHEARSAL_TOKENS)
-        seqs: list[ScheduledSeq] = []
-        while left and len(seqs) < self._max_num_seqs:
-            new = min(left, self._max_model_len)
-            computed = self._max_model_len - new if self.device.type == "cuda" else 0
-            seqs.append(self._dummy_seq(len(seqs), new, computed))
-            left -= new
-        return StepBatch(tuple(seqs))
-
-    def _full_decode(self) -> StepBatch:
-        """One token of as many sequences as there may be, each at the end of the longest context."""
-        num_seqs = min(self._max_num_seqs, self._max_tokens) if self.device.type == "cuda" else 1
-        computed = self._max_model_len - 1 if self.device.type == "cuda" else 1
-        return StepBatch(tuple(self._dummy_seq(slot, 1, computed) for slot in range(num_seqs)))
-
-    def _dummy_seq(self, slot: int, new: int, computed: int) -> ScheduledSeq:
-        return ScheduledSeq(
-            slot=slot,
-            token_ids=[0] * new,
-            num_computed=computed,
-            block_ids=[0] * self._blocks_for(computed + new),
-            sample=True,
-            adapter_slot=NO_ADAPTER if self.adapters is None else self.adapters.limits.max_loras - 1,
-        )
-
     def _rehearse(self, batch: StepBatch) -> None:
         """Runs a batch of dummy sequences that sample in the most expensive way. No request may be present."""
         sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20, seed=0)
@@ -313,39 +283,6 @@ class ModelRunner:
         self.execute(batch)
         for seq in batch.seqs:
             self.remove_request(seq.slot)
-
-    def _select_kernels(self) -> dict[str, str]:
-        """Which kernel serves each layer type, in prefill and in decode."""
-        names = {}
-        for site, pages in zip(self._sites, self._kv_caches, strict=True):
-            for phase, rows in (("prefill", _PREFILL_ROWS), ("decode", 1)):
-                args = self._representative_args(site, pages, rows)
-                serving = dispatch.select(args).kernel if pages.k_scale is None else fp8_pages.kernel(args)
-                names[f"{site.layer_type}/{phase}"] = serving
-        return names
-
-    def _representative_args(self, site: AttentionSite, pages: KVPages, rows: int) -> AttentionArgs:
-        def int32(*values: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-        return AttentionArgs(
-            q=torch.empty(rows, site.num_heads, site.head_dim, dtype=self._dtype, device=self.device),
-            k=pages.k.transpose(1, 2),
-            v=pages.v.transpose(1, 2),
-            softmax_scale=site.softmax_scale,
-            cu_seqlens_q=int32(0, rows),
-            max_seqlen_q=rows,
-            max_seqlen_k=self._max_model_len,
-            seqused_k=int32(rows),
-            block_table=torch.zeros(1, self._blocks_for(self._max_model_len), dtype=torch.int32, device=self.device),
-            sinks=torch.zeros(site.num_heads, device=self.device) if site.has_sinks else None,
-            window_left=site.window - 1,
-            window_right=0,
-            chunk_size=site.chunk_size,
-            softcap=site.softcap,
-            k_scale=pages.k_scale,
-            v_scale=pages.v_scale,
-        )
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -351,6 +351,13 @@ def test_no_kernel_is_compiled_after_warming_up() -> None:
             blocks = list(range(1, 2 + length // 16))
             gpu_runner.execute(StepBatch((ScheduledSeq(0, [1] * length, 0, blocks, True),)))
             gpu_runner.remove_request(0)
+        for rows in (3, 20, 40):
+            gpu_runner.add_request(0, GREEDY, [1] * 200)
+            gpu_runner.add_request(1, GREEDY, [1] * 200)
+            seqs = tuple(ScheduledSeq(slot, [1] * rows, 160, list(range(1, 14)), True) for slot in (0, 1))
+            gpu_runner.execute(StepBatch(seqs, StepSharing(prefills=((SharedRun(0, 2, 0, 10),),))))
+            gpu_runner.remove_request(0)
+            gpu_runner.remove_request(1)
         assert set(launch._loaded) == known
 
 

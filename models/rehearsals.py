@@ -1,0 +1,65 @@
+"""Steps of sequences that nobody asked for, run before anybody is served: they compile what steps need, and show how
+much memory the largest take. Knows no weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from models.batch import NO_ADAPTER, ScheduledSeq, StepBatch
+from models.shared_runs import SharedRun, StepSharing
+
+#: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
+_CPU_TOKENS = 32
+#: Few rows are served by a decode kernel, compiled for different numbers of them (parts of short prompts, prefix hits).
+_SHORT = (2, 4, 8, 16, 32, 64, 128)
+_SHARING = 8  # rows of each sequence of a step whose prompts share pages
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsals:
+    """Of one runner. All block tables name the padding page."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    on_gpu: bool
+    shares: bool  # steps may name pages that sequences share
+    adapter_slot: int = NO_ADAPTER
+
+    def steps(self) -> Iterator[StepBatch]:
+        """The one that takes most memory first."""
+        yield self._largest_prefill()
+        if self.on_gpu:
+            for length in _SHORT:
+                if length <= min(self.max_num_batched_tokens, self.max_model_len):
+                    yield StepBatch((self._sequence(0, length, 0),))
+            if self.shares and self.max_num_seqs > 1 and self.max_model_len >= self.block_size + _SHARING:
+                yield self._shared_prefill()
+        yield self._full_decode()
+
+    def _largest_prefill(self) -> StepBatch:
+        """max_num_batched_tokens new tokens, each sequence at the end of the longest context."""
+        left = self.max_num_batched_tokens if self.on_gpu else min(self.max_num_batched_tokens, _CPU_TOKENS)
+        seqs: list[ScheduledSeq] = []
+        while left and len(seqs) < self.max_num_seqs:
+            new = min(left, self.max_model_len)
+            computed = self.max_model_len - new if self.on_gpu else 0
+            seqs.append(self._sequence(len(seqs), new, computed))
+            left -= new
+        return StepBatch(tuple(seqs))
+
+    def _shared_prefill(self) -> StepBatch:
+        """Two short ends of prompts after the same pages."""
+        shared = (self.max_model_len - _SHARING) // self.block_size
+        seqs = tuple(self._sequence(slot, _SHARING, shared * self.block_size) for slot in (0, 1))
+        return StepBatch(seqs, StepSharing(prefills=((SharedRun(0, 2, 0, shared),),)))
+
+    def _full_decode(self) -> StepBatch:
+        """One token of as many sequences as there may be, each at the end of the longest context."""
+        num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens) if self.on_gpu else 1
+        computed = self.max_model_len - 1 if self.on_gpu else 1
+        return StepBatch(tuple(self._sequence(slot, 1, computed) for slot in range(num_seqs)))
+
+    def _sequence(self, slot: int, new: int, computed: int) -> ScheduledSeq:
+        blocks = [0] * -(-(computed + new) // self.block_size)
+        return ScheduledSeq(slot, [0] * new, computed, blocks, sample=True, adapter_slot=self.adapter_slot)
