@@ -183,6 +183,28 @@ def longcontext() -> str:
     return text + table(["prompt", "time to first token", "time per output token"], rows)
 
 
+def training() -> str:
+    """A step of LoRA training, whose contenders differ in attention and loss alone."""
+    facts = load("training_h200.json")
+    found = facts["contenders"]
+    ours = found["longwave"]
+    rows = [
+        [
+            name,
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['peak_gib']:.1f} GiB",
+            f"{ours['tokens_per_s'] / one['tokens_per_s']:.2f}",
+        ]
+        for name, one in found.items()
+    ]
+    text = (
+        f"LoRA training (rank {facts['lora_rank']}) on one sequence of {facts['tokens']:,} tokens, Llama-3.1-8B's shape,\n"
+        'beside the usual peft + transformers loop; "+ chunks": with our loss, whose logits never exist whole\n'
+        f"({origin(facts)}):\n\n"
+    )
+    return text + table(["attention and loss", "tokens/s", "peak memory", "ours is times as fast"], rows)
+
+
 def linear() -> str:
     """Linear attention's cost over the length; shorter ones are the host's time to launch."""
     facts = load("linear_attention_h200.json")
@@ -224,6 +246,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "linear": linear,
     "serving": serving,
     "longcontext": longcontext,
+    "training": training,
     "cpu": cpu,
 }
 
