@@ -198,7 +198,7 @@ def training() -> str:
         for name, one in found.items()
     ]
     text = (
-        f"LoRA training (rank {facts['lora_rank']}) on one sequence of {facts['tokens']:,} tokens, Llama-3.1-8B's shape,\n"
+        f"LoRA training (rank {facts['lora_rank']}) on {facts['tokens']:,} tokens at once, Llama-3.1-8B's shape,\n"
         'beside the usual peft + transformers loop; "+ chunks": with our loss, whose logits never exist whole\n'
         f"({origin(facts)}):\n\n"
     )

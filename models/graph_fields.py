@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.batch import NO_ADAPTER
 from models.step_rows import StepArrays, StepRows
 from models.step_shapes import StepShape
 
@@ -25,6 +26,7 @@ class StepFields:
     seq_lens: Tensor  # int32 [sequences]; 0: of a decode that is not there
     cu_seqlens: Tensor  # int32 [sequences + 1]
     temperature: Tensor  # float32 [samples]
+    adapter_rows: Tensor  # int32 [rows]; -1: the base model alone
 
     @classmethod
     def of(cls, buffer: Tensor, shape: StepShape) -> "StepFields":
@@ -55,6 +57,7 @@ class StepFields:
         _put(self.position_ids, arrays.positions, 0)
         _put(self.slot_mapping, arrays.slot_mapping, -1)
         _put(self.row_slots, arrays.row_slots, padding_slot)
+        _put(self.adapter_rows, np.repeat(rows.adapters, rows.lengths), NO_ADAPTER)
         _put(self.sample_rows, arrays.sample_rows, 0)
         _put(self.temperature, temperature, 0)
         _put(self.keys, keys, 0)
@@ -91,6 +94,7 @@ def _layout(shape: StepShape) -> Iterator[tuple[str, torch.dtype, int]]:
         "seq_lens": (four, shape.sequences),
         "cu_seqlens": (four, shape.sequences + 1),
         "temperature": (torch.float32, shape.samples),
+        "adapter_rows": (four, shape.rows),
     }
     for field in fields(StepFields):
         yield field.name, *kinds[field.name]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import attention_backend
 from attention_backend.metadata import PagedMetadata
-from models.batch import StepBatch
+from models.adapters import AdapterSlots
+from models.batch import NO_ADAPTER, StepBatch
 from models.copies import to_device
 from models.graph_fields import StepFields, num_bytes
 from models.inputs import StepInputs, StepTensors
@@ -72,7 +73,7 @@ class _Graph:
 
 
 class StepGraphs:
-    """Graphs of a runner's steps without adapters."""
+    """Graphs of a runner's steps. Those of decodes with adapters are recorded when they are first wanted."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class StepGraphs:
         max_model_len: int,
         with_sharing: bool,
         device: torch.device,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """`with_sharing`: whether decodes may name shared pages, on one level."""
         self._forward = forward
@@ -101,6 +103,9 @@ class StepGraphs:
         }
         self._plain: dict[StepShape, _Graph] = {}
         self._sharing: dict[StepShape, _Graph] = {}
+        self._adapted: dict[StepShape, _Graph] = {}
+        self._adapters = adapters
+        self._pool: Any = None
         most = max(map(num_bytes, self._shapes))
         self._buffer = torch.zeros(most, dtype=torch.uint8, device=device)
         self._stagings = [
@@ -113,13 +118,14 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape] | None = None) -> None:
         """Records all shapes, or some, the largest first, so that the smaller ones find its memory in the pool."""
-        pool = torch.cuda.graph_pool_handle()
-        with _no_collection():
-            for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
-                self._stage_padding(shape)
-                self._plain[shape] = self._record(shape, None, pool)
-                if shape in self._for_sharing:
-                    self._sharing[shape] = self._record(shape, self._make_groups(shape.decodes), pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        if self._adapters is not None:
+            self._adapters.select(None, 0)
+        for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
+            self._plain[shape] = self._record(shape)
+            if shape in self._for_sharing:
+                self._sharing[shape] = self._record(shape, self._make_groups(shape.decodes))
 
     def largest(self) -> list[StepShape]:
         """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into."""
@@ -127,17 +133,20 @@ class StepGraphs:
         return list(kinds.values())
 
     def drop(self) -> None:
-        self._plain.clear()
-        self._sharing.clear()
-        self._logits = None
+        for graphs in (self._plain, self._sharing, self._adapted):
+            graphs.clear()
+        self._logits = self._pool = None
 
     def shape_of(self, batch: StepBatch, rows: StepRows) -> StepShape | None:
         """The smallest recorded shape that serves the step; None: no graph does."""
         levels, needs = batch.sharing.decodes, StepNeeds.of(rows)
         few = needs.rows - needs.decodes < needs.others * MANY_ROWS  # so they had better share what they read
-        if len(levels) > 1 or (batch.sharing.prefills and few) or bool((rows.adapters >= 0).any()):
+        if len(levels) > 1 or (batch.sharing.prefills and few):
             return None
         graphs = self._sharing if levels else self._plain
+        if _has_adapters(rows):  # they read shared pages each for itself
+            shape = next((shape for shape in self._shapes if shape in self._plain and shape.fits(needs)), None)
+            return shape if shape is not None and shape.only_decodes and not levels else None
         return next((shape for shape in self._shapes if shape in graphs and shape.fits(needs)), None)
 
     def replay(
@@ -151,27 +160,42 @@ class StepGraphs:
     ) -> GraphOutput:
         """One step of this shape. The tables are up to date; temperature float32 `[n]` and keys int32 `[n, 2]` are the
         sampler's, for each row that is sampled."""
+        graph = self._graph(shape, levels, rows)
         staging = self._stagings[self._turn]
         self._turn = 1 - self._turn
         staging.copied.synchronize()  # of the step before the last: a wait only where steps that sample nothing follow
         fields = StepFields.of(staging.buffer, shape)
         fields.fill(shape, arrays, rows, temperature, keys, padding_slot=self._inputs.tables.padding_slot)
         self._copy(staging, shape)
-        graph = (self._sharing if levels else self._plain)[shape]
         if graph.shared is not None:
             self._write_groups(graph.shared, levels, shape.decodes)
         graph.graph.replay()
         return graph.output.first(len(arrays.sample_rows))
 
-    def _record(self, shape: StepShape, shared: _Groups | None, pool: Any) -> _Graph:
+    def _graph(self, shape: StepShape, levels: Levels, rows: StepRows) -> _Graph:
+        if not _has_adapters(rows):
+            return (self._sharing if levels else self._plain)[shape]
+        graph = self._adapted.get(shape)
+        if graph is None:
+            assert self._adapters is not None
+            with self._adapters.rehearsing():  # every layer may have an adapter one day
+                graph = self._adapted[shape] = self._record(shape, adapted=True)
+            self._adapters.select(None, 0)
+        return graph
+
+    def _record(self, shape: StepShape, shared: _Groups | None = None, *, adapted: bool = False) -> _Graph:
+        self._stage_padding(shape)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._run(shape, shared)  # compiles kernels and chooses algorithms: neither can be recorded
+            self._run(shape, shared, adapted)  # compiles kernels and chooses algorithms: neither can be recorded
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            output = self._run(shape, shared)
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            output = self._run(shape, shared, adapted)
         return _Graph(graph, output, shared)
 
     def _make_groups(self, size: int) -> _Groups:
@@ -187,8 +211,10 @@ class StepGraphs:
             shared.own_starts.copy_(to_device(arrays.own_starts.copy(), self._device))
             shared.written = arrays
 
-    def _run(self, shape: StepShape, shared: _Groups | None) -> GraphOutput:
+    def _run(self, shape: StepShape, shared: _Groups | None, adapted: bool) -> GraphOutput:
         fields = StepFields.of(self._buffer, shape)
+        if adapted and self._adapters is not None:
+            self._adapters.select(fields.adapter_rows, self._adapters.limits.max_loras)
         step = step_tensors(fields, shape, self._inputs, max_model_len=self._max_model_len)
         if shared is not None:
             pages = shared_pages(shared.groups, shared.own_starts, step.metadata.block_table, shared.max_rows)
@@ -223,7 +249,6 @@ class StepGraphs:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """What the garbage collector frees while a graph is recorded (an older graph, a pinned buffer) would spoil it."""
-    gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -231,6 +256,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _has_adapters(rows: StepRows) -> bool:
+    return bool((rows.adapters != NO_ADAPTER).any())
 
 
 def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, max_model_len: int) -> StepTensors:

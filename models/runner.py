@@ -128,8 +128,6 @@ class ModelRunner:
             self._graphs.capture()
 
     def _make_graphs(self) -> StepGraphs:
-        if self.adapters is not None:
-            self.adapters.select(None, 0)
         return StepGraphs(
             self._logits,
             self._inputs,
@@ -137,6 +135,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             with_sharing=self.sharing_limits is not None,
             device=self.device,
+            adapters=self.adapters,
         )
 
     def _graph_shapes(self) -> list[StepShape]:

@@ -44,6 +44,11 @@ class _AdaptedForward:
         self._active = active
         self._base: Callable[[Tensor], Tensor] = layer.module.forward
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the layer alone says it all."""
+        return self._active.others is None or not self.slots
+
     def __call__(self, x: Tensor) -> Tensor:
         y = self._base(x)
         others = self._active.others

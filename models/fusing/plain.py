@@ -8,10 +8,12 @@ class NotFusedError(Exception):
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Adapters, PEFT and accelerate put a `forward` into the instance; others hook it or swap its class."""
+    """PEFT and accelerate put a `forward` into the instance; others hook it or swap its class. Our adapters' own stands
+    aside (`is_idle`) while no row of a step has one."""
+    forward = module.__dict__.get("forward")
     return (
         type(module) is cls
-        and "forward" not in module.__dict__
+        and (forward is None or getattr(forward, "is_idle", False))
         and not module._forward_hooks
         and not module._forward_pre_hooks
     )

@@ -134,7 +134,7 @@ def test_an_adapter_that_overflows_damages_its_own_rows_only(tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
-def test_on_a_gpu_rows_are_what_peft_answers_and_the_base_models_rows_are_bitwise_unchanged(
+def test_on_a_gpu_rows_are_what_peft_answers_and_the_base_models_rows_are_its_own(
     dtype: torch.dtype, tolerance: float, tmp_path: Path
 ) -> None:
     model = family("llama")
@@ -148,8 +148,8 @@ def test_on_a_gpu_rows_are_what_peft_answers_and_the_base_models_rows_are_bitwis
     mixed = batch.logits(PROMPTS, [0, 1, 2, NO_ADAPTER, NO_ADAPTER])
     for ours, peft in zip(mixed[:3], expected, strict=True):
         assert (ours.float().cpu() - peft).norm() <= tolerance * peft.norm()
-    assert torch.equal(mixed[3], without[3])
-    assert torch.equal(mixed[4], without[4])
+    for at in (3, 4):  # beside adapters, projections are one product each: rounded otherwise
+        assert (mixed[at] - without[at]).float().norm() <= 0.2 * tolerance * without[at].float().norm()
 
 
 def test_a_runner_generates_with_adapters_what_peft_generates(tmp_path: Path) -> None:
@@ -188,3 +188,31 @@ def test_the_memory_of_the_slots_is_known_beforehand() -> None:
     slots = PackedBatch(model).slots
     held = sum(forward.a.nbytes + forward.b.nbytes for forward in slots._forwards.values())
     assert memory_bytes(find_linears(model), LIMITS, torch.float32) == held > 0
+
+
+@pytest.mark.gpu
+def test_replayed_steps_answer_with_adapters_what_steps_without_graphs_answer(tmp_path: Path) -> None:
+    """float32. Graphs with adapters are recorded when they are first wanted, in the middle of others' steps."""
+    model = random_model(tiny_config())
+    for at in range(3):
+        save_adapter(model, tmp_path / str(at), seed=at)
+    loaded = as_loaded(model.to("cuda:0"))  # type: ignore[arg-type]
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks": 64}
+    answers = []
+    for enforce_eager in (True, False):
+        runner = ModelRunner(loaded, block_size=16, lora=LoraLimits(3, 8), enforce_eager=enforce_eager, **limits)  # type: ignore[arg-type]
+        runner.warm_up()
+        assert runner.adapters is not None
+        found = []
+        for at, slots in enumerate(([NO_ADAPTER] * 5, [0, NO_ADAPTER, NO_ADAPTER, 0, 0], [0, 1, 2, NO_ADAPTER, 1])):
+            runner.adapters.read(at, str(tmp_path / str(at)))  # two of them after graphs with adapters were recorded
+            runner.adapters.place(at, at)
+            outputs = generate(runner, PROMPTS, 6, budget=24, adapter_slots=slots)
+            found.append([output.tokens for output in outputs])
+        found.append([output.tokens for output in generate(runner, PROMPTS, 6)])
+        answers.append(found)
+        if runner._graphs is not None:
+            assert runner._graphs._adapted
+        runner.adapters.remove()
+    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[0][3] != answers[0][2]
