@@ -35,8 +35,9 @@ from server.training.child import Child, ChildEndedError, WorkFailedError
 from server.training.futures import Future
 from server.training.live import LiveModel
 from server.training.messages import Done, FailureKind, Load, Remove, Save, Work
-from server.training.sampling import Serving, Snapshot, Snapshots, sample
+from server.training.sampling import Serving, sample
 from server.training.saving import Saving
+from server.training.snapshots import Snapshot, Snapshots
 from server.training.stats import TrainingStats
 
 logger = logging.getLogger("longwave")

@@ -4,35 +4,19 @@ Token ids in, token ids and log-probabilities out. Must not know HTTP or how wei
 """
 
 import asyncio
-import fcntl
-import logging
-import os
 import secrets
-import shutil
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, aclosing, suppress
-from itertools import count
-from pathlib import Path
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
 
 from models.batch import SamplingParams
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, TokenDelta
-from server.errors import (
-    ContextLengthExceeded,
-    EngineUnavailable,
-    InsufficientStorage,
-    ModelNotFound,
-    RequestFailedError,
-)
-from server.files.folder import make_private
+from server.errors import ContextLengthExceeded, RequestFailedError
 from server.text.choice import ChoiceText
 from server.text.tokenizer import TextTokenizer
 from server.training.calls import Sample, Sampled, SampledSequence
-from server.training.weights import SCHEME
-
-logger = logging.getLogger("longwave")
 
 
 class Door(Protocol):
@@ -60,96 +44,6 @@ class Serving(Protocol):
     @property
     def engine(self) -> AdapterEngine: ...
     def accepting(self, model: str | None, owner: str = "") -> Door: ...
-
-
-class Snapshot:
-    """One version of a model's weights, as an adapter; it goes when nobody needs it any more."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
-        self.folder = folder
-        self.num_users = 0
-        self.is_current = True
-
-
-class Snapshots:
-    """Folders of this server alone, gone with it: a crash's are swept by the next start."""
-
-    def __init__(self, root: Path, serving: Serving) -> None:
-        self._root = root
-        self._serving = serving
-        self._mine: Path | None = None
-        self._lock: int | None = None
-        self._numbers = count(1)
-        self._undoing: set[asyncio.Task[None]] = set()
-
-    async def make(self, model_id: str, save: Callable[[Path], Awaitable[object]]) -> Snapshot:
-        """`save` writes PEFT's folder. Its name is known to this room only. Raises what `save` raises, and what loading
-        an adapter does."""
-        number = next(self._numbers)  # never used again: what is being removed is not what is being made
-        folder = self._place() / f"{model_id}-{number}"
-        await save(folder)
-        snapshot = Snapshot(f"{SCHEME}{model_id}/current/{number}", folder)
-        loading = asyncio.ensure_future(
-            self._serving.engine.load_adapter(snapshot.name, str(folder), owner=f"training {secrets.token_hex(8)}")
-        )
-        try:
-            await asyncio.shield(loading)
-        except BaseException:  # cancelled, too: then the engine may have it in a moment
-            undoing = asyncio.create_task(self._undo(snapshot, loading))
-            self._undoing.add(undoing)
-            undoing.add_done_callback(self._undoing.discard)
-            raise
-        return snapshot
-
-    async def _undo(self, snapshot: Snapshot, loading: "asyncio.Future[AdapterInfo]") -> None:
-        await asyncio.wait([loading])
-        snapshot.is_current = False
-        await self.release(snapshot)
-
-    async def release(self, snapshot: Snapshot) -> None:
-        """A sample of it has ended, or it is current no longer."""
-        if snapshot.is_current or snapshot.num_users:
-            return
-        try:
-            with suppress(ModelNotFound, EngineUnavailable):
-                await self._serving.engine.unload_adapter(snapshot.name)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, snapshot.folder, ignore_errors=True)
-
-    def sweep(self) -> None:
-        """What servers left that are no more."""
-        for folder in self._root.iterdir() if self._root.is_dir() else ():
-            with suppress(OSError):
-                descriptor = os.open(folder / "lock", os.O_RDWR)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(descriptor)
-
-    def close(self) -> None:
-        if self._mine is not None and self._lock is not None:
-            shutil.rmtree(self._mine, ignore_errors=True)
-            os.close(self._lock)
-            self._mine = self._lock = None
-
-    def _place(self) -> Path:
-        """Held by a lock that ends with this process. Raises InsufficientStorage."""
-        if self._mine is None:
-            try:
-                make_private(self._root)
-                mine = self._root / f"server-{secrets.token_hex(8)}"
-                mine.mkdir(mode=0o700)
-                self._lock = os.open(mine / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                logger.error("weights cannot be sampled from: %s", error)
-                raise InsufficientStorage(
-                    "The server cannot keep weights: its data directory cannot be used."
-                ) from error
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._mine = mine
-        return self._mine
 
 
 async def sample(serving: Serving, adapter: str, call: Sample, salt: bytes) -> Sampled:

@@ -1,4 +1,5 @@
-"""Saves a live model's weights under a name, within the owner's quota, and serves them where that is asked for.
+"""Saves a live model's weights under a name, within the owner's quota, and serves them where that is asked for: also
+after a restart, until they are deleted.
 
 Knows the store and the serving engine; the process does the writing.
 """
@@ -9,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +24,8 @@ from server.training.weights import LABEL, Label, SavedWeights, WeightsStore
 
 logger = logging.getLogger("longwave")
 
+T = TypeVar("T")
+
 Ask = Callable[[Work], Awaitable[Done]]
 
 
@@ -30,6 +34,39 @@ class Saving:
         self._config = config
         self._store = store
         self._serving = serving
+
+    async def start(self) -> None:
+        """Puts right what crashes left, and serves again what was saved to be served. Never raises."""
+        await self.mend()
+        await self.sweep()
+        for saved in await self._look(self._store.all) or ():
+            if saved.label.served and saved.label.base_model == self._config.source:
+                await self._serve_again(saved)
+
+    async def mend(self) -> None:
+        """While no process of this server writes. Never raises."""
+        await self._look(self._store.mend)
+
+    async def sweep(self) -> None:
+        """Never raises."""
+        await self._look(self._store.sweep)
+
+    async def _look(self, at: Callable[[], T]) -> T | None:
+        try:
+            return await asyncio.to_thread(at)
+        except OSError as error:
+            logger.error("saved weights cannot be looked at: %s", error)
+            return None
+
+    async def of(self, owner: str) -> list[SavedWeights]:
+        return await asyncio.to_thread(self._store.of, owner)
+
+    async def delete(self, path: str, owner: str) -> None:
+        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
+        saved = await asyncio.to_thread(self._store.find, path, owner)
+        if saved.label.served:
+            await self._stop_serving(path)
+        await asyncio.to_thread(self._store.remove, saved)
 
     async def find(self, path: str, owner: str) -> SavedWeights:
         """Weights that a model may load. Raises InvalidRequest, TrainingMissing."""
@@ -40,7 +77,7 @@ class Saving:
 
     async def save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool) -> Saved:
         """`always`: whatever the quota says. Raises what `ask` raises, InvalidRequest, QuotaExceeded,
-        InsufficientStorage, and what loading an adapter does: then nothing is kept."""
+        InsufficientStorage, and what loading an adapter does: then nothing is kept that has replaced nothing."""
         path = self._store.path(model.id, call.kind, call.name)
         others = await asyncio.to_thread(self._store.of, model.owner)
         before = next((saved for saved in others if saved.label.path == path), None)
@@ -66,7 +103,7 @@ class Saving:
         files = {LABEL: msgspec.json.encode(label).decode()}
         await ask(Save(str(folder), call.kind == "weights", files))
         if call.serve:
-            await self._serve(path, folder, model.owner)
+            await self._serve(path, folder, model.owner, keep=before is not None)
         elif before is not None and before.label.served:
             await self._stop_serving(path)
         return Saved(path, call.kind, model.steps)
@@ -78,13 +115,21 @@ class Saving:
             logger.error("weights cannot be saved: %s", error)
             raise InsufficientStorage("The server cannot keep weights: its data directory cannot be used.") from error
 
-    async def _serve(self, path: str, folder: Path, owner: str) -> None:
+    async def _serve(self, path: str, folder: Path, owner: str, *, keep: bool) -> None:
+        """`keep`: also what cannot be served."""
         try:
             await self._serving.engine.load_adapter(path, str(folder), owner=owner, replace=True)
         except LongwaveError:
-            await asyncio.to_thread(lambda: self._store.remove(self._store.find(path, owner)))
+            if not keep:
+                await asyncio.to_thread(lambda: self._store.remove(self._store.find(path, owner)))
             await self._stop_serving(path)  # what it was before, if anything
             raise
+
+    async def _serve_again(self, saved: SavedWeights) -> None:
+        try:
+            await self._serving.engine.load_adapter(saved.label.path, str(saved.folder), owner=saved.label.owner)
+        except LongwaveError as error:
+            logger.error("%s is not served: %s", saved.label.path, error.message)
 
     async def _stop_serving(self, path: str) -> None:
         with suppress(ModelNotFound):

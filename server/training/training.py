@@ -2,18 +2,17 @@
 must not know HTTP or tensors. All of it runs on one event loop."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
 from collections.abc import Coroutine
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from server.errors import (
     InvalidRequest,
     LongwaveError,
-    ModelNotFound,
     QuotaExceeded,
     RequestFailedError,
     SequenceConflict,
@@ -27,15 +26,17 @@ from server.training.config import TrainingConfig
 from server.training.futures import Future
 from server.training.live import LiveModel
 from server.training.runner import Runner
-from server.training.sampling import Serving, Snapshots
+from server.training.sampling import Serving
 from server.training.saving import Saving
 from server.training.shared import SharedChild
+from server.training.snapshots import Snapshots
 from server.training.stats import TrainingStats
 from server.training.weights import SavedWeights, WeightsStore
 
 logger = logging.getLogger("longwave")
 
 TIDY_SECONDS = 5.0  # between two looks at what is idle, or kept long enough
+SWEEP_TURNS = 120  # of those, one that also looks at what crashes have left on the disk
 
 
 class Training:
@@ -46,25 +47,19 @@ class Training:
         self.stats = TrainingStats()
         self.shared = SharedChild(config, self._lose)
         self._serving = serving
-        self._store = WeightsStore(root / "saved")
-        self._saving = Saving(config, self._store, serving)
+        self._saving = Saving(config, WeightsStore(root / "saved"), serving)
         self._snapshots = Snapshots(root / "snapshots", serving)
         self._models: dict[str, LiveModel] = {}
         self._runners: dict[str, tuple[Runner, asyncio.Task[None]]] = {}
         self._keys: dict[tuple[str, str], str] = {}  # idempotency keys of an owner -> model
         self._num_leaving = 0  # models that are being saved or removed
         self._tasks: set[asyncio.Task[None]] = set()
+        self._mending: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serves again what was saved to be served, and sweeps what crashes left. Never raises."""
-        try:
-            await asyncio.to_thread(self._store.sweep)
-            await asyncio.to_thread(self._snapshots.sweep)
-            for saved in await asyncio.to_thread(self._store.all):
-                if saved.label.served and saved.label.base_model == self.config.source:
-                    await self._serve(saved)
-        except OSError as error:
-            logger.error("saved weights cannot be looked at: %s", error)
+        await self._snapshots.start()
+        await self._saving.start()
         self._spawn(self._tidy(), "training-tidy")
 
     async def drain(self) -> None:
@@ -155,18 +150,16 @@ class Training:
             await self._leave(model)
 
     async def saved(self, owner: str) -> list[SavedWeights]:
-        return await asyncio.to_thread(self._store.of, owner)
+        return await self._saving.of(owner)
 
     async def delete_weights(self, path: str, owner: str) -> None:
         """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
-        saved = await asyncio.to_thread(self._store.find, path, owner)
-        if saved.label.served:
-            with contextlib.suppress(ModelNotFound):
-                await self._serving.engine.unload_adapter(path)
-        await asyncio.to_thread(self._store.remove, saved)
+        await self._saving.delete(path, owner)
 
     async def _begin(self, model: LiveModel) -> None:
         """Brings up the process if there is none; then the model's runner has it, to its end."""
+        if self._mending is not None:
+            await asyncio.wait([self._mending])
         try:
             child = await self.shared.get()
         except ChildEndedError as error:
@@ -183,11 +176,13 @@ class Training:
             await asyncio.wait([task])
             if self._runners.get(model.id) == (runner, task):  # else somebody else sees to its end
                 del self._runners[model.id]
+                await self._snapshots.forget(model.id)
         await self._end_child_if_idle()
 
     def _lose(self, child: Child, reason: str) -> None:
         """The process ended by itself: every model in it is lost."""
         self.stats.crashes += 1
+        self._mending = self._spawn(self._saving.mend(), "training-mend")
         for runner, task in list(self._runners.values()):
             if runner.child is child:
                 runner.model.finish(runner.model.lost(reason))
@@ -204,7 +199,7 @@ class Training:
         call = SaveWeights("autosave", "weights", serve=False, overwrite=True) if model.version else None
         kept = "It had learnt nothing."
         if call is not None:
-            kept = f"Its weights were saved as {self._store.path(model.id, call.kind, call.name)}."
+            kept = f"Its weights were saved as {WeightsStore.path(model.id, call.kind, call.name)}."
         model.finish(TrainingMissing(f"The model {model.id} was unloaded. {reason} {kept}", param="model_id"))
         await self._leave(model, call)
 
@@ -224,12 +219,13 @@ class Training:
                     logger.error("%s could not be saved: %s", model.id, error)
                     model.end = TrainingMissing(f"{model.id} was unloaded, and could not be saved.", param="model_id")
             await runner.remove()
+            await self._snapshots.forget(model.id)
         finally:
             self._num_leaving -= 1
         await self._end_child_if_idle()
 
     async def _tidy(self) -> None:
-        while True:
+        for turn in count(1):
             await asyncio.sleep(min(TIDY_SECONDS, self.config.idle_seconds / 4))
             now = time.monotonic()
             for model in list(self._models.values()):
@@ -239,17 +235,14 @@ class Training:
                 if model.end is not None and now - model.ended_at > self.config.result_seconds:
                     del self._models[model.id]
             self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
+            if turn % SWEEP_TURNS == 0:
+                await self._saving.sweep()
 
-    async def _serve(self, saved: SavedWeights) -> None:
-        try:
-            await self._serving.engine.load_adapter(saved.label.path, str(saved.folder), owner=saved.label.owner)
-        except LongwaveError as error:
-            logger.error("%s is not served: %s", saved.label.path, error.message)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
+        return task
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

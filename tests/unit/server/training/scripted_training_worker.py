@@ -5,6 +5,7 @@ The script is the JSON file that the variable TRAINING_SCRIPT names; its folder 
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from models.training.folder import write_folder
 from server.engine.parent import die_with_parent
 from server.training.calls import Compute, OptimStep
 from server.training.link import WorkerLink
@@ -64,6 +66,31 @@ class ScriptedSession:
             case "hangs":
                 threading.Event().wait()
 
+    def save(self, folder: Path, files: dict[str, str]) -> None:
+        """As the real session does it; at the script's instant the process kills itself."""
+        rename, instant = Path.rename, self.script.get("die_at")
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def rename_and_die(path: Path, target: Path) -> None:
+            rename(path, target)
+            die()
+
+        match instant:
+            case "written":
+                Path.rename = die  # type: ignore[method-assign,assignment]
+            case "out of the way":
+                Path.rename = rename_and_die  # type: ignore[method-assign,assignment]
+            case "replaced":
+                shutil.rmtree = die  # type: ignore[assignment]
+
+        def fill(place: Path) -> None:
+            for name, text in files.items():
+                (place / name).write_text(text)
+
+        write_folder(folder, fill)
+
     def done(self, command: Command) -> Done:
         number, model, work = command.command_id, command.model_id, command.work
         match work:
@@ -74,10 +101,7 @@ class ScriptedSession:
                 self.steps[model] += 1
                 return Done(number, grad_norm=2.5, steps=self.steps[model])
             case Save():
-                folder = Path(work.folder)
-                folder.mkdir(exist_ok=True)
-                for name, text in {**work.files, "steps": str(self.steps[model])}.items():
-                    (folder / name).write_text(text)
+                self.save(Path(work.folder), {**work.files, "steps": str(self.steps[model])})
             case Load():
                 self.steps[model] = int((Path(work.folder) / "steps").read_text()) if work.optimizer else 0
         return Done(number, parameters=10, steps=self.steps[model])

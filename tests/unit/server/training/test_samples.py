@@ -1,8 +1,10 @@
 """Samples come from the weights of their place in the sequence, together, and leave nothing in the engine."""
 
 import asyncio
+import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from scripted_engine import Script
 
 from server.errors import EngineUnavailable, InsufficientStorage, InvalidAdapter, TrainingMissing
 from server.training import Call, Sample, Sampled, SampledSequence, Saved, Stepped, Unload
-from server.training.sampling import Snapshots
+from server.training.snapshots import Snapshots
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -260,6 +262,64 @@ def test_folders_of_servers_that_are_no_more_are_swept_and_those_of_others_are_n
         assert snapshot.folder.exists()
         assert not dead.exists()
         living.close()
-        assert list(root.iterdir()) == []
+        assert [path.name for path in root.iterdir()] == ["lock"]
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_server_had_half_removed_is_swept(tmp_path: Path) -> None:
+    """Its lock may have gone first."""
+    root = tmp_path / "snapshots"
+    (root / "server-half" / "train-1-1").mkdir(parents=True)
+    root.chmod(0o700)
+    Snapshots(root, Serving()).sweep()
+    assert not (root / "server-half").exists()
+
+
+def test_a_folder_that_is_being_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "snapshots"
+    starting, sweeping = Snapshots(root, Serving()), Snapshots(root, Serving())
+    flock, swept = fcntl.flock, threading.Thread(target=sweeping.sweep)
+
+    def flock_late(descriptor: int, operation: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().parent.name.startswith("server-") and not swept.ident:
+            swept.start()  # between the lock's making and its taking
+            swept.join(0.3)
+        flock(descriptor, operation)
+
+    async def main() -> None:
+        async def write(folder: Path) -> None:
+            folder.mkdir()
+
+        monkeypatch.setattr(fcntl, "flock", flock_late)
+        snapshot = await starting.make("train-1", write)
+        swept.join()
+        assert snapshot.folder.exists()
+        starting.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["delete", "kill"])
+def test_weights_that_were_being_written_for_a_sample_go_with_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            model = await work.create()
+            place = tmp_path / "training" / "snapshots"
+            script(tmp_path, monkeypatch, **({"die_at": "written"} if end == "kill" else {"hold": "Save"}))
+            work.submit(model, SAMPLE)
+            await until(lambda: work.log()[-1].endswith(" Save"))
+            if end == "delete":
+                deleting = asyncio.create_task(work.training.delete(model))
+                await until(lambda: model.end is not None)
+                (tmp_path / "go").touch()
+                await deleting
+            await until(lambda: work.pid is None)
+            await until(lambda: not [*place.glob("*/train-*"), *place.glob("*/.train-*")])
+            assert len(list(place.glob("server-*/lock"))) == 1  # there was a place for them
 
     asyncio.run(main())

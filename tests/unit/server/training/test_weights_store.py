@@ -1,6 +1,7 @@
 """Saved weights are found by their path, by their owner alone."""
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -105,3 +106,34 @@ def test_a_store_without_a_folder_is_empty(tmp_path: Path) -> None:
     store = WeightsStore(tmp_path / "nowhere")
     store.sweep()
     assert store.all() == []
+
+
+def test_what_was_replaced_is_put_back_only_where_nothing_stands_and_it_is_whole(tmp_path: Path) -> None:
+    store = WeightsStore(tmp_path / "saved")
+    lost, stands, half, foreign = (store.folder(put(store, name)) for name in ("lost", "stands", "half", "foreign"))
+    for folder in (lost, half, foreign):
+        folder.rename(folder.with_name(f".{folder.name}-x1-before"))
+    shutil.copytree(stands, stands.with_name(".stands-x1-before"))
+    (half.with_name(".half-x1-before") / LABEL).unlink()  # it was being removed
+    (foreign.with_name(".foreign-x1-before") / LABEL).write_text('{"path": "/etc"}')
+    writing = lost.with_name(".lost-x1")
+    writing.mkdir()
+    store.mend()
+    assert sorted(path.name for path in lost.parent.iterdir()) == [".lost-x1", "lost", "stands"]
+    assert store.find(store.path(MODEL, "weights", "lost"), "me").size > 5
+    store.sweep()
+    assert writing.exists()  # it is young
+    store.remove(store.find(store.path(MODEL, "weights", "lost"), "me"))
+    assert not lost.exists()
+
+
+def test_what_was_replaced_is_never_swept_for_its_age(tmp_path: Path) -> None:
+    """A rename leaves a folder as old as it is: only `mend` knows what stands in its place."""
+    store = WeightsStore(tmp_path / "saved")
+    folder = store.folder(put(store, "a"))
+    before = folder.rename(folder.with_name(".a-x1-before"))
+    os.utime(before, (1.0, 1.0))
+    store.sweep()
+    assert before.exists()
+    store.mend()
+    assert folder.exists()
