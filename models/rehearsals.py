@@ -11,7 +11,6 @@ from models.shared_runs import SharedRun, StepSharing
 _CPU_TOKENS = 32
 #: Few rows are served by a decode kernel, compiled for different numbers of them (parts of short prompts, prefix hits).
 _SHORT = (2, 4, 8, 16, 32, 64, 128)
-_SHARING = 8  # rows of each sequence of a step whose prompts share pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,9 @@ class Rehearsals:
             for length in _SHORT:
                 if length <= min(self.max_num_batched_tokens, self.max_model_len):
                     yield StepBatch((self._sequence(0, length, 0),))
-            if self.shares and self.max_num_seqs > 1 and self.max_model_len >= self.block_size + _SHARING:
-                yield self._shared_prefill()
+                fits = 2 * length <= self.max_num_batched_tokens and self.max_model_len >= self.block_size + length
+                if self.shares and self.max_num_seqs > 1 and fits:
+                    yield self._shared_prefill(length)
         yield self._full_decode()
 
     def _largest_prefill(self) -> StepBatch:
@@ -48,10 +48,10 @@ class Rehearsals:
             left -= new
         return StepBatch(tuple(seqs))
 
-    def _shared_prefill(self) -> StepBatch:
-        """Two short ends of prompts after the same pages."""
-        shared = (self.max_model_len - _SHARING) // self.block_size
-        seqs = tuple(self._sequence(slot, _SHARING, shared * self.block_size) for slot in (0, 1))
+    def _shared_prefill(self, rows: int) -> StepBatch:
+        """The ends of two prompts, after the same pages."""
+        shared = (self.max_model_len - rows) // self.block_size
+        seqs = tuple(self._sequence(slot, rows, shared * self.block_size) for slot in (0, 1))
         return StepBatch(seqs, StepSharing(prefills=((SharedRun(0, 2, 0, shared),),)))
 
     def _full_decode(self) -> StepBatch:

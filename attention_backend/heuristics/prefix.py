@@ -1,5 +1,7 @@
 """When a pass over shared pages pays, and how often it splits its keys. Pure arithmetic: no torch, no device."""
 
+from functools import lru_cache
+
 #: Packed query rows (requests x query heads of a key head) of one tile of the pass: up to so many cost as much as one.
 TILE_ROWS = 128
 _SHORTEST = 512  # keys of a split, below which it is all beginning and end
@@ -20,6 +22,7 @@ def least_saved_keys(device: str, bytes_per_key: int) -> int:
     return -(-LEVEL_BYTES[device] // bytes_per_key)
 
 
+@lru_cache(maxsize=1024)  # the layers of a step have one
 def prefix_splits(rows: int, groups: int, num_heads: int, num_kv_heads: int, max_keys: int, num_sms: int) -> int:
     """The number of splits whose last wave of tiles ends first. `rows` are query rows of all `groups` together;
     `groups` and `max_keys` may be upper bounds, as they are when a CUDA graph is captured."""
