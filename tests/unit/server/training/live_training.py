@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ from server.training import (
     Training,
     TrainingConfig,
 )
+
+Run = Callable[..., None]
 
 LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
 NEW = NewModel(8, 32, None, 0)

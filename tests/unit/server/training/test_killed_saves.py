@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from live_training import STEP, Work, at_work, load, save, script, until
 
-from server.errors import InvalidAdapter, TrainingModelLost
-from server.training import LiveModel, Loaded, Saved, weights
+from server.errors import TrainingModelLost
+from server.training import LiveModel, Loaded, weights
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -128,27 +128,5 @@ def test_what_was_being_written_goes_when_it_is_old_though_no_server_starts(
             monkeypatch.setattr(weights, "UNFINISHED_SECONDS", 0.0)
             await until(lambda: hidden(tmp_path) == [])
             assert [saved.label.path for saved in await work.training.saved("me")] == [load(model).path]
-
-    asyncio.run(main())
-
-
-def test_weights_that_replace_others_are_kept_though_they_cannot_be_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they have replaced is gone: without them, nothing would be left."""
-    script(tmp_path, monkeypatch)
-
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            model = await work.create()
-            await work.do(model, STEP, save(serve=True), STEP)
-            work.engine.refusal = InvalidAdapter("It cannot be loaded.")
-            (refused,) = await work.do(model, save(serve=True, overwrite=True))
-            assert refused is work.engine.refusal
-            assert work.engine.infos == {}  # not the old ones under the name of the new
-            assert await work.do(model, load(model)) == [Loaded(load(model).path, 2)]
-            work.engine.refusal = None
-            assert isinstance((await work.do(model, save(serve=True, overwrite=True)))[0], Saved)
-            assert list(work.engine.infos) == [load(model).path]
 
     asyncio.run(main())

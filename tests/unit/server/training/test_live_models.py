@@ -1,58 +1,33 @@
 """Live models from creation to their end, through real processes that are killed, stopped and ended."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from live_training import (
     NEW,
     STEP,
+    Run,
     Work,
-    at_work,
     compute,
     is_running,
     load,
     save,
-    script,
     until,
 )
 
 from server.errors import (
-    InsufficientStorage,
     InvalidRequest,
     LongwaveError,
-    QuotaExceeded,
     RequestFailedError,
-    SequenceConflict,
     TrainingDiverged,
     TrainingMissing,
     TrainingModelLost,
     TrainingOutOfMemory,
 )
-from server.training import Call, Computed, Created, Loaded, NewModel, Saved, Stepped, Unload, Unloaded
+from server.training import Computed, Created, Loaded, Saved, Stepped, Unload, Unloaded
 
 pytestmark = pytest.mark.timeout(180)
-
-Run = Callable[..., None]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a test's coroutine on training at work; `go` on what the script holds."""
-    script(tmp_path, monkeypatch)
-
-    def run(work: Callable[[Work], Awaitable[None]], scripted: dict[str, Any] | None = None, **changes: Any) -> None:
-        script(tmp_path, monkeypatch, **scripted or {})
-
-        async def main() -> None:
-            async with at_work(tmp_path, **changes) as at:
-                await work(at)
-
-        asyncio.run(main())
-
-    return run
 
 
 def test_calls_run_in_the_process_in_their_order(run: Run) -> None:
@@ -205,102 +180,6 @@ def test_a_model_deleted_while_it_is_made_leaves_nothing(run: Run) -> None:
 def _tidy(work: Work) -> "asyncio.Task[None]":
     (task,) = [task for task in work.training._tasks if task.get_name() == "training-tidy"]
     return task
-
-
-def test_other_owners_see_nothing(run: Run) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create("me")
-        (future,) = work.submit(model, save())
-        await work.outcome(future)
-        assert work.training.future(future.request_id, "me") is future
-        assert work.training.future(f"{model.id}:0", "me") is model.creating
-        for find in (
-            lambda: work.training.model(model.id, "you"),
-            lambda: work.training.future(future.request_id, "you"),
-            lambda: work.training.future(f"{model.id}:0", "you"),
-            lambda: work.training.future(f"{model.id}:77", "me"),
-            lambda: work.training.future(f"{model.id}:x", "me"),
-            lambda: work.training.future("nonsense", "me"),
-        ):
-            with pytest.raises(TrainingMissing):
-                find()
-        theirs = await work.create("you")
-        (error,) = await work.do(theirs, load(model))
-        assert isinstance(error, TrainingMissing)
-        with pytest.raises(TrainingMissing):
-            await work.training.delete_weights(load(model).path, "you")
-        assert work.training.live("you") == [theirs]
-
-    run(main)
-
-
-def test_the_same_idempotency_key_is_the_same_model(run: Run) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create(key="k")
-        assert await work.create(key="k") is model
-        assert await work.create("you", key="k") is not model
-        with pytest.raises(SequenceConflict):
-            await work.training.create("me", "base", NewModel(4, 32, None, 0), key="k")
-
-    run(main)
-
-
-def test_models_and_ranks_are_bounded(run: Run) -> None:
-    async def main(work: Work) -> None:
-        with pytest.raises(InvalidRequest, match=r"rank is 17; .* up to rank 16") as error:
-            await work.training.create("me", "base", NewModel(17, 32, None, 0))
-        assert error.value.param == "lora_config.rank"
-        model = await work.create()
-        with pytest.raises(QuotaExceeded, match="1 models are live"):
-            await work.create("you")
-        await work.do(model, Unload())
-        await work.create("you")
-
-    run(main, max_models=1)
-
-
-@pytest.mark.parametrize(
-    ("call", "told", "param"),
-    [
-        (compute(*range(20), *range(20)), "has 40 tokens; one sequence has at most 32 here", "data[0].model_input"),
-        (compute(1, 100), "outside the vocabulary of 100", "data[0].model_input"),
-        (compute(*[1] * 51), "The call has 51 tokens; at most 50", "data"),
-    ],
-)
-def test_calls_that_can_never_be_carried_out_are_refused_at_once(run: Run, call: Call, told: str, param: str) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create()
-        with pytest.raises(InvalidRequest, match=told) as error:
-            work.training.submit(model, None, call)
-        assert error.value.param == param
-        assert model.sequence.next_seq_id == 1
-        assert model.sequence.pending == []
-
-    run(main, max_call_tokens=50)
-
-
-def test_saved_names_are_kept_unless_they_may_be_replaced(run: Run) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create()
-        first, second, third = await work.do(model, save(), save(), save(overwrite=True))
-        assert isinstance(second, InvalidRequest)
-        assert "already" in second.message
-        assert first == third
-        (fourth,) = await work.do(model, save("two"))
-        assert isinstance(fourth, QuotaExceeded)
-        await work.training.delete_weights(first.path, "me")
-        assert isinstance((await work.do(model, save("two")))[0], Saved)
-
-    run(main, max_saved=1)
-
-
-def test_a_disk_that_is_full_is_told(run: Run) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create()
-        (error,) = await work.do(model, save())
-        assert isinstance(error, InsufficientStorage)
-
-    run(main, scripted={"fail": "Save", "kind": "storage"})
 
 
 def test_ended_models_are_forgotten_with_their_results(run: Run) -> None:

@@ -1,10 +1,8 @@
 """However the training process ends, every open call ends with a reason, and the next model gets another process."""
 
-import asyncio
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import pytest
 from live_training import (
     SAMPLE,
     STEP,
+    Run,
     Work,
-    at_work,
     compute,
     is_running,
     load,
@@ -30,25 +28,6 @@ from server.training import Computed, Loaded
 from server.training.messages import MAX_FRAME_BYTES, Failed, Ready
 
 pytestmark = pytest.mark.timeout(180)
-
-Run = Callable[..., None]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a test's coroutine on training at work; `go` on what the script holds."""
-    script(tmp_path, monkeypatch)
-
-    def run(work: Callable[[Work], Awaitable[None]], scripted: dict[str, Any] | None = None, **changes: Any) -> None:
-        script(tmp_path, monkeypatch, **scripted or {})
-
-        async def main() -> None:
-            async with at_work(tmp_path, **changes) as at:
-                await work(at)
-
-        asyncio.run(main())
-
-    return run
 
 
 def test_a_killed_process_fails_every_open_call_and_says_where_to_go_on(

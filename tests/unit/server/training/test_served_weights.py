@@ -1,0 +1,72 @@
+"""Saved weights as models: served from their saving to their deletion, or not kept."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from live_training import STEP, Run, Work, at_work, load, save, script
+
+from server.errors import InvalidAdapter, TrainingMissing
+from server.training import Loaded, Saved
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_served_weights_are_their_owners_models_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            model = await work.create()
+            saved, _, kept = await work.do(
+                model, save("a", kind="sampler_weights", serve=True), save("b"), save("c", serve=True)
+            )
+            assert {name: info.owner for name, info in work.engine.infos.items()} == {saved.path: "me", kept.path: "me"}
+            await work.do(model, save("c", overwrite=True))  # no longer served
+            assert set(work.engine.infos) == {saved.path}
+        async with at_work(tmp_path) as work:
+            assert {name: info.owner for name, info in work.engine.infos.items()} == {saved.path: "me"}
+            await work.training.delete_weights(saved.path, "me")
+            assert work.engine.infos == {}
+            with pytest.raises(TrainingMissing):
+                await work.training.delete_weights(saved.path, "me")
+
+    asyncio.run(main())
+
+
+def test_weights_that_cannot_be_served_are_not_kept(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        work.engine.refusal = InvalidAdapter("It cannot be loaded.")
+        (refused,) = await work.do(model, save(kind="sampler_weights", serve=True))
+        assert refused is work.engine.refusal
+        assert await work.training.saved("me") == []
+        work.engine.refusal = None
+        (saved,) = await work.do(model, save(kind="sampler_weights", serve=True))
+        assert isinstance(saved, Saved)
+
+    run(main)
+
+
+def test_weights_that_replace_others_are_kept_though_they_cannot_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they have replaced is gone: without them, nothing would be left."""
+    script(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            model = await work.create()
+            await work.do(model, STEP, save(serve=True), STEP)
+            work.engine.refusal = InvalidAdapter("It cannot be loaded.")
+            (refused,) = await work.do(model, save(serve=True, overwrite=True))
+            assert refused is work.engine.refusal
+            assert work.engine.infos == {}  # not the old ones under the name of the new
+            assert await work.do(model, load(model)) == [Loaded(load(model).path, 2)]
+            work.engine.refusal = None
+            assert isinstance((await work.do(model, save(serve=True, overwrite=True)))[0], Saved)
+            assert list(work.engine.infos) == [load(model).path]
+
+    asyncio.run(main())
