@@ -28,6 +28,7 @@ from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.messages import AddRequest, TokenDelta
 from server.engine.runner import LoadedRunner, load
+from server.engine.token_ids import TokenIds
 from server.engine.worker import make_scheduler
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -82,7 +83,7 @@ def run(
     scheduler.clock = clock
     link = ListLink()
     core = EngineCore(loaded, scheduler, link)
-    link.inbox = [AddRequest(str(number), ids, sampling) for number, (ids, sampling) in enumerate(asked)]
+    link.inbox = [AddRequest(str(number), TokenIds(ids), sampling) for number, (ids, sampling) in enumerate(asked)]
     core.turn()
     while any(request.num_generated == 0 for request in scheduler.requests.values()):
         core.turn()

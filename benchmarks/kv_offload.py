@@ -32,6 +32,7 @@ from server.engine.offload import Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
+from server.engine.token_ids import TokenIds
 
 BLOCK_SIZE = 64
 STEP_TOKENS = 8192
@@ -75,7 +76,7 @@ class Engine:
         """Seconds to a prompt's first token, and how many of its own were cached."""
         self.link.sent.clear()
         begin = time.perf_counter()
-        self.link.inbox.append(AddRequest(f"bench-{begin}", prompt, ONE_TOKEN))
+        self.link.inbox.append(AddRequest(f"bench-{begin}", TokenIds(prompt), ONE_TOKEN))
         while not (deltas := [message for message in self.link.sent if isinstance(message, TokenDelta)]):
             self.core.turn()
         seconds = time.perf_counter() - begin

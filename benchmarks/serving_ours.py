@@ -12,6 +12,7 @@ from models.batch import SamplingParams
 from server.engine.client import EngineClient
 from server.engine.config import EngineConfig
 from server.engine.messages import AddRequest
+from server.engine.token_ids import TokenIds
 
 
 @asynccontextmanager
@@ -29,7 +30,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
 
     async def generate(prompt: list[int], out: int) -> AsyncGenerator[int, None]:
         sampling = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=out)
-        request = AddRequest(f"bench-{next(numbers)}", prompt, sampling, arrival_time=time.monotonic())
+        request = AddRequest(f"bench-{next(numbers)}", TokenIds(prompt), sampling, arrival_time=time.monotonic())
         async for delta in client.generate(request):
             yield len(delta.token_ids)
 

@@ -32,6 +32,7 @@ from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.messages import AddRequest, TokenDelta
 from server.engine.runner import LoadedRunner
+from server.engine.token_ids import TokenIds
 from server.engine.worker import make_scheduler
 
 BLOCK_SIZE = 64
@@ -148,7 +149,7 @@ def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, ma
     core = EngineCore(loaded, make_scheduler(config, loaded), link)
     prompt = torch.randint(10, 100_000, (prompt_tokens,)).tolist()
     sampling = SamplingParams(temperature=1.0, max_tokens=DECODES, ignore_eos=True)
-    link.inbox.append(AddRequest("request", prompt, sampling))
+    link.inbox.append(AddRequest("request", TokenIds(prompt), sampling))
     times: list[float] = []
     start = time.perf_counter()
     while len(times) < DECODES:

@@ -15,6 +15,7 @@ from server.bench.workload import RandomPrompts, Turn
 from server.engine.client import EngineClient
 from server.engine.config import EngineConfig
 from server.engine.messages import AddRequest, EngineReady
+from server.engine.token_ids import TokenIds
 from server.errors import LongwaveError
 
 
@@ -30,7 +31,8 @@ class OfflineEngine:
         """Exactly `turn.max_tokens` tokens. Never raises for what the engine refuses: it is in the outcome."""
         assert isinstance(turn.prompt, list)
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=turn.max_tokens)
-        request = AddRequest(f"bench-{next(self._numbers)}", turn.prompt, sampling, arrival_time=time.monotonic())
+        prompt = TokenIds(turn.prompt)
+        request = AddRequest(f"bench-{next(self._numbers)}", prompt, sampling, arrival_time=time.monotonic())
         now = time.perf_counter()
         outcome = Outcome(turn.prompt_tokens, now if planned is None else planned, sent=now)
         try:

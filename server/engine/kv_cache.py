@@ -5,9 +5,7 @@ A full block is found by a chained hash (parent's hash, token ids; the tenant's 
 root), so equal hashes mean equal prefixes of one model. Nothing rests on the hash alone: a hit also compares the token
 ids, and that the entry was chained onto the very entry that matched before it."""
 
-import itertools
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from server.engine.block_pool import BlockPool, IntegrityError
@@ -32,6 +30,7 @@ class KVCache:
         self.enable_prefix_caching = enable_prefix_caching
         self._by_hash: dict[bytes, Entry] = {}
         self._by_block: list[Entry | None] = [None] * num_blocks
+        self._next: dict[int, Entry] = {}  # serial number of a prefix -> what last continued it: found without a hash
 
     @property
     def num_free_blocks(self) -> int:
@@ -45,15 +44,21 @@ class KVCache:
         if not self.enable_prefix_caching:
             return []
         usable = (len(request.token_ids) - 1) // self.block_size
-        self._hash_blocks(request, usable)
-        hits: list[Entry] = []
+        hashes, hits = request.block_hashes, list[Entry]()
         parent = 0
-        for block_hash, token_bytes in itertools.islice(request.block_hashes, usable):
-            entry = self._find(block_hash, token_bytes, parent, request)
-            if entry is None:
-                break
+        for index, token_bytes in enumerate(self._contents(request, 0, usable)):
+            entry = self._next.get(parent)
+            if entry is None or not entry.continues(parent, token_bytes, request):
+                self._hash_blocks(request, index + 1)
+                entry = self._find(hashes[index], token_bytes, parent, request)
+                if entry is None:
+                    break
+                self._next[parent] = entry
+            elif index == len(hashes):
+                hashes.append(entry.hash)
             hits.append(entry)
             parent = entry.serial
+        self._hash_blocks(request, usable)
         return hits
 
     def blocks_to_admit(self, num_blocks: int, hits: Sequence[Entry]) -> int:
@@ -105,11 +110,11 @@ class KVCache:
         if not self.enable_prefix_caching:
             return
         self._hash_blocks(request, full)
-        for index in range(first, full):
+        for index, token_bytes in enumerate(self._contents(request, first, full), first):
             parent = self._chain_serial(request)
             if parent is None:  # what it would be chained onto is gone
                 return
-            block_hash, token_bytes = request.block_hashes[index]
+            block_hash = request.block_hashes[index]
             entry = self._find(block_hash, token_bytes, parent, request)
             if entry is None:
                 entry = self._enter(request.block_ids[index], block_hash, token_bytes, parent, request)
@@ -127,7 +132,7 @@ class KVCache:
     def withdraw(self, request: Request) -> None:
         """Before release(), for a request whose numbers went bad: nothing it read or wrote is found again, nor what it
         had before a preemption (a step that was in flight then may tell only now)."""
-        for block_hash, _ in request.block_hashes:
+        for block_hash in request.block_hashes:
             entry = self._by_hash.get(block_hash)
             if entry is not None:
                 self._forget(entry.block)
@@ -149,6 +154,9 @@ class KVCache:
                 raise IntegrityError(f"block {block}: cached and free, but not under its owner")
         if len(self._by_hash) != sum(entry is not None for entry in self._by_block):
             raise IntegrityError("the prefix cache names blocks that do not know it")
+        for parent, entry in self._next.items():
+            if entry.parent != parent or self._by_block[entry.block] is not entry:
+                raise IntegrityError(f"block {entry.block}: found after a prefix that it does not continue")
 
     def _find(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Entry | None:
         entry = self._by_hash.get(block_hash)
@@ -171,9 +179,13 @@ class KVCache:
         salt, digest = request.cache_salt, request.adapter_digest
         serial = self._serial(block_hash, token_bytes, parent, request)
         entry = Entry(block_hash, token_bytes, parent, salt, digest, serial, block)
-        self._by_hash[block_hash] = entry
-        self._by_block[block] = entry
+        self._insert(entry)
         return entry
+
+    def _insert(self, entry: Entry) -> None:
+        self._by_hash[entry.hash] = entry
+        self._by_block[entry.block] = entry
+        self._next[entry.parent] = entry
 
     def _serial(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> int:  # noqa: ARG002
         """Of a prefix that is new here."""
@@ -202,18 +214,23 @@ class KVCache:
             raise IntegrityError(f"block {block} was idle without content")
         self._by_block[block] = None
         del self._by_hash[entry.hash]
+        if self._next.get(entry.parent) is entry:
+            del self._next[entry.parent]
 
     def _hash_blocks(self, request: Request, num_blocks: int) -> None:
-        """Each block is hashed once in a request's life."""
+        """Each block is hashed once in a request's life, at most."""
         hashes = request.block_hashes
         done = len(hashes)
         if done >= num_blocks:
             return
-        size = self.block_size
-        parent = hashes[-1][0] if hashes else root_hash(request.cache_salt, request.adapter_digest)
-        ids = array("I", request.token_ids[done * size : num_blocks * size]).tobytes()
-        stride = len(ids) // (num_blocks - done)
-        for start in range(0, len(ids), stride):
-            token_bytes = ids[start : start + stride]
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt, request.adapter_digest)
+        for token_bytes in self._contents(request, done, num_blocks):
             parent = hash_block(parent, token_bytes)
-            hashes.append((parent, token_bytes))
+            hashes.append(parent)
+
+    def _contents(self, request: Request, first: int, end: int) -> Iterator[bytes]:
+        """The token ids of the request's blocks from `first` to `end - 1`, as 32-bit integers."""
+        ids = request.token_ids[first * self.block_size : end * self.block_size]
+        stride = self.block_size * ids.itemsize
+        all_bytes = ids.tobytes()
+        return (all_bytes[start : start + stride] for start in range(0, len(all_bytes), stride))

@@ -40,12 +40,12 @@ def _problems(request: Request, config: SchedulerConfig, cache: KVCache) -> list
         text = f"The prompt and its completion need {stored} tokens of KV cache; this server has room for {room}."
         problems.append(("context_length_exceeded", text))
     sampling = request.sampling
-    named = {
-        "The prompt": request.token_ids,
-        "logit_bias": sampling.logit_bias,
-        "stop_token_ids": sampling.stop_token_ids,
+    wrong = {
+        "The prompt": request.token_ids.largest() > most,
+        "logit_bias": any(not 0 <= token_id <= most for token_id in sampling.logit_bias),
+        "stop_token_ids": any(not 0 <= token_id <= most for token_id in sampling.stop_token_ids),
     }
-    for name, ids in named.items():
-        if ids and (min(ids) < 0 or max(ids) > most):
+    for name, is_wrong in wrong.items():
+        if is_wrong:
             problems.append(("unsupported_parameter", f"{name} has a token id outside of 0 to {most}."))
     return problems

@@ -1,6 +1,7 @@
 """The two AF_UNIX sockets between API and engine process, and what their frames hold. No TCP, no pickle.
 
-To the engine: one message a frame. From the engine: all messages of one turn in a frame."""
+To the engine: one message a frame. From the engine: all messages of one turn in a frame. Prompts are 32-bit integers
+as memory has them: the engine, which takes them in between two steps, has nothing to convert."""
 
 import logging
 from collections.abc import Sequence
@@ -9,14 +10,28 @@ import msgspec
 import zmq
 
 from server.engine.messages import FromEngine, RequestFailed, ToEngine
+from server.engine.token_ids import TokenIds
 
 logger = logging.getLogger(__name__)
 
 TO_ENGINE, FROM_ENGINE = "to_engine", "from_engine"  # file names in the private directory
 MAX_MESSAGES = 1024  # taken in one receive(), so that a flood of requests does not hold up a step
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
+
+def _to_wire(value: object) -> object:
+    if isinstance(value, TokenIds):
+        return memoryview(value)
+    raise NotImplementedError(f"no message has a {type(value).__name__}")
+
+
+def _from_wire(wanted: type, value: object) -> object:
+    if wanted is TokenIds and isinstance(value, bytes):
+        return TokenIds(value)
+    raise TypeError(f"{type(value).__name__} instead of {wanted.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_wire)
 _from_engine = msgspec.msgpack.Decoder(list[FromEngine])
 
 

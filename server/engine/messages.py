@@ -6,13 +6,14 @@ import msgspec
 
 from models.batch import AdapterFacts, SamplingParams, TokenLogprobs
 from server.engine.offload_stats import OffloadStats
+from server.engine.token_ids import TokenIds
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True):
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: TokenIds  # made once, for all requests of the prompt
     sampling: SamplingParams
     cache_salt: bytes = b""
     arrival_time: float = 0.0  # time.monotonic() of the API process (same host, same clock)

@@ -64,7 +64,7 @@ class OffloadingKVCache(KVCache):
 
     def withdraw(self, request: Request) -> None:
         super().withdraw(request)
-        for block_hash, _ in request.block_hashes:
+        for block_hash in request.block_hashes:
             self.offload.forget(block_hash)
 
     def prepare(self, request: Request, hits: Sequence[Entry], num_blocks: int) -> bool:
@@ -93,8 +93,8 @@ class OffloadingKVCache(KVCache):
         found = _Found(list(hits))
         is_behind_gap = False
         parent = hits[-1].serial if hits else 0
-        for index in range(len(hits), usable):
-            block_hash, token_bytes = request.block_hashes[index]
+        for index, token_bytes in enumerate(self._contents(request, len(hits), usable), len(hits)):
+            block_hash = request.block_hashes[index]
             entry = self._find(block_hash, token_bytes, parent, request)
             if entry is not None:  # on the device, after some that are not
                 found.on_device.append(entry)
@@ -129,8 +129,7 @@ class OffloadingKVCache(KVCache):
                 prefix.hash, prefix.token_bytes, prefix.parent, prefix.cache_salt, prefix.adapter_digest,
                 prefix.serial, block,
             )  # fmt: skip
-            self._by_hash[entry.hash] = entry
-            self._by_block[block] = entry
+            self._insert(entry)
             self._is_worth_a_copy[block] = True
             self.pool.drop(block, entry.cache_salt)
 

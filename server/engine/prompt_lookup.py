@@ -4,7 +4,7 @@ Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding), with an index: wh
 once, later tokens enter a dictionary, so a look costs the same however long the text is."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Match(NamedTuple):
 
 
 class PromptLookup:
-    def __init__(self, token_ids: list[int], *, shortest: int, longest: int) -> None:
+    def __init__(self, token_ids: Sequence[int], *, shortest: int, longest: int) -> None:
         """`token_ids` is looked at whenever find() is called: it may have grown."""
         if not 1 <= shortest <= longest:
             raise ValueError(f"matches of {shortest} to {longest} tokens: 1 <= shortest <= longest")
@@ -42,8 +42,9 @@ class PromptLookup:
             return None
         self._index(size - 1)
         best: Match | None = None
-        for end in self._occurrences(self._key(size)):
-            length = self._common_suffix(end, size)
+        text_end = list(self._tokens[-self._longest :])
+        for end in self._occurrences(_key(text_end[-self._shortest :])):
+            length = _common_suffix(list(self._tokens[max(0, end - self._longest) : end]), text_end)
             if length >= self._shortest and (best is None or length > best.length):
                 best = Match(end, length)
                 if length == self._longest:
@@ -52,7 +53,7 @@ class PromptLookup:
 
     def continuation(self, match: Match, count: int) -> list[int]:
         """`count` tokens after the occurrence; where the text ends, it is taken to go on repeating itself."""
-        tokens = self._tokens[match.end : match.end + count]
+        tokens = list(self._tokens[match.end : match.end + count])
         period = len(self._tokens) - match.end
         while len(tokens) < count:
             tokens.append(tokens[len(tokens) - period])
@@ -63,8 +64,9 @@ class PromptLookup:
         if self._num_indexed == 0:
             self._sort(end)
         else:
-            for position in range(self._num_indexed + 1, end + 1):
-                self._later.setdefault(self._key(position), []).append(position)
+            new = list(self._tokens[self._num_indexed + 1 - self._shortest : end])
+            for start, position in enumerate(range(self._num_indexed + 1, end + 1)):
+                self._later.setdefault(_key(new[start : start + self._shortest]), []).append(position)
         self._num_indexed = end
 
     def _sort(self, end: int) -> None:
@@ -79,13 +81,6 @@ class PromptLookup:
         keys.sort()
         self._sorted = keys
 
-    def _key(self, end: int) -> int:
-        """Of the `shortest` tokens before `end`."""
-        key = 0
-        for token in self._tokens[end - self._shortest : end]:
-            key = (key + token) * _FACTOR & _WORD
-        return key
-
     def _occurrences(self, key: int) -> Iterator[int]:
         """Ends of what may be occurrences (a key may be another's too), the latest first."""
         yield from islice(reversed(self._later.get(key, ())), _CANDIDATES)
@@ -94,9 +89,18 @@ class PromptLookup:
         for word in self._sorted[max(low, high - _CANDIDATES) : high][::-1].tolist():
             yield (word & _POSITION) + self._start
 
-    def _common_suffix(self, end: int, size: int) -> int:
-        tokens, length = self._tokens, 0
-        most = min(self._longest, end)
-        while length < most and tokens[end - 1 - length] == tokens[size - 1 - length]:
-            length += 1
-        return length
+
+def _key(tokens: Iterable[int]) -> int:
+    key = 0
+    for token in tokens:
+        key = (key + token) * _FACTOR & _WORD
+    return key
+
+
+def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

@@ -9,6 +9,7 @@ from secrets import randbits
 from models.batch import SamplingParams
 from server.engine.adapters import Adapter
 from server.engine.messages import AddRequest, FinishReason, RequestTimes
+from server.engine.token_ids import TokenIds
 
 
 class RequestState(Enum):
@@ -22,6 +23,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "adapter_digest",
         "arrival_time",
         "block_hashes",
         "block_ids",
@@ -68,8 +70,9 @@ class Request:
         self.sampling = _with_seed(message.sampling)
         self.cache_salt = message.cache_salt
         self.adapter = adapter  # what the name meant when the request came
+        self.adapter_digest = "" if adapter is None else adapter.digest  # empty: the base model
         self.sequence_number = sequence_number  # order of arrival: smaller is older
-        self.token_ids: list[int] = list(message.prompt_token_ids)  # prompt, then generated
+        self.token_ids = TokenIds(message.prompt_token_ids)  # prompt, then generated
         self.num_prompt_tokens = len(self.token_ids)
         self.max_length = min(self.num_prompt_tokens + self.sampling.max_tokens, max_model_len)
         eos = () if self.sampling.ignore_eos else eos_token_ids
@@ -83,7 +86,7 @@ class Request:
         self.num_in_flight = 0  # sampled by a launched step and not read back yet
         self.num_drafts = 0  # guesses of a launched step that nobody has compared with what it sampled
         self.num_registered = 0  # blocks already offered to the prefix cache
-        self.block_hashes: list[tuple[bytes, bytes]] = []  # (chained hash, the block's token ids) of full blocks
+        self.block_hashes: list[bytes] = []  # chained, of full blocks
         self.chain = (b"", 0)  # hash and serial number of the cache entry that the next block is chained onto
         self.num_cached_tokens = -1  # prefix hit of the first admission; -1 before it
 
@@ -103,11 +106,6 @@ class Request:
     @property
     def was_admitted(self) -> bool:
         return self.num_cached_tokens >= 0
-
-    @property
-    def adapter_digest(self) -> str:
-        """Empty for the base model."""
-        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def num_generated(self) -> int:

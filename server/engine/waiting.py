@@ -212,7 +212,7 @@ class WaitingQueue:
             if (
                 twin.sequence_number < request.sequence_number
                 and request.last_hits <= block < min(len(twin.block_hashes), len(request.block_hashes))
-                and twin.block_hashes[block][0] == request.block_hashes[block][0]
+                and twin.block_hashes[block] == request.block_hashes[block]
             ):
                 progress = twin.num_computed + twin.num_filled  # a step in flight is progress too
                 stands_still = request.twin_progress == progress

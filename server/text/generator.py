@@ -8,6 +8,7 @@ from functools import partial
 
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady
+from server.engine.token_ids import TokenIds
 from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt, encode_chat
@@ -95,7 +96,7 @@ class Generator:
         self._check_vocabulary(job.sampling.logit_bias, "logit_bias")
         prompts = []
         for prompt in job.prompts:
-            prompts.append(await self.encode(prompt))
+            prompts.append(TokenIds(await self.encode(prompt)))
             await asyncio.sleep(0)  # short prompts are encoded on the event loop, and there may be many
         max_tokens = [self._max_tokens(job, len(prompt)) for prompt in prompts]
         self._metrics.params_n.observe(job.n)

@@ -86,7 +86,7 @@ def test_prompts_may_be_texts_or_token_ids(
     client: openai.OpenAI, server: LiveServer, prompt: list[int], expected: list[list[int]]
 ) -> None:
     reply = client.completions.create(model="tiny", prompt=prompt)
-    assert [request.prompt_token_ids for request in server.engine.requests] == expected
+    assert [list(request.prompt_token_ids) for request in server.engine.requests] == expected
     assert [choice.index for choice in reply.choices] == list(range(len(expected)))
     assert reply.usage.prompt_tokens == sum(map(len, expected))
 

@@ -44,7 +44,7 @@ def test_tokenize_messages_gives_what_chat_runs(server: LiveServer) -> None:
     with server.client() as client:
         tokens = client.post("/tokenize", json={"model": "tiny", "messages": messages}).json()["tokens"]
         client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
-    assert server.engine.requests[0].prompt_token_ids == tokens
+    assert list(server.engine.requests[0].prompt_token_ids) == tokens
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"prompt": 5}])

@@ -241,4 +241,4 @@ def test_tokens_that_the_model_lacks_are_400_and_never_reach_the_engine(
         known = client.post("/v1/completions", json={"model": "tiny", "max_tokens": 1, "prompt": [0, VOCAB_SIZE - 1]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert known.status_code == 200
-    assert [request.prompt_token_ids for request in server.engine.requests] == [[0, VOCAB_SIZE - 1]]
+    assert [list(request.prompt_token_ids) for request in server.engine.requests] == [[0, VOCAB_SIZE - 1]]

@@ -35,6 +35,7 @@ from server.engine.request import RequestState
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
 from server.engine.sharing import PrefixSharing
+from server.engine.token_ids import TokenIds
 
 
 class ListLink:
@@ -129,7 +130,7 @@ class Engine:
         **sampling: object,
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        self.link.inbox.append(AddRequest(name, prompt, params, cache_salt=salt, adapter=adapter))
+        self.link.inbox.append(AddRequest(name, TokenIds(prompt), params, cache_salt=salt, adapter=adapter))
 
     def begin(self, command: LoadAdapter | UnloadAdapter) -> None:
         self.link.inbox.append(command)

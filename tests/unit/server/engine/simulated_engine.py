@@ -15,6 +15,7 @@ from server.engine.messages import AddRequest, TokenDelta
 from server.engine.scheduler import Scheduler
 from server.engine.step import LaunchedRow
 from server.engine.step_time import StepTimeModel
+from server.engine.token_ids import TokenIds
 
 BLOCK_SIZE = 64
 
@@ -65,7 +66,8 @@ class SimulatedEngine:
         if isinstance(prompt, int):
             prompt = self._random.choices(range(1, 120_000), k=prompt)
         sampling = SamplingParams(max_tokens=out, ignore_eos=True)
-        insort(self._arrivals, (at, name, AddRequest(name, prompt, sampling, tenant, at)), key=lambda item: item[:2])
+        message = AddRequest(name, TokenIds(prompt), sampling, tenant, at)
+        insort(self._arrivals, (at, name, message), key=lambda item: item[:2])
         self.answers[name] = Answer(at)
 
     def run(self, until: float = float("inf")) -> None:

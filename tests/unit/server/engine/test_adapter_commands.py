@@ -16,6 +16,7 @@ from models.batch import SamplingParams
 from server.engine.client import EngineClient
 from server.engine.config import EngineConfig
 from server.engine.messages import AddRequest
+from server.engine.token_ids import TokenIds
 from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, ModelNotFound, QuotaExceeded
 
 LIMIT = 60.0
@@ -43,7 +44,8 @@ async def engine(**changes: Any) -> AsyncIterator[EngineClient]:
 
 
 async def answer(client: EngineClient, name: str, adapter: str | None = None, max_tokens: int = 8) -> list[int]:
-    message = AddRequest(name, PROMPT, SamplingParams(max_tokens=max_tokens, ignore_eos=True), adapter=adapter)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    message = AddRequest(name, TokenIds(PROMPT), sampling, adapter=adapter)
     return [token async for delta in client.generate(message) for token in delta.token_ids]
 
 
@@ -54,7 +56,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def test_adapters_come_and_go_while_requests_run(tmp_path: Path) -> None:
     async def test(client: EngineClient) -> None:
-        endless = AddRequest("endless", PROMPT, SamplingParams(max_tokens=3000, ignore_eos=True))
+        endless = AddRequest("endless", TokenIds(PROMPT), SamplingParams(max_tokens=3000, ignore_eos=True))
         async with aclosing(client.generate(endless)) as stream:
             await anext(stream)
             infos = [

@@ -9,13 +9,15 @@ from models.batch import SamplingParams
 from server.engine.drafting import Drafter, DraftLimits, num_equal
 from server.engine.messages import AddRequest
 from server.engine.request import Request
+from server.engine.token_ids import TokenIds
 
 TEXT = list(range(100, 160))
 LIMITS = DraftLimits(num_tokens=4, step_cost=0.0, row_cost=0.0)
 
 
 def request(tokens: list[int], *, generated: int = 1, max_tokens: int = 1000, **sampling: float) -> Request:
-    message = AddRequest("r", tokens[: len(tokens) - generated], SamplingParams(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
+    prompt = TokenIds(tokens[: len(tokens) - generated])
+    message = AddRequest("r", prompt, SamplingParams(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
     made = Request(message, sequence_number=0, eos_token_ids=(), max_model_len=100_000, now=0.0)
     made.append(tokens[len(tokens) - generated :])
     made.num_computed = made.num_tokens - 1

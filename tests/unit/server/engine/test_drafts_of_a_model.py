@@ -15,6 +15,7 @@ from server.engine.limits import SchedulerConfig
 from server.engine.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokenDelta
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
+from server.engine.token_ids import TokenIds
 
 sys.path.append(str(Path(__file__).parents[2] / "models"))  # tiny models are made as their own tests make them
 from tiny_models import as_loaded, random_model, tiny_config
@@ -74,7 +75,8 @@ def answers(
     loaded = LoadedRunner(runner, "tiny", "cpu", "float32", LENGTH, 64, 120, (2,), overlaps=overlaps)
     core = EngineCore(loaded, scheduler, link)
     for number, sampling in enumerate(asked):
-        link.inbox.append(AddRequest(str(number), [*DOCUMENT, 5 + number, *DOCUMENT[:4]], sampling))
+        prompt = TokenIds([*DOCUMENT, 5 + number, *DOCUMENT[:4]])
+        link.inbox.append(AddRequest(str(number), prompt, sampling))
     core.turn()
     while core.has_work:
         core.turn()

@@ -23,6 +23,7 @@ from server.engine.link import FROM_ENGINE, encode
 from server.engine.messages import AddRequest, FromEngine, RequestTimes, TokenDelta
 from server.engine.process import EngineProcess
 from server.engine.stream import MAX_BUFFERED, MAX_EVENTS, TokenStream
+from server.engine.token_ids import TokenIds
 from server.errors import ContextLengthExceeded, EngineUnavailable, LongwaveError, RequestFailedError
 
 LIMIT = 30.0  # seconds for anything to happen: generous, since the machine may be busy
@@ -44,7 +45,7 @@ def config(**changes: Any) -> EngineConfig:
 
 def request(name: str, prompt: list[int], max_tokens: int = 8, **sampling: Any) -> AddRequest:
     sampling = {"ignore_eos": True, **sampling}
-    return AddRequest(name, prompt, SamplingParams(max_tokens=max_tokens, **sampling))
+    return AddRequest(name, TokenIds(prompt), SamplingParams(max_tokens=max_tokens, **sampling))
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -177,7 +178,7 @@ async def test_failures_raise_the_error_that_they_name() -> None:
             await collect(client, request("memory", [fake_runner.OUT_OF_MEMORY]))
         assert refused.value.status == 503
         with pytest.raises(RequestFailedError):
-            await collect(client, request("unreadable", ["text"]))  # type: ignore[list-item]
+            await collect(client, AddRequest("unreadable", [1], SamplingParams()))  # type: ignore[arg-type]
         assert await collect(client, request("good", [1])) == expected([1], 8, stop=())
         assert client.num_deaths == 0
 

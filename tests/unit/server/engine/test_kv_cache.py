@@ -1,7 +1,10 @@
 """The allocator under random use: after every operation blocks, tables and prefix cache agree, and a hit is never a
 block that holds other tokens."""
 
+import hashlib
 import random
+import struct
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,11 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from models.batch import SamplingParams
-from server.engine import kv_cache
+from server.engine import kv_cache, prefixes
 from server.engine.block_pool import BlockPool, IntegrityError
 from server.engine.kv_cache import KVCache
+from server.engine.link import decode_to_engine, encode
 from server.engine.messages import AddRequest
+from server.engine.prefixes import root_hash
 from server.engine.request import Request
+from server.engine.token_ids import TokenIds
 
 BLOCK_SIZE = 4
 
@@ -28,7 +34,7 @@ class Model:
         self.num_made = 0
 
     def admit(self, prompt: list[int], salt: bytes) -> bool:
-        message = AddRequest(f"r{self.num_made}", prompt, SamplingParams(), cache_salt=salt)
+        message = AddRequest(f"r{self.num_made}", TokenIds(prompt), SamplingParams(), cache_salt=salt)
         request = Request(message, sequence_number=self.num_made, eos_token_ids=(), max_model_len=10_000, now=0.0)
         self.num_made += 1
         hits = self.cache.match(request)
@@ -144,7 +150,7 @@ def test_a_hash_that_always_collides_never_gives_a_wrong_block(monkeypatch: pyte
 
 
 def request(prompt: list[int], number: int = 0) -> Request:
-    message = AddRequest("r", prompt, SamplingParams())
+    message = AddRequest("r", TokenIds(prompt), SamplingParams())
     return Request(message, sequence_number=number, eos_token_ids=(), max_model_len=10_000, now=0.0)
 
 
@@ -165,6 +171,62 @@ def test_the_block_used_longest_ago_goes_first_and_a_prefix_outlives_its_continu
     cache.release(fill(cache, [*old, 9]))  # used again, and its fifth block takes the last of `new`
     assert len(cache.match(request([*old, 9]))) == 4
     assert len(cache.match(request([*new, 9]))) == 3
+
+
+def test_hashes_are_those_that_blocks_on_disk_are_named_by_whoever_made_the_tokens() -> None:
+    cache = KVCache(20, BLOCK_SIZE)
+    tokens = [7, 2**31 - 1, 0, 300, *range(70_000, 70_008)]
+    grown, whole = request(tokens[:5]), request([*tokens, 1])
+    cache.match(grown)
+    cache.allocate(grown, 4)
+    grown.append(tokens[5:])
+    grown.num_computed = grown.num_filled = len(tokens)
+    cache.register(grown)
+    wanted, parent = [], root_hash(b"")
+    for start in range(0, len(tokens), BLOCK_SIZE):
+        parent = hashlib.sha256(parent + struct.pack(f"={BLOCK_SIZE}i", *tokens[start : start + BLOCK_SIZE])).digest()
+        wanted.append(parent)
+    assert [entry.hash for entry in cache.match(whole)] == grown.block_hashes == whole.block_hashes == wanted
+
+
+def test_what_is_known_is_found_without_hashing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+
+    def hash_block(parent: bytes, token_bytes: bytes) -> bytes:
+        hashed.append(token_bytes)
+        return prefixes.hash_block(parent, token_bytes)
+
+    monkeypatch.setattr(kv_cache, "hash_block", hash_block)
+    cache = KVCache(60, BLOCK_SIZE)
+    document = [1] * 40
+    opened = [fill(cache, [*document, *own, 9]) for own in ([2] * 8, [3] * 8)]
+    hashed.clear()
+    for own in ([2] * 8, [3] * 8, [2] * 8):
+        again = request([*document, *own, *[4] * 4, 9])
+        hits = cache.match(again)
+        assert [entry.block for entry in hits] == opened[own[0] - 2].block_ids[:12]
+        where_texts_part, unknown = struct.pack("=4I", *own[:4]), struct.pack("=4I", *[4] * 4)
+        assert hashed in ([unknown], [where_texts_part, unknown])
+        assert again.block_hashes[:12] == opened[own[0] - 2].block_hashes[:12]
+        hashed.clear()
+    cache.check_integrity(opened)
+
+
+def test_a_long_prompt_takes_few_bytes_a_token() -> None:
+    frame = encode(AddRequest("r", TokenIds(range(50_000, 150_000)), SamplingParams()))
+    cache = KVCache(20, 64)
+    tracemalloc.start()
+    try:
+        message = decode_to_engine(frame)
+        assert isinstance(message, AddRequest)
+        waiting = Request(message, sequence_number=0, eos_token_ids=(), max_model_len=10**6, now=0.0)
+        del message
+        cache.match(waiting)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(waiting.block_hashes) == 99_999 // 64
+    assert held < 6 * 100_000
 
 
 def test_block_zero_is_never_handed_out() -> None:
@@ -200,6 +262,7 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_is_kept() -> None:
         lambda cache, held: cache.pool._blank.append(held.block_ids[0]),
         lambda cache, _: cache.pool._blank.pop(),
         lambda cache, _: cache._by_hash.clear(),
+        lambda cache, held: cache._next.__setitem__(0, cache._by_block[held.block_ids[1]]),
         lambda cache, held: cache.pool.references.__setitem__(held.block_ids[0], 2),
     ],
 )

@@ -19,6 +19,7 @@ from server.engine.offload import Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
+from server.engine.token_ids import TokenIds
 
 sys.path.append(str(Path(__file__).parents[2] / "models"))  # tiny models are made as their own tests make them
 from tiny_models import as_loaded, random_model, tiny_config
@@ -68,7 +69,8 @@ class Engine:
     def ask(self, prompt: list[int], count: int = 12) -> tuple[list[int], int]:
         """Its greedy answer, and how many tokens of the prompt were cached."""
         self.link.sent.clear()
-        self.link.inbox.append(AddRequest("r", prompt, SamplingParams(count, temperature=0.0, ignore_eos=True)))
+        sampling = SamplingParams(count, temperature=0.0, ignore_eos=True)
+        self.link.inbox.append(AddRequest("r", TokenIds(prompt), sampling))
         self.core.turn()
         while self.core.has_work:
             self.core.turn()
@@ -88,7 +90,7 @@ class Engine:
         """Pages of the prompt's blocks that are on the device."""
         from server.engine.request import Request
 
-        message = AddRequest("probe", prompt, SamplingParams())
+        message = AddRequest("probe", TokenIds(prompt), SamplingParams())
         request = Request(message, sequence_number=10**6, eos_token_ids=(), max_model_len=LENGTH, now=0.0)
         return [[array[entry.block].clone() for array in self.pages] for entry in self.cache.match(request)]
 

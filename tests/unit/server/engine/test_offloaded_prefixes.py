@@ -63,8 +63,9 @@ def test_a_prefix_that_was_given_up_comes_back_from_host_memory(turns: int) -> N
 def _request(engine: Engine, prompt: list[int]) -> kv_cache.Request:
     from models.batch import SamplingParams
     from server.engine.messages import AddRequest
+    from server.engine.token_ids import TokenIds
 
-    message = AddRequest("probe", prompt, SamplingParams())
+    message = AddRequest("probe", TokenIds(prompt), SamplingParams())
     return kv_cache.Request(message, sequence_number=10**6, eos_token_ids=(), max_model_len=100_000, now=0.0)
 
 
@@ -293,4 +294,4 @@ def test_a_damaged_file_is_a_miss_and_is_computed_again(damage: str, tmp_path: P
 def _hashes(engine: Engine, prompt: list[int]) -> list[bytes]:
     request = _request(engine, [*prompt, 1])
     engine.cache.match(request)
-    return [block_hash for block_hash, _ in request.block_hashes]
+    return request.block_hashes

@@ -22,6 +22,7 @@ from server.engine.prefill import (
 )
 from server.engine.request import Request
 from server.engine.step_time import StepWork, work_of
+from server.engine.token_ids import TokenIds
 
 TARGET = 0.028
 MODEL = rehearsed()
@@ -37,7 +38,7 @@ class Prompt:
 
 def make(number: int, prompt: Prompt, arrival: float = NOW) -> Request:
     message = AddRequest(
-        str(number), [1] * (prompt.computed + prompt.remaining), SamplingParams(), prompt.tenant, arrival
+        str(number), TokenIds([1] * (prompt.computed + prompt.remaining)), SamplingParams(), prompt.tenant, arrival
     )
     request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=10**7, now=NOW)
     request.num_computed = prompt.computed

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from server.engine.prompt_lookup import MOST_SORTED, Match, PromptLookup
+from server.engine.token_ids import TokenIds
 
 
 def searched(tokens: list[int], shortest: int, longest: int) -> Match | None:
@@ -21,21 +22,21 @@ def searched(tokens: list[int], shortest: int, longest: int) -> Match | None:
 @pytest.mark.parametrize(("shortest", "longest"), [(2, 4), (1, 1), (3, 6)])
 def test_what_is_found_is_the_longest_and_latest_occurrence(seed: int, shortest: int, longest: int) -> None:
     rng = random.Random(seed)
-    tokens = [rng.randrange(12) for _ in range(rng.randrange(1, 60))]
+    tokens = TokenIds(rng.randrange(12) for _ in range(rng.randrange(1, 60)))
     lookup = PromptLookup(tokens, shortest=shortest, longest=longest)
     for _ in range(80):
-        assert lookup.find() == searched(tokens, shortest, longest)
+        assert lookup.find() == searched(list(tokens), shortest, longest)
         for _ in range(rng.choice([1, 1, 1, 5])):
             tokens.append(rng.randrange(12))
 
 
 def test_a_quotation_goes_on_and_a_loop_goes_round() -> None:
-    tokens = [*range(10, 30), 12, 13]
+    tokens = TokenIds([*range(10, 30), 12, 13])
     lookup = PromptLookup(tokens, shortest=2, longest=4)
     match = lookup.find()
     assert match == Match(4, 2)
     assert lookup.continuation(match, 5) == [14, 15, 16, 17, 18]
-    tokens += [50, 51, 50, 51]
+    tokens.extend([50, 51, 50, 51])
     match = lookup.find()
     assert match == Match(24, 2)
     assert lookup.continuation(match, 5) == [50, 51, 50, 51, 50]

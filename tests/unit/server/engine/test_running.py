@@ -8,6 +8,7 @@ from server.engine.kv_cache import KVCache
 from server.engine.messages import AddRequest
 from server.engine.request import Request, RequestState
 from server.engine.running import RunningRequests
+from server.engine.token_ids import TokenIds
 
 BLOCK_SIZE = 4
 
@@ -20,7 +21,7 @@ def running(num_blocks: int, *, max_num_seqs: int = 8) -> RunningRequests:
 
 def started(where: RunningRequests, number: int, num_tokens: int, num_blocks: int) -> Request:
     """A request of which one token is left to run."""
-    message = AddRequest(f"r{number}", list(range(1, 1 + num_tokens)), SamplingParams(max_tokens=100))
+    message = AddRequest(f"r{number}", TokenIds(range(1, 1 + num_tokens)), SamplingParams(max_tokens=100))
     request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=1000, now=0.0)
     where.start(request, num_blocks, [])
     request.num_computed = num_tokens - 1

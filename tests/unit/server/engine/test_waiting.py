@@ -13,6 +13,7 @@ from server.engine.messages import AddRequest
 from server.engine.prefill import PrefillPlan
 from server.engine.request import Request
 from server.engine.step_time import StepTimeModel, StepWork
+from server.engine.token_ids import TokenIds
 from server.engine.waiting import WaitingQueue
 
 BLOCK_SIZE = 16
@@ -33,7 +34,7 @@ class Queue:
         number = self.num_added
         if isinstance(prompt, int):
             prompt = random.Random(number).choices(range(30_000), k=prompt)
-        message = AddRequest(f"r{number}", prompt, SamplingParams(max_tokens=8), tenant)
+        message = AddRequest(f"r{number}", TokenIds(prompt), SamplingParams(max_tokens=8), tenant)
         request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=10**6, now=0.0)
         request.entered_at = entered_at
         self.num_added += 1
