@@ -6,7 +6,7 @@
 The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's shape; then whole requests through the
 engine's loop in this process, which shows what scheduling costs. Steps follow each other as in the
 engine: one is launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran;
-"idle": the share of the time between the first and the last kernel in which none did; "launch": how long this CPU needs
+"idle": the share of a step in which none did ("profiled": of the steps that the profiler slows down); "launch": how long this CPU needs
 to queue a step on a GPU that has nothing else to do. A chunk may have decodes beside it. About a minute on an H200.
 """
 
@@ -192,12 +192,13 @@ def measure(work: Steps, steps: int) -> dict[str, Any]:
     rows = [{"kernel": n, "calls": len(us) / PROFILED, "us": sum(us) / PROFILED} for n, us in kernels.items()]
     rows.sort(key=lambda row: -row["us"])
     result = {"step_ms": step_ms, "launch_ms": work.launch_ms(), "busy_ms": busy / PROFILED / 1e3}
-    return result | {"idle": 1 - busy / whole, "kernels": rows}
+    idle = {"idle": max(0.0, 1 - result["busy_ms"] / step_ms), "idle_profiled": 1 - busy / whole}
+    return result | idle | {"kernels": rows}
 
 
 def show(name: str, result: dict[str, Any], top: int) -> None:
     figures = (f"{kind} {result[kind + '_ms']:.3f} ms" for kind in ("step", "launch", "busy"))
-    typer.echo(f"{name}: {', '.join(figures)}, idle {result['idle']:.1%}")
+    typer.echo(f"{name}: {', '.join(figures)}, idle {result['idle']:.1%} (profiled {result['idle_profiled']:.1%})")
     for row in result["kernels"][:top]:
         each = row["us"] / row["calls"]
         typer.echo(f"  {row['us']:10.1f} us  {row['calls']:6.1f} x {each:8.2f}  {row['kernel'][:110]}")

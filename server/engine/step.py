@@ -35,7 +35,10 @@ class ScheduledStep:
             start = request.num_computed
             drafts = self.drafts.get(request, [])
             end = start + count - len(drafts)
-            token_ids = (request.token_ids[start:end] or [IN_FLIGHT]) + drafts
+            known = request.token_ids
+            token_ids: Sequence[int] = known[start:end] if start < len(known) else [IN_FLIGHT]
+            if drafts:
+                token_ids = [*token_ids, *drafts]
             adapter_slot = NO_ADAPTER if request.adapter is None else request.adapter.slot
             sample = end == request.num_tokens
             seqs.append(

@@ -127,7 +127,7 @@ def serve(config: EngineConfig, link: EngineLink) -> None:
     core = EngineCore(loaded, make_scheduler(config, loaded), link)
     gc.collect()
     gc.freeze()  # weights and code live as long as the process: no collection needs to look at them again
-    gc.set_threshold(50_000, 20, 1_000_000)  # a full one walks through all waiting tokens: 0.14 s for 5 million
+    gc.set_threshold(50_000, 20, 1_000_000)  # a full one walks through every request and block
     logger.info("engine ready: %s on %s, %d blocks", loaded.model, loaded.device, loaded.runner.num_blocks)
     core.run()
 

@@ -79,7 +79,7 @@ def test_a_step_is_smaller_on_a_cpu_unless_asked_for_and_has_room_for_every_sequ
 
 
 def test_streams_are_protected_from_prompts_on_a_gpu_and_where_it_is_asked_for() -> None:
-    assert EngineConfig(model="m").tpot_target("cuda") == 0.08
+    assert EngineConfig(model="m").tpot_target("cuda") == 0.025
     assert EngineConfig(model="m").tpot_target("cpu") is None
     assert EngineConfig(model="m", tpot_target_ms=50.0).tpot_target("cpu") == 0.05
     with pytest.raises(ValueError, match="tpot_target_ms"):
