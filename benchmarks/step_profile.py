@@ -4,10 +4,10 @@
     python -m benchmarks.step_profile --decodes 1x1024,64x8192 --chunks 8192@0,8192@24576+32x4096 --top 12
 
 The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's shape; then whole requests through the
-engine's loop in this process, which shows what scheduling costs. Steps follow each other as in the
-engine: one is launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran;
-"idle": the share of a step in which none did ("profiled": of the steps that the profiler slows down); "launch": how long this CPU needs
-to queue a step on a GPU that has nothing else to do. A chunk may have decodes beside it. About a minute on an H200.
+engine's loop in this process, which shows what scheduling costs. Steps follow each other as in the engine: one is
+launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran; "idle": the share of
+a step in which none did ("profiled": of the steps that the profiler slows down); "launch": how long this CPU needs to
+queue a step on a GPU that has nothing else to do. A chunk may have decodes beside it. About a minute on an H200.
 """
 
 import json
