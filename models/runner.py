@@ -16,6 +16,7 @@ from models.fingerprint import fingerprint
 from models.forward import PagedForward
 from models.graphs import StepGraphs
 from models.inputs import StepInputs, StepTensors
+from models.kernel_preparation import prepare_kernels
 from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import (
     FP8,
@@ -80,6 +81,7 @@ class ModelRunner:
         fix_longrope(loaded.model, max_model_len)
         self._sites = find_attention_sites(loaded.model)
         self._kv_dtype = kv_cache_dtype(kv_dtype, self._dtype, self._sites, self.device)
+        prepare_kernels(self._sites, self._dtype, self._kv_dtype, block_size, self.device)
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._kv_scales = calibrate(loaded.model, self._sites, block_size=block_size) if self._kv_dtype == FP8 else None
         if self._kv_scales is not None:

@@ -1,0 +1,47 @@
+"""The attention kernels that steps over a paged cache will want, known before any runs: so they are compiled side by
+side, not one after another as steps meet them. Knows no model and no device."""
+
+from collections.abc import Iterator
+
+import torch
+
+from attention_backend.heuristics.decode import DECODE_ROWS, hopper_page_rows
+from attention_backend.heuristics.sm90 import MIN_PAGE_ROWS
+from attention_backend.jit.spec import KernelVariant
+from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
+from attention_backend.kernels.flash_merge import merge_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.variants import Options, forward_variant
+
+_HOPPER = "sm_90a"
+
+
+def step_variants(
+    arch: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    group: int,
+    page_size: int,
+    softcap: bool = False,
+    fp8_kv: bool = False,
+) -> Iterator[KernelVariant]:
+    """For layers of `group` query heads a key head over pages of `page_size` keys, dtype bfloat16 or float16: prefill,
+    decode and short prefills, merges. Raises UnsupportedError for what no kernel serves."""
+    options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
+    if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
+        which = HopperOptions(options, page_size=page_size)
+        for pack in (False, True) if group > 1 else (False,):
+            for split in (False, True):
+                yield hopper_variant(which, pack=pack, split=split)
+    else:
+        yield forward_variant(options, arch)[0]
+    rows = group
+    while rows <= DECODE_ROWS:
+        if arch == _HOPPER and hopper_page_rows(page_size) is not None:
+            yield hopper_decode_variant(options, rows, page_size, fp8_kv=fp8_kv)[0]
+        else:
+            yield decode_variant(options, arch, rows, fp8_kv=fp8_kv)[0]
+        rows *= 2
+    yield merge_variant(dtype, head_dim_v, arch)

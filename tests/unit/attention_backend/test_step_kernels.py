@@ -1,0 +1,36 @@
+"""Which kernels are compiled before steps meet them."""
+
+import pytest
+import torch
+
+from attention_backend.jit import ARCHS
+from attention_backend.kernels.covering import covering_set
+from attention_backend.kernels.step_kernels import step_variants
+
+
+def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
+    found = list(dict.fromkeys(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64)))
+    names = [variant.kernel for variant in found]
+    assert names.count("flash_fwd_sm90") == 4
+    assert names.count("flash_decode_sm90") == 3  # 8, 16 and 32 query rows at once
+    assert names.count("flash_merge") == 1
+    assert len(found) == 8
+    ahead = set(covering_set("sm_90a"))
+    assert sum(variant in ahead for variant in found) >= 5, "most are in the images' covering set, too"
+
+
+def test_without_groups_nothing_is_packed() -> None:
+    found = set(step_variants("sm_90a", torch.bfloat16, 64, 64, group=1, page_size=64))
+    assert not any(("PACK", 1) in variant.defines for variant in found)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_every_architecture_has_kernels_for_steps(arch: str, head_dim: int, head_dim_v: int, page_size: int) -> None:
+    dtype = torch.float16 if arch == "sm_75" else torch.bfloat16
+    found = set(step_variants(arch, dtype, head_dim, head_dim_v, group=8, page_size=page_size, softcap=True))
+    kernels = {variant.kernel for variant in found}
+    assert ("flash_fwd_sm90" in kernels) == (arch == "sm_90a")
+    assert any("decode" in name for name in kernels)
+    assert all(variant.arch == arch for variant in found)
