@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_backend.metadata import PagedMetadata
 from models.batch import NO_ADAPTER
+from models.inputs import StepInputs, StepTensors
 from models.step_rows import StepArrays, StepRows
 from models.step_shapes import StepShape
 
@@ -104,3 +106,30 @@ def _put(field: Tensor, values: np.ndarray, padding: int) -> None:
     array = field.numpy()
     array[: len(values)] = values
     array[len(values) :] = padding
+
+
+def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, max_model_len: int) -> StepTensors:
+    """The forward's inputs, computed from the fields where they lie."""
+    here = None if shape.only_decodes or not shape.decodes else fields.seq_lens[: shape.decodes, None, None] > 0
+    return StepTensors(
+        input_ids=inputs.known(fields.token_ids, fields.row_slots)[None],
+        position_ids=fields.position_ids[None],
+        sample_rows=fields.sample_rows,
+        metadata=PagedMetadata(
+            cu_seqlens_q=fields.cu_seqlens,
+            seq_lens=fields.seq_lens,
+            block_table=inputs.tables.device.index_select(0, fields.sequence_slots),
+            slot_mapping=fields.slot_mapping,
+            num_decodes=shape.decodes,
+            max_seqlen_q=max(1, shape.longest),
+            max_seqlen_k=max_model_len,
+            decodes_here=here,
+        ),
+        sample_slots=np.empty(0, np.int64),
+        sample_slots_on_device=fields.row_slots
+        if shape.only_decodes
+        else fields.row_slots.index_select(0, fields.sample_rows),
+        sample_positions=np.empty(0, np.int64),
+        adapter_rows=None,
+        num_adapter_slots=0,
+    )

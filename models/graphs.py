@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 import attention_backend
-from attention_backend.metadata import PagedMetadata
 from models.adapters import AdapterSlots
 from models.batch import NO_ADAPTER, StepBatch
 from models.copies import to_device
-from models.graph_fields import StepFields, num_bytes
+from models.graph_fields import StepFields, num_bytes, step_tensors
 from models.inputs import StepInputs, StepTensors
 from models.prefix_groups import GroupArrays, shared_pages
 from models.shared_runs import Levels
@@ -144,10 +143,17 @@ class StepGraphs:
         if len(levels) > 1 or (batch.sharing.prefills and few):
             return None
         graphs = self._sharing if levels else self._plain
-        if _has_adapters(rows):  # they read shared pages each for itself
-            shape = next((shape for shape in self._shapes if shape in self._plain and shape.fits(needs)), None)
-            return shape if shape is not None and shape.only_decodes and not levels else None
-        return next((shape for shape in self._shapes if shape in graphs and shape.fits(needs)), None)
+        adapted = _has_adapters(rows)
+        if adapted and (levels or self._adapters is None):
+            return None
+        return next(
+            (
+                shape
+                for shape in self._shapes
+                if shape in graphs and (shape.only_decodes or not adapted) and shape.fits(needs)
+            ),
+            None,
+        )
 
     def replay(
         self,
@@ -260,30 +266,3 @@ def _no_collection() -> Iterator[None]:
 
 def _has_adapters(rows: StepRows) -> bool:
     return bool((rows.adapters != NO_ADAPTER).any())
-
-
-def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, max_model_len: int) -> StepTensors:
-    """The forward's inputs, computed from the fields where they lie."""
-    here = None if shape.only_decodes or not shape.decodes else fields.seq_lens[: shape.decodes, None, None] > 0
-    return StepTensors(
-        input_ids=inputs.known(fields.token_ids, fields.row_slots)[None],
-        position_ids=fields.position_ids[None],
-        sample_rows=fields.sample_rows,
-        metadata=PagedMetadata(
-            cu_seqlens_q=fields.cu_seqlens,
-            seq_lens=fields.seq_lens,
-            block_table=inputs.tables.device.index_select(0, fields.sequence_slots),
-            slot_mapping=fields.slot_mapping,
-            num_decodes=shape.decodes,
-            max_seqlen_q=max(1, shape.longest),
-            max_seqlen_k=max_model_len,
-            decodes_here=here,
-        ),
-        sample_slots=np.empty(0, np.int64),
-        sample_slots_on_device=fields.row_slots
-        if shape.only_decodes
-        else fields.row_slots.index_select(0, fields.sample_rows),
-        sample_positions=np.empty(0, np.int64),
-        adapter_rows=None,
-        num_adapter_slots=0,
-    )

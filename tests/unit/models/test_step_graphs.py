@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tiny_models import as_loaded, random_model, tiny_config
 
 from models.batch import IN_FLIGHT, ScheduledSeq, StepBatch
-from models.graph_fields import StepFields, num_bytes
-from models.graphs import step_tensors
+from models.graph_fields import StepFields, num_bytes, step_tensors
 from models.runner import ModelRunner
 from models.step_rows import StepRows
 from models.step_shapes import StepNeeds, StepShape, chunk_shapes, decode_shapes, draft_shapes
