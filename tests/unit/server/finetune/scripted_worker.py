@@ -81,7 +81,7 @@ class ScriptedTrainer:
             os.kill(os.getpid(), getattr(signal, script["signal"]))
 
     def _send(self, data: bytes) -> None:
-        """Past the link, on its socket; then it ends at once, says no more, or goes on."""
+        """Past the link, on its socket; then it ends at once, says no more, waits, or goes on."""
         connected = socket.socket(fileno=os.dup(int(sys.argv[1])))
         connected.sendall(data)
         match self.script.get("then"):
@@ -89,6 +89,8 @@ class ScriptedTrainer:
                 os._exit(0)
             case "says no more":
                 connected.shutdown(socket.SHUT_WR)
+                threading.Event().wait()
+            case "waits":
                 threading.Event().wait()
 
     def _first_time(self) -> bool:

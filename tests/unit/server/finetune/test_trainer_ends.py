@@ -115,6 +115,10 @@ def test_what_no_trainer_would_say_ends_it_and_the_job_goes_on_from_its_checkpoi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: bytes, then: str | None
 ) -> None:
     script(tmp_path, monkeypatch, send_at=4, send=sent.hex(), then=then)
+    unreadable = ("The trainer sent a message that cannot be read", "The server could not work on")
+    # A socket that is closed with something unread is reset: what was sent last may be lost with it.
+    reasons = (*unreadable, "The trainer ended without a word (exit status 0)") if then == "ends" else unreadable
+    said: list[str] = []
 
     async def main() -> None:
         async with at_work(tmp_path) as work:
@@ -129,19 +133,21 @@ def test_what_no_trainer_would_say_ends_it_and_the_job_goes_on_from_its_checkpoi
             assert not is_running(pid)
             assert work.jobs.stats.crashes == 1
             (told,) = [text for text in await work.said(job) if "crash 1 of" in text]
-            assert told.startswith(("The trainer sent a message that cannot be read", "The server could not work on"))
+            assert told.startswith(reasons)
+            said.append(told)
             counts = Counter(trained(tmp_path))
             assert set(counts.values()) <= {1, 2}
             assert counts[f"{job.id} 1"] == counts[f"{job.id} 2"] == 1  # from the checkpoint
 
     asyncio.run(main())
-    assert [record for record in caplog.records if record.levelname == "ERROR" and "ftjob-" in record.getMessage()]
+    logged = [record for record in caplog.records if record.levelname == "ERROR" and "ftjob-" in record.getMessage()]
+    assert bool(logged) == said[0].startswith(unreadable)
 
 
 def test_a_job_whose_every_trainer_talks_nonsense_fails_and_the_next_one_is_none_the_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path, monkeypatch, send_at=3, send=NO_MESSAGES["no msgpack"].hex(), always=True)
+    script(tmp_path, monkeypatch, send_at=3, send=NO_MESSAGES["no msgpack"].hex(), then="waits", always=True)
 
     async def main() -> None:
         async with at_work(tmp_path) as work:
