@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention_backend.heuristics.decode import DECODE_ROWS
+from attention_backend.preparation import StepLayer, prepare_step_kernels
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
 from models.batch import NO_ADAPTER, SamplingParams, StepBatch, StepOutput
@@ -16,7 +17,6 @@ from models.fingerprint import fingerprint
 from models.forward import PagedForward
 from models.graphs import StepGraphs
 from models.inputs import StepInputs, StepTensors
-from models.kernel_preparation import prepare_kernels
 from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import (
     FP8,
@@ -81,7 +81,11 @@ class ModelRunner:
         fix_longrope(loaded.model, max_model_len)
         self._sites = find_attention_sites(loaded.model)
         self._kv_dtype = kv_cache_dtype(kv_dtype, self._dtype, self._sites, self.device)
-        prepare_kernels(self._sites, self._dtype, self._kv_dtype, block_size, self.device)
+        layers = [
+            StepLayer(site.head_dim, site.head_dim_v, site.num_heads // site.num_kv_heads, site.softcap != 0.0)
+            for site in self._sites
+        ]
+        prepare_step_kernels(layers, self._dtype, self.device, page_size=block_size, fp8_kv=self._kv_dtype == FP8)
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._kv_scales = calibrate(loaded.model, self._sites, block_size=block_size) if self._kv_dtype == FP8 else None
         if self._kv_scales is not None:

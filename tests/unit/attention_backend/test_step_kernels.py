@@ -6,6 +6,7 @@ import torch
 from attention_backend.jit import ARCHS
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.step_kernels import step_variants
+from attention_backend.preparation import StepLayer, prepare_step_kernels
 
 
 def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
@@ -34,3 +35,17 @@ def test_every_architecture_has_kernels_for_steps(arch: str, head_dim: int, head
     assert ("flash_fwd_sm90" in kernels) == (arch == "sm_90a")
     assert any("decode" in name for name in kernels)
     assert all(variant.arch == arch for variant in found)
+
+
+def test_a_cpu_has_nothing_to_prepare() -> None:
+    layers = [StepLayer(128, 128, 4, softcap=False)]
+    assert prepare_step_kernels(layers, torch.bfloat16, torch.device("cpu"), page_size=64) == 0
+
+
+@pytest.mark.gpu
+def test_what_no_kernel_serves_is_left_to_dispatch() -> None:
+    cuda_device = torch.device("cuda:0")
+    served, odd = StepLayer(64, 64, 4, softcap=False), StepLayer(60, 60, 4, softcap=False)
+    wide = StepLayer(512, 512, 1, softcap=False)
+    assert prepare_step_kernels([odd, wide], torch.float16, cuda_device, page_size=64) == 0
+    assert prepare_step_kernels([served, odd], torch.float16, cuda_device, page_size=64) > 0

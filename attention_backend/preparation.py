@@ -1,0 +1,43 @@
+"""Compiles what a model's steps will want, all at once, before a first step would meet one kernel after another."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from attention_backend import jit
+from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+
+
+class StepLayer(NamedTuple):
+    """What of a layer decides about its kernels."""
+
+    head_dim: int
+    head_dim_v: int
+    group: int  # query heads a key head
+    softcap: bool
+
+
+def prepare_step_kernels(
+    layers: Iterable[StepLayer], dtype: torch.dtype, device: torch.device, *, page_size: int, fp8_kv: bool = False
+) -> int:
+    """Returns how many kernels were compiled or found in the cache: none on a CPU, none for float32, whose kernels are
+    few, and none for what dispatch refuses, which says why when it is called. Raises CompileError."""
+    if device.type != "cuda" or not _has_kernels(dtype, device):
+        return 0
+    from attention_backend.kernels import device as devices
+    from attention_backend.kernels.step_kernels import step_variants
+
+    arch = devices.arch(device.index or 0)
+    variants = {
+        variant: None
+        for layer in set(layers)
+        if all(width % 8 == 0 and 16 <= width <= HEAD_DIM_TILES[-1] for width in layer[:2])
+        for variant in step_variants(arch, dtype, *layer[:2], group=layer.group, page_size=page_size,
+                                     softcap=layer.softcap, fp8_kv=fp8_kv)
+    }  # fmt: skip
+    return len(jit.build_variants(variants, jit.default_cache()))
+
+
+def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0))
