@@ -43,7 +43,7 @@ class FileFolder:
 
     def create(self, file_id: str) -> int:
         """A new file under its unfinished name, locked, for writing: its descriptor."""
-        with self.alone():
+        with alone(self.path / "lock"):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | PRIVATE
             descriptor = os.open(self._content / f"{file_id}{UNFINISHED}", flags, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +63,7 @@ class FileFolder:
     def sweep(self, listed: Callable[[str], bool]) -> int:
         """Removes what a crash left: files that are not listed and that no upload holds. How many they were."""
         swept = 0
-        with self.alone():
+        with alone(self.path / "lock"):
             for path in list(self._content.iterdir()):
                 file_id = path.name.removesuffix(UNFINISHED)
                 if not (listed(file_id) or _held(path) or listed(file_id)):  # it may be listed just before it is let go
@@ -71,15 +71,16 @@ class FileFolder:
                     swept += 1
         return swept
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """One at a time, of all processes: no file is between its creation and its lock while somebody sweeps."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | PRIVATE, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """One at a time, of all processes: nothing is between its creation and its own lock while somebody sweeps."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | PRIVATE, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(directory: Path) -> None:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from server.errors import FileMissing, InsufficientStorage, QuotaExceeded, ServerOverloaded
 from server.files.catalog import Catalog, CatalogError, StoredFile
-from server.files.folder import FileFolder
+from server.files.folder import FileFolder, alone
 from server.files.form import PURPOSE, UploadFields
 from server.files.upload import Upload
 
@@ -198,7 +198,7 @@ class FileStore:
 
     def _open(self) -> tuple[FileFolder, Catalog]:
         folder = FileFolder(self._path)
-        with folder.alone():  # two servers may start at once on a new folder
+        with alone(folder.path / "lock"):  # two servers may start at once on a new folder
             catalog = Catalog(self._path / "catalog.sqlite3")
         try:
             self._remove_expired(folder, catalog)

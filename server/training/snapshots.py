@@ -9,14 +9,14 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from server.engine.adapter_registry import AdapterInfo
 from server.errors import EngineUnavailable, InsufficientStorage, ModelNotFound
-from server.files.folder import make_private
+from server.files.folder import alone, make_private
 from server.training.sampling import Serving
 from server.training.weights import SCHEME
 
@@ -93,7 +93,7 @@ class Snapshots:
         """What servers left that are no more. Raises OSError."""
         if not self._root.is_dir():
             return
-        with self._alone():
+        with alone(self._root / "lock"):
             dead = [folder for folder in self._root.glob("server-*") if not _held(folder / "lock")]
         for folder in dead:
             shutil.rmtree(folder, ignore_errors=True)
@@ -114,7 +114,7 @@ class Snapshots:
         if self._mine is None:
             try:
                 make_private(self._root)
-                with self._alone():
+                with alone(self._root / "lock"):
                     mine = self._root / f"server-{secrets.token_hex(8)}"
                     mine.mkdir(mode=0o700)
                     self._lock = os.open(mine / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -126,16 +126,6 @@ class Snapshots:
                 ) from error
             self._mine = mine
         return self._mine
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One at a time, of all processes: no folder is between its making and its lock while somebody sweeps."""
-        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def _held(lock: Path) -> bool:
