@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention_backend import dispatch
-from attention_backend.dispatch import Capability, KernelSpec
+from attention_backend import capabilities, dispatch
+from attention_backend.capabilities import Capability, KernelSpec
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
@@ -34,7 +34,7 @@ def _generic(args: AttentionArgs) -> Iterator[str]:
         yield "keys lie in pages"
     if args.bias is not None:
         yield "it has no gradient of a bias"
-    yield from dispatch.tensor_cores(args)
+    yield from capabilities.tensor_cores(args)
 
 
 def _nothing(args: AttentionArgs) -> Iterator[str]:  # noqa: ARG001
@@ -69,7 +69,7 @@ TABLE = (
 
 def select(args: AttentionArgs) -> KernelSpec:
     """The kernel that serves the gradients of `args`. Raises UnsupportedError, which says what each serves."""
-    return dispatch.first_that_serves(TABLE, args, "backward kernel")
+    return capabilities.first_that_serves(TABLE, args, "backward kernel")
 
 
 def run(
@@ -91,7 +91,7 @@ def run(
     table = TABLE if kernel is None else tuple(line for line in TABLE if line.kernel == kernel)
     if not table:
         raise ValueError(f"there is no backward kernel {kernel!r}: give one of {', '.join(x.kernel for x in TABLE)}")
-    spec = dispatch.first_that_serves(table, args, "backward kernel" if kernel is None else kernel)
+    spec = capabilities.first_that_serves(table, args, "backward kernel" if kernel is None else kernel)
     dispatch.count(spec.kernel)
     return implementation(spec.kernel)(args, out, lse, _in_rows(grad_out), grad_lse)
 
@@ -113,7 +113,7 @@ def implementation(kernel: str) -> Implementation:
 
 def describe() -> Iterator[str]:
     """The table in words, a line a kernel."""
-    return dispatch.describe(TABLE)
+    return capabilities.describe(TABLE)
 
 
 def _in_rows(x: Tensor) -> Tensor:

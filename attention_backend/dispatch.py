@@ -5,100 +5,39 @@ Knows what kernels can do, not how they do it.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from attention_backend import capabilities
+from attention_backend.capabilities import (
+    HALVES,
+    MAX_HEAD_DIM,
+    Capability,
+    KernelSpec,
+    any_cuda,
+    first_that_serves,
+    tensor_cores,
+)
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.decode import DECODE_ROWS
-from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.kernels import device
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.rows import begins_vectors, is_expanded
 from attention_backend.problem import AttentionArgs
 
-__all__ = [
-    "TABLE",
-    "Capability",
-    "KernelSpec",
-    "UnsupportedError",
-    "calls",
-    "count",
-    "covering_set",
-    "describe",
-    "first_that_serves",
-    "run",
-    "select",
-    "tensor_cores",
-]
+__all__ = ["TABLE", "UnsupportedError", "calls", "count", "covering_set", "describe", "run", "select"]
 
 Result = tuple[Tensor, Tensor]
 
-_HALVES = (torch.bfloat16, torch.float16)
-_FLOATS = (torch.float32, *_HALVES)
-_MAX_HEAD_DIM = HEAD_DIM_TILES[-1]
-_MAX_GRID = 65535  # blocks in y and z
+_FLOATS = (torch.float32, *HALVES)
 _DECODE_SEQUENCES = 1024  # what heuristics.decode leaves room for
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """One line of the table: what a kernel serves, and why it refuses a problem."""
-
-    kernel: str
-    device: str  # torch device type
-    dtypes: tuple[torch.dtype, ...]
-    serves: str  # in words, for errors, `longwave doctor` and the documentation
-    refusals: Callable[[AttentionArgs], Iterator[str]]
-
-    def refuses(self, args: AttentionArgs) -> str | None:
-        """The first reason why this kernel cannot serve the problem, or None."""
-        if args.q.device.type != self.device:
-            return f"it runs on {self.device}, the tensors are on {args.q.device.type}"
-        if args.dtype not in self.dtypes:
-            return f"it takes {', '.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {args.dtype}"
-        return next(self.refusals(args), None)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """The kernel that serves a problem, and where."""
-
-    kernel: str
-    arch: str  # "cpu" or an architecture of attention_backend.jit.ARCHS
-
-    def __str__(self) -> str:
-        return self.kernel if self.arch == "cpu" else f"{self.kernel}[{self.arch}]"
 
 
 def _nothing(args: AttentionArgs) -> Iterator[str]:  # noqa: ARG001
     yield from ()
-
-
-def _cuda(args: AttentionArgs) -> Iterator[str]:
-    head_dim, head_dim_v = args.head_dim, args.head_dim_v
-    if head_dim > _MAX_HEAD_DIM or head_dim_v > _MAX_HEAD_DIM:
-        yield f"head_dim {head_dim}/{head_dim_v} is above {_MAX_HEAD_DIM}"
-    if args.batch > _MAX_GRID or args.num_heads > _MAX_GRID:
-        yield f"batch {args.batch} or num_heads {args.num_heads} is above {_MAX_GRID}"
-    if args.bias is not None and args.bias.dtype not in (torch.float32, args.dtype):
-        yield f"the bias is {args.bias.dtype}, neither float32 nor {args.dtype}"
-
-
-def tensor_cores(args: AttentionArgs) -> Iterator[str]:
-    """Why kernels on tensor cores refuse a problem, whatever they do."""
-    head_dim, head_dim_v = args.head_dim, args.head_dim_v
-    if head_dim % 8 or head_dim_v % 8 or head_dim < 16 or head_dim_v < 16:
-        yield f"head_dim {head_dim}/{head_dim_v} is not a multiple of 8 from 16 to {_MAX_HEAD_DIM}"
-    if args.dtype == torch.bfloat16 and device.capability(args.q.device.index) < (8, 0):
-        yield "this GPU has no bfloat16 (it needs sm_80): use float16"
-    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if not begins_vectors(x, 8):
-            yield f"{name} is not 16-byte aligned: strides {x.stride()} in elements"
-    yield from _cuda(args)
 
 
 def _same_dtype(args: AttentionArgs) -> Iterator[str]:
@@ -119,7 +58,7 @@ def _generic(args: AttentionArgs) -> Iterator[str]:
 def _float32(args: AttentionArgs) -> Iterator[str]:
     yield from _same_dtype(args)
     yield from _no_dropout(args)
-    yield from _cuda(args)
+    yield from any_cuda(args)
 
 
 def _float8_keys(args: AttentionArgs) -> Iterator[str]:
@@ -165,31 +104,30 @@ TABLE = (
     Capability(
         "flash_decode",
         "cuda",
-        _HALVES,
-        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; up to {DECODE_ROWS} query rows a key head; {_OPTIONS}; "
+        HALVES,
+        f"head_dim 16 to {MAX_HEAD_DIM} by 8; up to {DECODE_ROWS} query rows a key head; {_OPTIONS}; "
         "float8_e4m3fn keys and values from sm_89",
         _few_rows,
     ),
     Capability(
         "flash_fwd_sm90",
         "cuda",
-        _HALVES,
-        f"Hopper; head_dim 16 to {_MAX_HEAD_DIM} by 8; pages of a multiple of {sm90.MIN_PAGE_ROWS}; "
-        f"{_OPTIONS}; dropout",
+        HALVES,
+        f"Hopper; head_dim 16 to {MAX_HEAD_DIM} by 8; pages of a multiple of {sm90.MIN_PAGE_ROWS}; {_OPTIONS}; dropout",
         _hopper,
     ),
     Capability(
         "flash_fwd_sm80",
         "cuda",
-        _HALVES,
-        f"head_dim 16 to {_MAX_HEAD_DIM} by 8; {_OPTIONS}; dropout",
+        HALVES,
+        f"head_dim 16 to {MAX_HEAD_DIM} by 8; {_OPTIONS}; dropout",
         _generic,
     ),
     Capability(
         "flash_fwd_f32",
         "cuda",
         (torch.float32,),
-        f"head_dim up to {_MAX_HEAD_DIM}, exact float32 arithmetic, not fast; {_OPTIONS}",
+        f"head_dim up to {MAX_HEAD_DIM}, exact float32 arithmetic, not fast; {_OPTIONS}",
         _float32,
     ),
     Capability(
@@ -209,21 +147,6 @@ def select(args: AttentionArgs) -> KernelSpec:
     return first_that_serves(TABLE, args, "attention kernel")
 
 
-def first_that_serves(table: tuple[Capability, ...], args: AttentionArgs, what: str) -> KernelSpec:
-    """The first line of a table that does not refuse. `what` names them in the error of all refusals."""
-    reasons = []
-    for line in table:
-        reason = line.refuses(args)
-        if reason is None:
-            return KernelSpec(line.kernel, _arch(args))
-        reasons.append(reason)
-    refusals = (
-        f"  {line.kernel} ({line.device}) serves {line.serves}\n    but {reason}"
-        for line, reason in zip(table, reasons, strict=True)
-    )
-    raise UnsupportedError(f"no {what} serves this call:\n" + "\n".join(refusals))
-
-
 def run(args: AttentionArgs) -> Result:
     """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32
     (float64 for float64 inputs)."""
@@ -240,10 +163,6 @@ def count(kernel: str) -> None:
 def calls() -> dict[str, int]:
     """How often each kernel served since the process started. A replayed CUDA graph counts as captured, once."""
     return dict(_calls)
-
-
-def _arch(args: AttentionArgs) -> str:
-    return device.arch(args.q.device.index) if args.q.is_cuda else "cpu"
 
 
 @cache
@@ -265,8 +184,6 @@ def _implementation(kernel: str) -> Callable[[AttentionArgs], Result]:
     return flash_fwd.forward
 
 
-def describe(table: tuple[Capability, ...] = TABLE) -> Iterator[str]:
-    """A table in words, a line a kernel."""
-    for line in table:
-        dtypes = ", ".join(str(d).removeprefix("torch.") for d in line.dtypes)
-        yield f"{line.kernel} ({line.device}; {dtypes}): {line.serves}"
+def describe() -> Iterator[str]:
+    """The table in words, a line a kernel."""
+    return capabilities.describe(TABLE)

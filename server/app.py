@@ -23,12 +23,13 @@ from server.api import (
     training,
 )
 from server.api.job_events import EventFeeds
+from server.body_limit import BodyLimit
 from server.engine import block_files
 from server.files.body import StreamedBody
 from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
-from server.middleware import Authentication, BodyLimit, RequestContext
+from server.middleware import Authentication, RequestContext
 from server.training import Training
 
 

@@ -4,27 +4,20 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from server.engine.adapter_registry import NAME
-from server.engine.config import BLOCK_SIZES, EngineConfig
+from server.engine.config import EngineConfig
 from server.finetune.config import TrainerConfig
+from server.setting_types import ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames, Secrets
 from server.training.config import TrainingConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an operator may name
-PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
 FINE_TUNED = "ft:"  # how the names of fine-tuned models begin
 SAVED_WEIGHTS = "longwave://"  # how those of weights begin that low-level training has saved
-SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
-
-
-def _comma_separated(value: Any) -> Any:
-    """Several values in one environment variable or flag: "a,b"."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 class Settings(BaseSettings):
@@ -39,14 +32,14 @@ class Settings(BaseSettings):
     )
 
     model: str = Field(BUNDLED_MODEL, min_length=1, max_length=4096, description="Bundled name, folder or hub id.")
-    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+    served_model_name: ModelNames = Field(
         (), max_length=16, description="Names clients may ask for; the first is the one replies carry."
     )
-    cache_dir: Path | None = Field(
+    cache_dir: Folder = Field(
         None, description="Compiled kernels and the converted bundled model; default: longwave in the user's cache."
     )
-    model_image_dir: Path | None = Field(None, description="The bundled model as a container image ships it.")
-    data_dir: Path | None = Field(
+    model_image_dir: Folder = Field(None, description="The bundled model as a container image ships it.")
+    data_dir: Folder = Field(
         None, description="Uploaded files; default: longwave in the user's data folder (XDG_DATA_HOME)."
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights of the model's shape.")
@@ -55,7 +48,7 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, max_length=255)
     port: int = Field(8000, ge=0, le=65535, description="0: any free port.")
-    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field((), max_length=1024)
+    api_key: ApiKeys = Field((), max_length=1024)
 
     max_model_len: int | None = Field(None, ge=2, le=MAX_MODEL_LEN)
     max_num_seqs: int = Field(256, ge=1, le=4096)
@@ -70,10 +63,10 @@ class Settings(BaseSettings):
         None, ge=1, le=1_048_576, description="Most tokens of a step; 8192 on a GPU and 512 on a CPU if not given."
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    kv_cache_dtype: str = Field("auto", description="auto (the model's), bfloat16, float16, float32 or fp8.")
+    kv_cache_dtype: KvDtype = Field("auto", description="auto (the model's), bfloat16, float16, float32 or fp8.")
     kv_cache_memory_bytes: int | None = Field(None, ge=1_048_576, le=2**50)
     num_gpu_blocks_override: int | None = Field(None, ge=2, le=2**31 - 1)
-    block_size: int = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
+    block_size: BlockSize = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
     enable_prefix_caching: bool = True
     enforce_eager: bool = Field(False, description="Run decode steps without CUDA graphs.")
     num_speculative_tokens: int = Field(
@@ -82,7 +75,7 @@ class Settings(BaseSettings):
     prompt_lookup_max: int = Field(4, ge=1, le=64, description="Tokens that must be the same to guess on, at most.")
     prompt_lookup_min: int = Field(2, ge=1, le=64, description="Tokens that must be the same to guess on, at least.")
     kv_offload_gb: float = Field(0.0, ge=0, le=2**20, description="GiB of host memory for KV blocks given up; 0: none.")
-    kv_offload_dir: Path | None = Field(None, description="Where KV blocks go that host memory gives up.")
+    kv_offload_dir: Folder = Field(None, description="Where KV blocks go that host memory gives up.")
     kv_offload_disk_gb: float = Field(100.0, gt=0, le=2**20, description="GiB that they may take there.")
     max_queued_requests: int = Field(512, ge=0, le=1_000_000)
     queue_timeout: float = Field(300.0, gt=0, le=86_400, description="Seconds a request may wait for its first step.")
@@ -91,11 +84,9 @@ class Settings(BaseSettings):
     max_loras: int = Field(4, ge=1, le=256, description="Adapters of one step.")
     max_lora_rank: int = Field(16, ge=1, le=512, description="Largest rank of an adapter.")
     max_cpu_loras: int = Field(64, ge=1, le=100_000, description="Adapters loaded, in host memory.")
-    lora_modules: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), max_length=1024, description="Adapters to begin with: name=folder."
-    )
+    lora_modules: LoraModules = Field((), max_length=1024, description="Adapters to begin with: name=folder.")
     allow_runtime_lora_updating: bool = Field(False, description="Serve /v1/load_lora_adapter and its opposite.")
-    lora_dir: Path | None = Field(None, description="Where /v1/load_lora_adapter may load from.")
+    lora_dir: Folder = Field(None, description="Where /v1/load_lora_adapter may load from.")
 
     max_n: int = Field(8, ge=1, le=128, description="Most choices of one request.")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
@@ -126,66 +117,6 @@ class Settings(BaseSettings):
     ping_interval: float = Field(10.0, gt=0, le=3600, description="Seconds of silence before a stream's `:` line.")
     shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds running answers get after SIGTERM.")
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
-
-    @field_validator("api_key", "served_model_name", "lora_modules", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return _comma_separated(value)
-
-    @field_validator("served_model_name")
-    @classmethod
-    def _names_are_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if any(not name or len(name) > 256 for name in names):
-            raise ValueError("a served model name has 1 to 256 characters")
-        return names
-
-    @field_validator("lora_modules")
-    @classmethod
-    def _modules_have_names_and_folders(cls, modules: tuple[str, ...]) -> tuple[str, ...]:
-        names = [module.partition("=")[0] for module in modules]
-        for module, name in zip(modules, names, strict=True):
-            if not NAME.fullmatch(name) or not module.removeprefix(name)[1:]:
-                raise ValueError(f"{module!r:.300} is not name=folder (a name has letters, digits and . : @ / + - _)")
-        if len(set(names)) != len(names):
-            raise ValueError("a name is given twice")
-        return modules
-
-    @field_validator("api_key")
-    @classmethod
-    def _keys_are_secrets(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for key in keys:
-            text = key.get_secret_value()
-            if not text or not text.isascii() or not text.isprintable() or " " in text:
-                raise ValueError("an API key is one or more printable ASCII characters without spaces")
-            if len(text) > 512:
-                raise ValueError("an API key has at most 512 characters")
-            if text.lower() in PLACEHOLDER_KEYS:
-                raise ValueError("an API key must not be a placeholder such as 'changeme'")
-        return keys
-
-    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir", "kv_offload_dir", mode="before")
-    @classmethod
-    def _empty_is_unset(cls, value: Any) -> Any:
-        return None if value == "" else value
-
-    @field_validator("cache_dir", "model_image_dir", "data_dir", "lora_dir", "kv_offload_dir")
-    @classmethod
-    def _is_absolute(cls, path: Path | None) -> Path | None:
-        return None if path is None else path.absolute()
-
-    @field_validator("block_size")
-    @classmethod
-    def _block_size_is_served(cls, value: int) -> int:
-        if value not in BLOCK_SIZES:
-            raise ValueError(f"{value} is not served; a block has {', '.join(map(str, BLOCK_SIZES))} tokens")
-        return value
-
-    @field_validator("kv_cache_dtype")
-    @classmethod
-    def _kv_dtype_is_served(cls, value: str) -> str:
-        if value not in SERVED_KV_DTYPES:
-            raise ValueError(f"{value!r} is not served; the KV cache is one of {', '.join(SERVED_KV_DTYPES)}")
-        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Settings":
@@ -285,12 +216,7 @@ class ClientSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="LONGWAVE_", extra="ignore", frozen=True, hide_input_in_errors=True)
 
-    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-
-    @field_validator("api_key", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return _comma_separated(value)
+    api_key: Secrets = ()
 
     @property
     def key(self) -> str | None:

@@ -5,12 +5,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from server.engine.adapter_registry import AdapterInfo, AdapterRegistry
 from server.engine.config import EngineConfig
+from server.engine.deaths import DEATH_WINDOW, MAX_DEATHS, Deaths
 from server.engine.messages import (
     AbortRequests,
     AdapterLoaded,
@@ -33,8 +33,6 @@ from server.errors import EngineUnavailable, from_code
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 3  # within DEATH_WINDOW seconds; one more and the engine stays dead
-DEATH_WINDOW = 300.0
 ENDED = "the engine process ended"  # when it did not say why
 END_GRACE = 5.0  # seconds an engine that reported its own failure may take to end
 
@@ -52,10 +50,7 @@ class EngineClient:
     ) -> None:
         self.config = config
         self.times = times
-        self.max_deaths = max_deaths
-        self.death_window = death_window
         self.stats: EngineStats | None = None
-        self.num_deaths = 0
         self._engine: EngineProcess | None = None
         self._ready: asyncio.Future[EngineReady] | None = None  # of this life, or of the next while there is one
         self._streams: dict[str, TokenStream] = {}
@@ -66,7 +61,7 @@ class EngineClient:
         self._was_ready = False
         self._stopping = False
         self._failure = ENDED
-        self._deaths: deque[float] = deque()
+        self._deaths = Deaths(max_deaths, death_window)
 
     async def start(self) -> None:
         """Spawns the engine process; its sockets are bound when this returns, its model is not loaded."""
@@ -97,6 +92,10 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         return None if self._engine is None else self._engine.pid
+
+    @property
+    def num_deaths(self) -> int:
+        return self._deaths.num
 
     @property
     def num_open(self) -> int:
@@ -252,16 +251,12 @@ class EngineClient:
         """An engine that never came up will not come up the next time; one that served may."""
         if self._stopping:
             return False
-        self.num_deaths += 1
+        too_many = self._deaths.add(time.monotonic())
         if not self._was_ready:
             logger.critical("the engine could not start: %s", self._failure)
             return False
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - self.death_window:
-            self._deaths.popleft()
-        if len(self._deaths) > self.max_deaths:
-            logger.critical("the engine ended %d times in %.0f s and stays down", len(self._deaths), self.death_window)
+        if too_many:
+            logger.critical("the engine ended %s and stays down", self._deaths)
             return False
         return True
 

@@ -1,11 +1,11 @@
 """The bodies that are not buffered, in pure ASGI: uploads pass piece by piece, bounded in size, in pauses and in time.
 
-Must not know what is in them. server.middleware buffers every other body."""
+Must not know what is in them. server.body_limit buffers every other body."""
 
 import asyncio
 
+from server.asgi import ASGIApp, Incoming, Message, Receive, Scope, Send, discard, header, send_error, unread
 from server.errors import LongwaveError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
-from server.middleware import ASGIApp, Incoming, Message, Receive, Scope, Send, discard, header, send_error, unread
 
 FORM_BYTES = 64 * 2**10  # what a multipart body may have beside the file
 

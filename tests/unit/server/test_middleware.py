@@ -13,7 +13,9 @@ import pytest
 from scripted_engine import LIMIT, LiveServer, live_server, wait_until
 
 from server.app import create_app
-from server.middleware import OPEN_PATHS, BodyLimit, Message, Receive, Scope, Send
+from server.asgi import Message, Receive, Scope, Send
+from server.body_limit import BodyLimit
+from server.middleware import OPEN_PATHS
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 LIMITS = {"max_body_bytes": 2048, "body_timeout": 0.3, "header_timeout": 0.3}
