@@ -1,0 +1,175 @@
+"""Metrics that are read when somebody scrapes: the engine's, fine-tuning's and low-level training's own counts. Must
+not know how anything is counted, nor requests' texts."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.engine.messages import EngineReady, EngineStats
+from server.engine.offload_stats import DiskStats, OffloadStats
+from server.finetune.stats import FineTuningStats
+from server.training.stats import TrainingStats
+
+ENGINE: Final = "0"
+LABELS: Final = ("model_name", "engine")
+
+
+class EngineCollector(Collector):
+    """The engine's own counters and gauges, as it last reported them."""
+
+    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+        self.ready: EngineReady | None = None
+        self._stats = stats
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is not None:
+            yield from self._gauges(stats)
+            yield from self._counters(stats)
+        if self.ready is not None:
+            yield self._cache_config(self.ready)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        used = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        for name, text, value in (
+            ("num_requests_running", "Requests in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Requests waiting for their first step.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+            ("last_step_tokens", "Tokens of the engine's last step.", stats.step_tokens),
+        ):
+            gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+
+    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("num_preemptions", "Requests preempted for lack of KV blocks.", stats.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+            ("spec_decode_num_drafts", "Sequences of steps with drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right.", stats.num_accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        if stats.max_loras:
+            yield from self._adapters(stats)
+        if stats.offload is not None and self.ready is not None:
+            yield from self._offload(stats.offload, self.ready.block_size)
+        calls = CounterMetricFamily(
+            "longwave:attention_kernel_calls", "Attention calls by the kernel that served.", labels=(*LABELS, "kernel")
+        )
+        for kernel, count in sorted(stats.kernel_calls.items()):
+            calls.add_metric([*self._labels, kernel], count)
+        yield calls
+
+    def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily(
+            "longwave:lora_requests_info", "Adapters of running and waiting requests.", labels=(*LABELS, *labels)
+        )
+        names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+        info.add_metric([*self._labels, str(stats.max_loras), *names], time.time())
+        yield info
+        placements = CounterMetricFamily("longwave:lora_placements", "Adapters copied into a slot.", labels=LABELS)
+        placements.add_metric(self._labels, stats.adapter_placements)
+        yield placements
+
+    def _offload(self, stats: OffloadStats, block_size: int) -> Iterator[Metric]:
+        disk = stats.disk or DiskStats(0, 0, 0, 0, False)
+        moved = CounterMetricFamily(
+            "longwave:kv_offload_total_bytes", "KV moved between tiers.", labels=(*LABELS, "transfer_type")
+        )
+        for kind, count in (
+            ("GPU_to_CPU", stats.stored_blocks * stats.block_bytes),
+            ("CPU_to_GPU", stats.loaded_blocks * stats.block_bytes),
+            ("CPU_to_disk", disk.written_bytes),
+            ("disk_to_CPU", disk.read_bytes),
+        ):
+            moved.add_metric([*self._labels, kind], count)
+        yield moved
+        for name, text, value in (
+            ("external_prefix_cache_queries", "Tokens looked up in slower tiers.", stats.queried_blocks * block_size),
+            ("external_prefix_cache_hits", "Tokens brought back from slower tiers.", stats.loaded_blocks * block_size),
+            ("kv_offload_stores_skipped", "KV blocks given up without a copy.", stats.skipped_blocks),
+            ("kv_offload_disk_damaged", "KV blocks on disk that were not what their names said.", disk.num_damaged),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        used = stats.num_held / stats.num_slots
+        for name, text, share in (
+            ("kv_offload_cpu_cache_usage_perc", "Share of host slots in use, 0 to 1.", used),
+            ("kv_offload_disk_blocks", "KV blocks on disk.", disk.num_blocks),
+            ("kv_offload_disk_full", "1: a write failed, and no more are tried.", float(disk.is_full)),
+        ):
+            gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            gauge.add_metric(self._labels, share)
+            yield gauge
+
+    def _cache_config(self, ready: EngineReady) -> Metric:
+        labels = ("block_size", "num_gpu_blocks", "dtype", "device")
+        info = GaugeMetricFamily("longwave:cache_config_info", "The KV cache.", labels=(*LABELS, *labels))
+        info.add_metric([*self._labels, str(ready.block_size), str(ready.num_blocks), ready.dtype, ready.device], 1)
+        return info
+
+
+class FineTuningCollector(Collector):
+    """Jobs as the store last counted them, and what this server's trainers did."""
+
+    def __init__(self, model_name: str, stats: FineTuningStats) -> None:
+        self._stats = stats
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        jobs = GaugeMetricFamily("longwave:finetune_jobs", "Fine-tuning jobs.", labels=(*LABELS, "status"))
+        ended = CounterMetricFamily(
+            "longwave:finetune_jobs_ended", "Fine-tuning jobs that ended here.", labels=(*LABELS, "status")
+        )
+        for family, counts in ((jobs, stats.jobs), (ended, stats.ended)):
+            for status, count in sorted(counts.items()):
+                family.add_metric([*self._labels, status], count)
+            yield family
+        for name, text, value in (
+            ("finetune_steps", "Optimiser steps of fine-tuning jobs.", stats.steps),
+            ("finetune_tokens", "Tokens trained on.", stats.tokens),
+            ("finetune_trainer_crashes", "Trainer processes that ended without a word.", stats.crashes),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+
+class TrainingCollector(Collector):
+    """Low-level training: live models, and what was done with them."""
+
+    def __init__(self, model_name: str, stats: TrainingStats) -> None:
+        self._stats = stats
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats
+        models = GaugeMetricFamily("longwave:training_models", "Live models of low-level training.", labels=LABELS)
+        models.add_metric(self._labels, stats.models)
+        yield models
+        calls = CounterMetricFamily(
+            "longwave:training_calls", "Calls of low-level training that ended.", labels=(*LABELS, "call", "outcome")
+        )
+        for (call, outcome), count in sorted(stats.calls.items()):
+            calls.add_metric([*self._labels, call, outcome], count)
+        yield calls
+        for name, text, value in (
+            ("training_tokens", "Tokens of forward and forward_backward.", stats.tokens),
+            ("training_process_crashes", "Training processes that ended by themselves.", stats.crashes),
+        ):
+            counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter

@@ -1,0 +1,77 @@
+"""What the values of settings are, beyond their bounds: names, keys, folders, and several of them in one text ("a,b").
+Reads no environment."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, SecretStr
+from pydantic_settings import NoDecode
+
+from server.engine.adapter_registry import NAME
+from server.engine.config import BLOCK_SIZES
+
+PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
+SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
+
+
+def _comma_separated(value: Any) -> Any:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _names_are_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    if any(not name or len(name) > 256 for name in names):
+        raise ValueError("a served model name has 1 to 256 characters")
+    return names
+
+
+def _modules_have_names_and_folders(modules: tuple[str, ...]) -> tuple[str, ...]:
+    names = [module.partition("=")[0] for module in modules]
+    for module, name in zip(modules, names, strict=True):
+        if not NAME.fullmatch(name) or not module.removeprefix(name)[1:]:
+            raise ValueError(f"{module!r:.300} is not name=folder (a name has letters, digits and . : @ / + - _)")
+    if len(set(names)) != len(names):
+        raise ValueError("a name is given twice")
+    return modules
+
+
+def _keys_are_secrets(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    for key in keys:
+        text = key.get_secret_value()
+        if not text or not text.isascii() or not text.isprintable() or " " in text:
+            raise ValueError("an API key is one or more printable ASCII characters without spaces")
+        if len(text) > 512:
+            raise ValueError("an API key has at most 512 characters")
+        if text.lower() in PLACEHOLDER_KEYS:
+            raise ValueError("an API key must not be a placeholder such as 'changeme'")
+    return keys
+
+
+def _empty_is_unset(value: Any) -> Any:
+    return None if value == "" else value
+
+
+def _is_absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+def _block_size_is_served(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"{value} is not served; a block has {', '.join(map(str, BLOCK_SIZES))} tokens")
+    return value
+
+
+def _kv_dtype_is_served(value: str) -> str:
+    if value not in SERVED_KV_DTYPES:
+        raise ValueError(f"{value!r} is not served; the KV cache is one of {', '.join(SERVED_KV_DTYPES)}")
+    return value
+
+
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
+
+ModelNames = Annotated[Texts, AfterValidator(_names_are_names)]
+LoraModules = Annotated[Texts, AfterValidator(_modules_have_names_and_folders)]
+ApiKeys = Annotated[Secrets, AfterValidator(_keys_are_secrets)]
+Folder = Annotated[Path | None, BeforeValidator(_empty_is_unset), AfterValidator(_is_absolute)]
+BlockSize = Annotated[int, AfterValidator(_block_size_is_served)]
+KvDtype = Annotated[str, AfterValidator(_kv_dtype_is_served)]
