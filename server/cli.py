@@ -4,26 +4,21 @@ runs."""
 import json
 import logging
 import sys
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 from server.bench.cli import bench_app
+from server.kernels_cli import kernels_app
 from server.settings import BUNDLED_MODEL, ClientSettings, ConfigurationError, Settings, load_settings
 
 if TYPE_CHECKING:
-    from server.doctor import Diagnosis
     from server.lifecycle import Lifecycle
 
 # Plain help: rich's table cuts the names of flags short in a terminal of 80 columns.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-kernels_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="The CUDA kernels: compile them ahead of time, or list them."
-)
 app.add_typer(kernels_app, name="kernels")
 app.add_typer(bench_app, name="bench")
 
@@ -198,66 +193,13 @@ def chat(
         raise typer.Exit(talk(conversation, Console()))
 
 
-@kernels_app.command("build")
-def build_kernels(
-    arch: Annotated[str, Flag(help="all, or some: sm_80,sm_90a.")] = "all",
-    out: Annotated[Path | None, Flag(help="A folder for an image; default: the user's cache.")] = None,
-    jobs: Annotated[int | None, Flag(min=1, max=1024, help="Compilers at once; default: one per CPU.")] = None,
-    strict: Annotated[bool, Flag(help="Fail when a hot kernel spills or is serialised.")] = False,
-) -> None:
-    """Compile every kernel ahead of time. Needs NVRTC and no GPU."""
-    from attention_backend import jit
-    from attention_backend.jit.build import build
-
-    try:
-        archs = jit.archs_named(arch)
-        total = len(jit.list_variants(archs))
-        number = count(1)
-        results = build(archs, out, jobs, lambda result: _echo_built(result, f"[{next(number)}/{total}]"))
-    except (ValueError, jit.JitError) as error:
-        _refuse([str(error)], EXIT_FAILED)
-    compiled = sum(not result.cached for result in results)
-    typer.echo(f"{len(results)} kernels for {', '.join(archs)}: {compiled} compiled, {len(results) - compiled} cached")
-    violations = jit.check(results)
-    for violation in violations:
-        typer.echo(f"warning: {violation}", err=True)
-    raise typer.Exit(EXIT_FAILED if strict and violations else 0)
-
-
-def _echo_built(result: Any, progress: str) -> None:
-    if not result.cached:
-        text = f"{progress} {result.variant}  {result.seconds:.1f} s, {result.report.registers} registers"
-        typer.echo(text, err=True)
-
-
-@kernels_app.command("list")
-def list_kernels(
-    arch: Annotated[str, Flag(help="all, or some: sm_80,sm_90a.")] = "all",
-    as_json: Annotated[bool, Flag("--json", help="For programs.")] = False,
-) -> None:
-    """Every kernel that a call could need, and whether it is compiled already."""
-    from attention_backend import jit
-
-    try:
-        variants = jit.list_variants(jit.archs_named(arch))
-        cache = jit.default_cache()
-        rows = [(variant, cache.find(variant)) for variant in variants]
-    except (ValueError, jit.JitError) as error:
-        _refuse([str(error)], EXIT_FAILED)
-    if as_json:
-        typer.echo(json.dumps([{"kernel": str(variant), "compiled": found is not None} for variant, found in rows]))
-        return
-    for variant, found in rows:
-        state = f"compiled, {found.report.registers} registers" if found else "not compiled"
-        typer.echo(f"{variant}  {state}")
-
-
 @app.command()
 def doctor(
     model: Annotated[str | None, Flag(help="Default: what `longwave serve` would serve.")] = None,
     as_json: Annotated[bool, Flag("--json", help="For programs.")] = False,
 ) -> None:
     """Say what this machine has, and which kernels serve which layers of a model, and why."""
+    from server.diagnosis import print_diagnosis
     from server.doctor import diagnose
 
     try:
@@ -268,37 +210,4 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
-        _print_diagnosis(diagnosis, Console())
-
-
-def _print_diagnosis(diagnosis: "Diagnosis", console: Console) -> None:
-    facts = Table(show_header=False, box=None)
-    facts.add_row("longwave", diagnosis.longwave)
-    facts.add_row("python", diagnosis.python)
-    for name, text in (diagnosis.packages | diagnosis.cuda).items():
-        facts.add_row(name, text)
-    for gpu in diagnosis.gpus:
-        facts.add_row("GPU", f"{gpu.name}, {gpu.memory_gib} GiB, {gpu.capability}, kernels for {gpu.kernels_for}")
-    for name, text in diagnosis.cache.items():
-        facts.add_row(f"kernel cache {name}", text)
-    console.print(facts)
-    titles = ("layers", "type", "heads", "kv heads", "head_dim", "prefill", "decode")
-    layers = Table(
-        *(Column(title, overflow="fold") for title in titles), title=diagnosis.model, box=None, pad_edge=False
-    )
-    for layer in diagnosis.layers:
-        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        layers.add_row(str(layer.count), layer.layer_type, *map(str, sizes), layer.prefill, layer.decode)
-    if diagnosis.layers:
-        console.print(layers)
-    if diagnosis.fused:
-        console.print(f"Fused: {diagnosis.fused}", markup=False)
-    adapters = Table(show_header=False, box=None, pad_edge=False)
-    for name, text in diagnosis.adapters.items():
-        adapters.add_row(name, text)
-    console.print(adapters)
-    console.print("Kernels, in order of preference:")
-    for line in diagnosis.kernels:
-        console.print(f"  {line}", markup=False)
-    for problem in diagnosis.problems:
-        console.print(f"! {problem}", style="yellow", markup=False)
+        print_diagnosis(diagnosis, Console())

@@ -5,12 +5,13 @@ import importlib
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from server import adapter_report
+from server.diagnosis import Diagnosis, Gpu, Layers
 from server.engine.config import EngineConfig
 
 PACKAGES = ("torch", "transformers", "cupy-cuda13x", "nvidia-cuda-nvrtc", "fastapi", "uvicorn", "tokenizers")
@@ -18,46 +19,6 @@ BLOCK_SIZE = 64
 PREFILL_ROWS = 256
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    name: str
-    capability: str
-    memory_gib: float
-    kernels_for: str  # architecture, or why there is none
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """One kind of attention layer of a model, and who serves it."""
-
-    layer_type: str
-    count: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    prefill: str
-    decode: str
-
-
-@dataclass(slots=True)
-class Diagnosis:
-    longwave: str
-    python: str
-    packages: dict[str, str]
-    cuda: dict[str, str]
-    gpus: list[Gpu]
-    cache: dict[str, str]
-    kernels: list[str]  # the capability table in words
-    model: str
-    layers: list[Layers]
-    fused: str  # the layers around attention that are
-    adapters: dict[str, str]  # LoRA
-    problems: list[str] = field(default_factory=list)  # what will not work, in sentences
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosis:
