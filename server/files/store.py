@@ -122,7 +122,7 @@ class FileStore:
         """A file that the server itself makes; again, after a crash, it is the one that is there. It counts in the
         quota and is not refused by it: its job has been done."""
         created = int(self._clock())
-        with self._ready() as (folder, catalog):
+        with self._ready() as (folder, catalog), self._alone():
             known = catalog.find(file_id, owner, created)
             if known is not None:
                 return known
@@ -143,10 +143,15 @@ class FileStore:
 
     def delete(self, file_id: str, owner: str) -> None:
         """Raises FileMissing."""
-        with self._ready() as (folder, catalog):
+        with self._ready() as (folder, catalog), self._alone():
             if not catalog.remove(self._find(catalog, file_id, owner).id, owner, self._clock()):
                 raise FileMissing(f"No such File object: {file_id}", param="id")
             folder.remove(file_id)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """While a listing and the bytes of a file that has a name before it is made change together: a job's result
+        may be put by two servers at once, and deleted by a third."""
+        return alone(self._path / "results.lock")
 
     def _find(self, catalog: Catalog, file_id: str, owner: str) -> StoredFile:
         stored = catalog.find(file_id, owner, self._clock()) if FILE_ID.fullmatch(file_id) else None

@@ -1,12 +1,19 @@
 """What fine-tuning jobs take from the files and give to them: links that outlive a delete, and result files."""
 
 import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from training_files import PAIR, kept, listed, opened, upload
 
 from server.errors import FileMissing, InsufficientStorage
+from server.files import store as store_module
+from server.files.catalog import Catalog, StoredFile
+from server.files.folder import FileFolder
 from server.files.store import FileLimits
 
 RESULT = "file-" + "a" * 32
@@ -74,3 +81,78 @@ def test_a_full_disk_leaves_no_half_result(tmp_path: Path, monkeypatch: pytest.M
                 put(store)
         assert kept(tmp_path) == []
         put(store)
+
+
+class OtherServer:
+    """Puts the result from a thread of its own, as soon as meet() is called for the first time."""
+
+    def __init__(self, store: object, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1)
+        self._is_stuck_or_done = threading.Event()
+        self._real_alone: Callable[[Path], AbstractContextManager[None]] = store_module.alone
+        self.result: object = None
+        monkeypatch.setattr(store_module, "alone", self._alone)
+
+    def meet(self) -> None:
+        """Returns when the other one has done all that it can do now."""
+        if self.result is None:
+            self.result = self._thread.submit(self._put)
+            assert self._is_stuck_or_done.wait(60)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _put(self) -> object:
+        try:
+            return put(self._store)
+        finally:
+            self._is_stuck_or_done.set()
+
+    def _alone(self, lock: Path) -> AbstractContextManager[None]:
+        if threading.current_thread() is not threading.main_thread():
+            self._is_stuck_or_done.set()
+        return self._real_alone(lock)
+
+
+def test_a_result_that_two_servers_put_at_once_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = Catalog.find
+
+    def find_and_meet(catalog: Catalog, file_id: str, owner: str, now: float) -> StoredFile | None:
+        known = find(catalog, file_id, owner, now)
+        if threading.current_thread() is threading.main_thread():
+            other.meet()
+        return known
+
+    with opened(tmp_path) as here, opened(tmp_path) as there:
+        assert listed(there) == []  # it is open
+        other = OtherServer(there, monkeypatch)
+        with monkeypatch.context() as patched:
+            patched.setattr(Catalog, "find", find_and_meet)
+            made = put(here)
+        other.close()
+        assert other.result.result() == made  # type: ignore[attr-defined]
+        with here.read(RESULT, "me")[1] as file:
+            assert file.read() == b"step\n1\n"
+
+
+def test_a_result_that_is_put_while_another_server_deletes_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = FileFolder.remove
+
+    def meet_and_remove(folder: FileFolder, file_id: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            other.meet()
+        remove(folder, file_id)
+
+    with opened(tmp_path) as here, opened(tmp_path) as there:
+        put(there)
+        other = OtherServer(there, monkeypatch)
+        with monkeypatch.context() as patched:
+            patched.setattr(FileFolder, "remove", meet_and_remove)
+            here.delete(RESULT, "me")
+        other.close()
+        assert listed(here, "me") == [RESULT]
+        with here.read(RESULT, "me")[1] as file:
+            assert file.read() == b"step\n1\n"
