@@ -51,7 +51,7 @@ sanitize: $(DEV_STAMP)  ## the kernels under compute-sanitizer: memcheck, racech
 lint: $(DEV_STAMP)  ## ruff, mypy, import-linter, hadolint, compose-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy server models attention_backend benchmarks
+	$(BIN)/mypy --num-workers $(JOBS) server models attention_backend benchmarks
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/compose-lint docker/compose.yaml

@@ -24,6 +24,7 @@ from benchmarks.step_profile import ListLink
 from models import bundled, registry
 from models.batch import SamplingParams
 from models.loader import load_tokenizer
+from models.stages import Stages
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.messages import AddRequest, TokenDelta
@@ -85,7 +86,7 @@ def run(
     core = EngineCore(loaded, scheduler, link)
     link.inbox = [AddRequest(str(number), TokenIds(ids), sampling) for number, (ids, sampling) in enumerate(asked)]
     core.turn()
-    while any(request.num_generated == 0 for request in scheduler.requests.values()):
+    while any(request.num_generated == 0 for request in scheduler.open.by_id.values()):
         core.turn()
     before, steps, start = scheduler.generation_tokens, 0, clock()
     while core.has_work:
@@ -121,7 +122,7 @@ def main(
             max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=2048, enable_prefix_caching=False,
             num_gpu_blocks_override=16 * 32 + 1,
         )  # fmt: skip
-        loaded = load(config)
+        loaded = load(config, Stages())
     loaded.runner.warm_up()
     without = replace(config, num_speculative_tokens=0)
     results = {}

@@ -11,14 +11,10 @@ about three minutes.
 import argparse
 import json
 import random
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine, model_folder  # noqa: E402
-
-START_TIMEOUT = 300.0
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
+from benchmarks.started_server import started_server  # noqa: E402
 
 
 class GpuMemory:
@@ -64,38 +50,6 @@ class GpuMemory:
                 return
             self.peak = max(self.peak or 0, int(used))
             self._stop.wait(0.5)
-
-
-@contextmanager
-def server(model: Path, max_model_len: int, extra: list[str]) -> Iterator[tuple[str, float]]:
-    """A running server's URL and the seconds until it was ready."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "server", "serve", "--model", str(model), "--load-format", "dummy"]
-    command += ["--max-model-len", str(max_model_len), "--port", str(port), *extra]
-    url = f"http://127.0.0.1:{port}"
-    begin = time.perf_counter()
-    with subprocess.Popen(command, cwd=ROOT) as process:
-        try:
-            while True:
-                if process.poll() is not None:
-                    raise SystemExit(f"the server ended with code {process.returncode} before it was ready")
-                if time.perf_counter() - begin > START_TIMEOUT:
-                    raise SystemExit(f"the server was not ready within {START_TIMEOUT:.0f} s")
-                try:
-                    if httpx.get(f"{url}/health/ready", timeout=5).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.1)
-            yield url, time.perf_counter() - begin
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def completion(url: str, model: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -155,11 +109,12 @@ def main() -> None:
     longest = max(args.contexts) + args.max_tokens
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or model_folder.write(
-            Path(scratch) / "llama", max_position_embeddings=longest, **(TINY if args.tiny else {})
+            Path(scratch) / "llama", max_position_embeddings=longest, **(model_folder.TINY if args.tiny else {})
         )
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         words = random.Random(0)
-        with GpuMemory() as memory, server(folder, longest, extra) as (url, ready_s):
+        flags = ["--load-format", "dummy", "--max-model-len", str(longest), *extra]
+        with GpuMemory() as memory, started_server(folder, flags) as (url, ready_s):
             name = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
             cases = []
             for context in (64, *args.contexts):  # the first one warms up

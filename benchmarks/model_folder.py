@@ -1,6 +1,6 @@
-"""Writes a model folder without weights: a Llama-shaped config.json and a tokenizer whose words are its token ids.
+"""Writes a model folder: a Llama-shaped config.json, a tokenizer whose words are its token ids, random weights.
 
-For `--load-format dummy`: time and memory of a real shape need no real weights. Knows no server.
+Time and memory of a real shape need no real weights, and with `--load-format dummy` none at all. Knows no server.
 """
 
 import json
@@ -37,6 +37,17 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 
+#: What a CPU runs in seconds, to try a script.
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+
 
 def write(folder: Path, **changes: Any) -> Path:
     """A folder with the shape of Llama-3.1-8B, with the config fields in `changes` replaced."""
@@ -52,3 +63,30 @@ def write(folder: Path, **changes: Any) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     return folder
+
+
+def write_weights(folder: Path, *, shards: int = 4, device: str = "cpu") -> None:
+    """Random bfloat16 weights of the folder's config into so many *.safetensors, in the order of their names: what is
+    read is as large as a real model, and in as many files."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(config).state_dict()
+    names = sorted(shapes)
+    generator = torch.Generator(device).manual_seed(0)
+    index: dict[str, str] = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        part = {}
+        for name in names[len(names) * number // shards : len(names) * (number + 1) // shards]:
+            shape = shapes[name].shape
+            weight = torch.ones(shape) if len(shape) == 1 else torch.empty(shape, dtype=torch.bfloat16, device=device)
+            if len(shape) > 1:
+                weight.normal_(std=config.initializer_range, generator=generator)
+            part[name] = weight.bfloat16().cpu()
+            index[name] = file
+        save_file(part, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))

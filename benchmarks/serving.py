@@ -5,6 +5,7 @@ that a run that is cut short keeps what it has. With --merge a later run adds to
 
     python -m benchmarks.serving --vllm-path /path/to/site-packages --out benchmarks/results/serving_h200.json
     python -m benchmarks.serving --peers ours --cases ttft_32k,tpot_b1_1024
+    python -m benchmarks.serving --driver http --cases start_cold,start_warm --weights   # starts that read 16 GB
     python -m benchmarks.serving --driver http --merge --out benchmarks/results/serving_h200.json
     python -m benchmarks.serving --model-shape small --scale 0.01 --device cpu          # to try it
     python -m benchmarks.serving --report benchmarks/results/serving_h200.json          # the table again
@@ -14,6 +15,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -81,6 +83,8 @@ def measure(peer: Peer, driver: str, plan: Plan, caches: Path) -> Iterator[Row]:
     if starts:
         phases = [("start_cold", ()), ("start_warm", cases)]
     environment = peer.environment(caches if starts else None)
+    if starts and sys.dont_write_bytecode:
+        environment = compiled(peer, plan, caches)
     for start, chosen in phases:
         mine = replace(peer.prepared(plan), cases=chosen)
         own = environment
@@ -90,6 +94,17 @@ def measure(peer: Peer, driver: str, plan: Plan, caches: Path) -> Iterator[Row]:
         mine = replace(mine, spawned=time.monotonic())
         for row in rows_of(peer.command(driver, mine), own):
             yield {**row, "case": start} if row["case"] == "start" else row
+
+
+def compiled(peer: Peer, plan: Plan, caches: Path) -> dict[str, str]:
+    """The peer's environment where Python may write no bytecode and finds little: a start compiled all modules then,
+    which pip does where it installs. So an engine that is not measured has written what it imported, kernels apart."""
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(caches.with_name(f"{caches.name}-bytecode"))}
+    before = peer.environment(caches.with_name(f"{caches.name}-before")) | bytecode
+    mine = replace(peer.prepared(plan), cases=(), spawned=time.monotonic())
+    command = replace(mine, command=tuple(peer.server_command(mine)), environment=before)
+    list(rows_of(peer.command(HTTP, command), before))
+    return peer.environment(caches) | bytecode
 
 
 def peers(
@@ -105,8 +120,10 @@ def peers(
     ]
 
 
-def model_folder_of(shape: str, model: Path | None, size: Size, scratch: Path) -> tuple[Path, str]:
-    """The folder, and how engines load it."""
+def model_folder_of(
+    shape: str, model: Path | None, size: Size, scratch: Path, *, weights: bool = False, device: str = "cpu"
+) -> tuple[Path, str]:
+    """The folder, and how engines load it. `weights`: random ones are written to files, drawn on `device`."""
     if model is not None:
         return model, "auto" if any(model.glob("*.safetensors")) else "dummy"
     if shape == "bundled":
@@ -116,7 +133,11 @@ def model_folder_of(shape: str, model: Path | None, size: Size, scratch: Path) -
         return registry.resolve(BUNDLED_MODEL).fetch(), "auto"
     length = max(131_072, size.max_model_len)
     changes = SMALL if shape == "small" else {}
-    return model_folder.write(scratch / "model", **changes, max_position_embeddings=length), "dummy"
+    folder = model_folder.write(scratch / "model", **changes, max_position_embeddings=length)
+    if not weights:
+        return folder, "dummy"
+    model_folder.write_weights(folder, device=device)
+    return folder, "auto"
 
 
 def chosen(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -143,6 +164,7 @@ def main(
     driver: Annotated[str, Flag(help="offline: the engine in process; http: through its server.")] = OFFLINE,
     model_shape: Annotated[str, Flag(help="8b, small or bundled.")] = "8b",
     model: Annotated[Path | None, Flag(help="A folder instead; without weights: random ones.")] = None,
+    weights: Annotated[bool, Flag("--weights", help="Write random weights to files, which starts read.")] = False,
     scale: Annotated[float, Flag(min=1e-4, max=1, help="Cuts lengths and numbers of the cases down.")] = 1.0,
     device: Annotated[str, Flag(help="cuda or cpu.")] = "cuda" if torch.cuda.is_available() else "cpu",
     dtype: Annotated[str | None, Flag(help="Default: bfloat16 on a GPU, float32 on a CPU.")] = None,
@@ -171,7 +193,9 @@ def main(
     if merge and out is not None and out.exists():
         results.merge(out)
     with tempfile.TemporaryDirectory(prefix="serving-") as scratch:
-        folder, load_format = model_folder_of(model_shape, model, Size(scale), Path(scratch))
+        folder, load_format = model_folder_of(
+            model_shape, model, Size(scale), Path(scratch), weights=weights, device=device
+        )
         config = json.loads((folder / "config.json").read_text())
         if config["max_position_embeddings"] < Size(scale).max_model_len:
             raise typer.BadParameter(f"the model has {config['max_position_embeddings']} positions: give a --scale")

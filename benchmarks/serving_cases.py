@@ -17,6 +17,7 @@ Row = dict[str, Any]
 FIRST_TOKEN = 10  # below it tokenizers keep their special tokens
 LAST_TOKEN = 120_000
 CHATS_A_SECOND = 4.0
+QUIET = 8.0  # seconds before the first case
 HEAD_START = 0.3  # seconds between the long prompt and the first chat beside it
 
 
@@ -109,9 +110,11 @@ class Bench:
         return await asyncio.gather(*tasks)
 
     async def warm_up(self) -> None:
-        """Compiles and captures what the cases will need, as far as an engine left that for its first requests."""
+        """Compiles and captures what the cases will need, as far as an engine left that for its first requests, or for
+        moments without any."""
         await self.together([self.prompt(self.size.tokens(2048)) for _ in range(4)], self.size.out(32))
         await self.one(self.prompt(self.size.tokens(32_768)), 4)
+        await asyncio.sleep(QUIET * self.size.scale)
 
 
 def quantile(values: Sequence[float], p: float) -> float | None:

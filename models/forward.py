@@ -30,7 +30,9 @@ class PagedForward:
     @property
     def fused(self) -> FusionReport:
         """What is fused, and why the rest is not."""
-        return FusionReport(unfused={"model": self._reason}) if self._decoder is None else report(self._decoder)
+        if self._decoder is None:
+            return FusionReport(unfused={"model": self._reason})
+        return report(self._decoder, self._model.device)
 
     def sampled_rows(self, step: StepTensors, kv_caches: KVCaches) -> Tensor:
         """Logits of `step.sample_rows` (None: of every row): `[num_samples, vocab_size]`, in the model's dtype."""

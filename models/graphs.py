@@ -7,6 +7,7 @@ pass reads those pages for all of them.
 """
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from models.prefix_groups import GroupArrays, shared_pages
 from models.shared_runs import Levels
 from models.step_rows import StepArrays, StepRows
 from models.step_shapes import StepNeeds, StepShape
+
+logger = logging.getLogger(__name__)
 
 #: Rows of a prompt that take longer to compute over shared keys than these take to read.
 MANY_ROWS = 32
@@ -72,7 +75,8 @@ class _Graph:
 
 
 class StepGraphs:
-    """Graphs of a runner's steps. Those of decodes with adapters are recorded when they are first wanted."""
+    """Graphs of a runner's steps. One is recorded when a step first wants it, unless it was in a quiet moment before;
+    those of decodes with adapters are never recorded earlier."""
 
     def __init__(
         self,
@@ -104,7 +108,8 @@ class StepGraphs:
         self._sharing: dict[StepShape, _Graph] = {}
         self._adapted: dict[StepShape, _Graph] = {}
         self._adapters = adapters
-        self._pool: Any = None
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._without: set[tuple[StepShape, bool, bool]] = set()  # shapes for which there was no memory
         most = max(map(num_bytes, self._shapes))
         self._buffer = torch.zeros(most, dtype=torch.uint8, device=device)
         self._stagings = [
@@ -114,17 +119,54 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(device)
         self._logits: Tensor | None = None  # of every graph: [most samples, vocab]
 
-    @torch.inference_mode()
     def capture(self, shapes: Sequence[StepShape] | None = None) -> None:
         """Records all shapes, or some, the largest first, so that the smaller ones find its memory in the pool."""
-        self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
+        for shape, shares in self._kinds(sorted(self._shapes if shapes is None else shapes, reverse=True)):
+            self.record(shape, shares=shares)
+
+    def record_one(self) -> bool:
+        """Records one graph more: the largest of every kind first, then those of few rows. False: there are all."""
+        for shape, shares in self._kinds([*self.largest(), *self._shapes]):
+            known = self._sharing if shares else self._plain
+            if shape not in known and (shape, shares, False) not in self._without:
+                self.record(shape, shares=shares)
+                return True
+        return False
+
+    @torch.inference_mode()
+    def record(self, shape: StepShape, *, shares: bool, adapted: bool = False) -> bool:
+        """If need be (0.1 s). Returns whether the graph is there: not where it found no memory."""
+        kind = self._adapted if adapted else self._sharing if shares else self._plain
+        if shape in kind:
+            return True
+        if (shape, shares, adapted) in self._without:
+            return False
+        try:
+            kind[shape] = self._record_adapted(shape) if adapted else self._record_plain(shape, shares)
+        except torch.OutOfMemoryError:
+            logger.warning("no memory for the graph of %s: such steps are launched kernel by kernel", shape)
+            self._without.add((shape, shares, adapted))
+        return shape in kind
+
+    def _kinds(self, shapes: Sequence[StepShape]) -> Iterator[tuple[StepShape, bool]]:
+        """Each shape, and again where there is a graph of it for decodes that share pages."""
+        for shape in shapes:
+            yield shape, False
+            if shape in self._for_sharing:
+                yield shape, True
+
+    def _record_plain(self, shape: StepShape, shares: bool) -> _Graph:
         if self._adapters is not None:
             self._adapters.select(None, 0)
-        for shape in sorted(self._shapes if shapes is None else shapes, reverse=True):
-            self._plain[shape] = self._record(shape)
-            if shape in self._for_sharing:
-                self._sharing[shape] = self._record(shape, self._make_groups(shape.decodes))
+        return self._record(shape, self._make_groups(shape.decodes) if shares else None)
+
+    def _record_adapted(self, shape: StepShape) -> _Graph:
+        assert self._adapters is not None
+        with self._adapters.rehearsing():  # every layer may have an adapter one day
+            graph = self._record(shape, adapted=True)
+        self._adapters.select(None, 0)
+        return graph
 
     def largest(self) -> list[StepShape]:
         """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into."""
@@ -137,20 +179,21 @@ class StepGraphs:
         self._logits = self._pool = None
 
     def shape_of(self, batch: StepBatch, rows: StepRows) -> StepShape | None:
-        """The smallest recorded shape that serves the step; None: no graph does."""
+        """The smallest shape that serves the step, recorded or not; None: no graph could."""
         levels, needs = batch.sharing.decodes, StepNeeds.of(rows)
         few = needs.rows - needs.decodes < needs.others * MANY_ROWS  # so they had better share what they read
         if len(levels) > 1 or (batch.sharing.prefills and few):
             return None
-        graphs = self._sharing if levels else self._plain
-        adapted = _has_adapters(rows)
+        adapted = has_adapters(rows)
         if adapted and (levels or self._adapters is None):
             return None
         return next(
             (
                 shape
                 for shape in self._shapes
-                if shape in graphs and (shape.only_decodes or not adapted) and shape.fits(needs)
+                if (not levels or shape in self._for_sharing)
+                and (shape.only_decodes or not adapted)
+                and shape.fits(needs)
             ),
             None,
         )
@@ -164,9 +207,9 @@ class StepGraphs:
         temperature: np.ndarray,
         keys: np.ndarray,
     ) -> GraphOutput:
-        """One step of this shape. The tables are up to date; temperature float32 `[n]` and keys int32 `[n, 2]` are the
-        sampler's, for each row that is sampled."""
-        graph = self._graph(shape, levels, rows)
+        """One step of this shape, which is recorded. The tables are up to date; temperature float32 `[n]` and keys
+        int32 `[n, 2]` are the sampler's, for each row that is sampled."""
+        graph = (self._adapted if has_adapters(rows) else self._sharing if levels else self._plain)[shape]
         staging = self._stagings[self._turn]
         self._turn = 1 - self._turn
         staging.copied.synchronize()  # of the step before the last: a wait only where steps that sample nothing follow
@@ -177,17 +220,6 @@ class StepGraphs:
             self._write_groups(graph.shared, levels, shape.decodes)
         graph.graph.replay()
         return graph.output.first(len(arrays.sample_rows))
-
-    def _graph(self, shape: StepShape, levels: Levels, rows: StepRows) -> _Graph:
-        if not _has_adapters(rows):
-            return (self._sharing if levels else self._plain)[shape]
-        graph = self._adapted.get(shape)
-        if graph is None:
-            assert self._adapters is not None
-            with self._adapters.rehearsing():  # every layer may have an adapter one day
-                graph = self._adapted[shape] = self._record(shape, adapted=True)
-            self._adapters.select(None, 0)
-        return graph
 
     def _record(self, shape: StepShape, shared: _Groups | None = None, *, adapted: bool = False) -> _Graph:
         self._stage_padding(shape)
@@ -264,5 +296,5 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _has_adapters(rows: StepRows) -> bool:
+def has_adapters(rows: StepRows) -> bool:
     return bool((rows.adapters != NO_ADAPTER).any())

@@ -3,7 +3,7 @@
 Input tokens that the host does not know yet come from `last_tokens`, where the step before leaves them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,12 @@ class StepTensors:
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
     adapter_rows: Tensor | None  # int32 [num_tokens]: each row's adapter slot; None: no row has one
     num_adapter_slots: int  # all of adapter_rows are below
+
+    def with_short_contexts(self) -> "StepTensors":
+        """The same shapes, but sequences that share nothing see their new tokens and one key at most before them."""
+        metadata = self.metadata
+        shortest = metadata.cu_seqlens_q.diff() + 1
+        return replace(self, metadata=replace(metadata, seq_lens=torch.minimum(metadata.seq_lens, shortest)))
 
 
 class StepInputs:

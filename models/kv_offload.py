@@ -2,8 +2,10 @@
 
 On a GPU: a block leaves through a buffer on the device, filled on the stream of the steps (so that it is what it was
 before the next step), and crosses the bus on a stream of its own. It comes back on another one, behind the steps
-launched so far (they may still write into blocks that were freed meanwhile). No step ever waits for the bus."""
+launched so far (they may still write into blocks that were freed meanwhile). No step ever waits for the bus, and none
+fails for it: a copy that finds no memory is not made."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +17,8 @@ from attention_backend.page_copy import PageCopy
 from models.host import available_memory_bytes
 from models.kv_pool import KVCaches
 from models.transfers import FinishedTransfers, Transfers
+
+logger = logging.getLogger(__name__)
 
 _SLAB_BYTES = 1 << 30  # host memory is allocated so: torch rounds pinned memory up to powers of two
 _BUFFER_BYTES = 128 << 20  # on the device, a piece of a transfer: large enough for the bus, small enough to have five
@@ -68,6 +72,9 @@ class KVOffload:
         ]  # fmt: skip
         self._done_stores: list[int] = []  # on a CPU, where they are done at once
         self._done_loads: list[int] = []
+        self._failed_stores: list[int] = []
+        self._failed_loads: list[int] = []
+        self._has_failed = False
         if self._on_gpu:
             self._set_up_streams()
 
@@ -105,11 +112,17 @@ class KVOffload:
             self._queue_loads(loads)
             return
         for block, slot in stores:
-            self._pages.gather(_ids([block]), self._rows(slot, 1))
+            if (ids := self._device_ids([block])) is None:
+                self._failed_stores.append(slot)
+                continue
+            self._pages.gather(ids, self._rows(slot, 1))
+            self._done_stores.append(slot)
         for slot, block in loads:
-            self._pages.scatter(self._rows(slot, 1), _ids([block]))
-        self._done_stores += [slot for _, slot in stores]
-        self._done_loads += [block for _, block in loads]
+            if (ids := self._device_ids([block])) is None:
+                self._failed_loads.append(block)
+                continue
+            self._pages.scatter(self._rows(slot, 1), ids)
+            self._done_loads.append(block)
 
     def finished(self) -> FinishedTransfers:
         if self._on_gpu:
@@ -119,16 +132,19 @@ class KVOffload:
                     self._free_buffers.append(piece.buffer)
             for piece in _take_arrived(self._loads):
                 self._done_loads += piece.numbers
-        done = FinishedTransfers(self._done_stores, self._done_loads)
-        self._done_stores, self._done_loads = [], []
+        done = FinishedTransfers(self._done_stores, self._done_loads, self._failed_stores, self._failed_loads)
+        self._done_stores, self._done_loads, self._failed_stores, self._failed_loads = [], [], [], []
         return done
 
     def _queue_stores(self, stores: Sequence[tuple[int, int]]) -> None:
         for part in _parts(stores, _buffer_blocks(self.block_bytes)):
+            slots = [slot for _, slot in part]
+            if (ids := self._device_ids([block for block, _ in part])) is None:
+                self._failed_stores += slots
+                continue
             number = self._free_buffers.pop()
             rows = self._store_buffers[number][: len(part)]
-            slots = [slot for _, slot in part]
-            self._pages.gather(self._device_ids([block for block, _ in part]), rows)
+            self._pages.gather(ids, rows)
             gathered = torch.cuda.Event()
             gathered.record()
             with torch.cuda.stream(self._storing):
@@ -143,16 +159,30 @@ class KVOffload:
         launched = _recorded()
         with torch.cuda.stream(self._loading):
             for part in _parts(loads, self._load_buffer.shape[0]):
-                rows = self._load_buffer[: len(part)]
                 blocks = [block for _, block in part]
+                if (ids := self._device_ids(blocks)) is None:
+                    self._failed_loads += blocks
+                    continue
+                rows = self._load_buffer[: len(part)]
                 for row, slot, count in self._runs([slot for slot, _ in part]):
                     rows[row : row + count].copy_(self._rows(slot, count), non_blocking=True)
                 self._loading.wait_event(launched)
-                self._pages.scatter(rows, self._device_ids(blocks))
+                self._pages.scatter(rows, ids)
                 self._loads.append(_Piece(blocks, _recorded(), None))
 
-    def _device_ids(self, blocks: Sequence[int]) -> Tensor:
-        return _ids(blocks).pin_memory().to(self._pages.device, non_blocking=True)
+    def _device_ids(self, blocks: Sequence[int]) -> Tensor | None:
+        """All that a copy allocates, so before it has begun. None: there is no memory."""
+        try:
+            ids = _ids(blocks)
+            return ids.pin_memory().to(self._pages.device, non_blocking=True) if self._on_gpu else ids
+        except (RuntimeError, MemoryError) as error:
+            # Pinned memory that cannot be had is an error of CUDA like any other, but for its words.
+            if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "out of memory" not in str(error):
+                raise
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("KV blocks are not copied, since there is no memory for it: %s", type(error).__name__)
+            return None
 
     def _rows(self, slot: int, count: int) -> Tensor:
         slab, row = divmod(slot, self._slots_per_slab)

@@ -23,13 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from models import patching, quantization
+from models import patching, placing, quantization
 from models.errors import ModelLoadError
 from models.host import usable_cpus
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
 from models.quantization import Quantization
 from models.registry import ModelSource
+from models.weight_reading import WeightReading
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -64,8 +65,10 @@ def load(
     dtype: DTypeName = "auto",
     device: str | torch.device = "cpu",
     load_format: LoadFormat = "auto",
+    reading: WeightReading | None = None,
 ) -> LoadedModel:
     """Loads the weights, or with load_format "dummy" makes random ones of the config's shape directly on the device.
+    `reading`: of this folder, to this device, for weights that need nothing more.
 
     dtype "auto": float32 on a CPU; on CUDA the checkpoint's, and bfloat16 (float16 before Ampere) for a float32 one.
     Layers that stay quantised keep their checkpoint's dtype around them, on every device. Raises ModelLoadError, but
@@ -73,7 +76,7 @@ def load(
     """
     device = torch.device(device)
     folder = source.fetch(weights=load_format == "auto")
-    model = _make(folder, dtype, device, load_format, patching.LONGWAVE_PAGED)
+    model = _make(folder, dtype, device, load_format, patching.LONGWAVE_PAGED, reading=reading)
     model.eval().requires_grad_(False)
     if device.type == "cpu":
         pack_linears(model)
@@ -118,6 +121,7 @@ def _make(
     attention: str,
     *,
     training: bool = False,
+    reading: WeightReading | None = None,
 ) -> PreTrainedModel:
     config = _read_config(folder)
     if load_format == "auto":
@@ -138,7 +142,8 @@ def _make(
             quantization.forget(config)
             model = _random_weights(config, torch_dtype, device, attention)
         else:
-            model = _load_weights(folder, config, torch_dtype, device, attention, quantized)
+            read = None if reading is None else placing.place(reading.finish(), config, torch_dtype, device, attention)
+            model = read or _load_weights(folder, config, torch_dtype, device, attention, quantized)
     if quantized is not None:
         logger.info("quantised weights: %s", quantized)
         quantization.settle(model, quantized, torch_dtype)

@@ -15,7 +15,7 @@ from models.batch import NO_ADAPTER, SamplingParams, StepBatch, StepOutput
 from models.chosen_kernels import chosen_kernels
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
-from models.graphs import StepGraphs
+from models.graphs import StepGraphs, has_adapters
 from models.inputs import StepInputs, StepTensors
 from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import (
@@ -36,6 +36,7 @@ from models.prefix_groups import sharing_limits
 from models.rehearsals import Rehearsals
 from models.sampling import LaunchedSample, Sampler
 from models.self_test import check_engine_path
+from models.stages import Stages
 from models.step_rows import StepRows
 from models.step_shapes import StepShape, chunk_shapes, decode_shapes, draft_shapes
 
@@ -61,14 +62,16 @@ class ModelRunner:
         kv_offload_bytes: int = 0,
         kv_dtype: str = "auto",
         max_drafts: int = 0,
+        stages: Stages | None = None,
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
         request of max_model_len tokens fits, KVCacheDtypeError for a `kv_dtype` that is not served.
 
         `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
         and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs. `max_drafts`: guesses of a
-        sequence in a step, for which there are graphs, too.
+        sequence in a step, for which there are graphs, too. `stages` are told of what takes long here and in `warm_up`.
         """
+        self._stages = stages or Stages()
         self.block_size = block_size
         self.device = loaded.device
         self._max_num_seqs = max_num_seqs
@@ -86,10 +89,12 @@ class ModelRunner:
             for site in self._sites
         ]
         prepare_step_kernels(layers, self._dtype, self.device, page_size=block_size, fp8_kv=self._kv_dtype == FP8)
+        self._stages.end("kernels")
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._kv_scales = calibrate(loaded.model, self._sites, block_size=block_size) if self._kv_dtype == FP8 else None
         if self._kv_scales is not None:
             check_engine_path(loaded.model, self._sites, block_size=block_size, scales=self._kv_scales)
+        self._stages.end("self-test")
         self._forward = PagedForward(loaded.model)
         self.adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
         #: When prefixes that requests share are worth passes of their own; None: no layer could.
@@ -119,6 +124,7 @@ class ModelRunner:
         self.kernels = chosen_kernels(self._sites, self._kv_caches, self._dtype, max_model_len)
         #: Host memory for blocks that the engine gives up, if `kv_offload_bytes` are to be taken for it.
         self.host_memory = KVOffload(self._kv_caches, kv_offload_bytes) if self._offloads else None
+        self._stages.end("KV cache")
         self.fingerprint = partial(fingerprint, loaded.model, self._kv_caches, max_model_len=max_model_len)
 
     @property
@@ -126,12 +132,19 @@ class ModelRunner:
         """Which layers are fused, and why others are not, in words."""
         return str(self._forward.fused)
 
-    def warm_up(self) -> None:
-        """Everything that a first request would have to wait for: kernels exist, steps are recorded. Once."""
+    def warm_up(self, *, all_graphs: bool = True) -> None:
+        """Everything that a first request would have to wait for: kernels exist, steps are recorded. Once. Without
+        `all_graphs` a step is recorded when `prepare` comes to it, or when there is one."""
         self._rehearse_all()
         if self._use_graphs and self._graphs is None:
             self._graphs = self._make_graphs()
-            self._graphs.capture()
+            if all_graphs:
+                self._graphs.capture()
+                self._stages.end("graphs")
+
+    def prepare(self) -> bool:
+        """Records one kind of steps more (0.1 s), for moments without requests. False: there is nothing left to do."""
+        return self._graphs is not None and self._graphs.record_one()
 
     def _make_graphs(self) -> StepGraphs:
         return StepGraphs(
@@ -176,6 +189,7 @@ class ModelRunner:
             for batch in rehearsals.steps():
                 self._rehearse(batch)
         self._warm = True
+        self._stages.end("rehearsals")
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         """Raises ValueError for sampling parameters that name tokens outside of the vocabulary."""
@@ -202,14 +216,18 @@ class ModelRunner:
             shape = None if self._graphs is None else self._graphs.shape_of(batch, rows)
             if self._graphs is None or shape is None:
                 return self._run(batch, rows)
+            if not self._graphs.record(shape, shares=bool(batch.sharing.decodes), adapted=has_adapters(rows)):
+                return self._run(batch, rows)
             return self._replay(self._graphs, shape, batch, rows)
         except BaseException:
             for slot in rows.slots.tolist():  # what was to be written to their tables may not have been
                 self._inputs.forget(slot)
             raise
 
-    def _run(self, batch: StepBatch, rows: StepRows) -> LaunchedSample:
+    def _run(self, batch: StepBatch, rows: StepRows, *, short: bool = False) -> LaunchedSample:
         step = self._inputs.build(batch, rows)
+        if short:
+            step = step.with_short_contexts()
         if self.adapters is not None:
             self.adapters.select(step.adapter_rows, step.num_adapter_slots)
         elif step.adapter_rows is not None:
@@ -281,11 +299,13 @@ class ModelRunner:
         return taken
 
     def _rehearse(self, batch: StepBatch) -> None:
-        """Runs a batch of dummy sequences that sample in the most expensive way. No request may be present."""
+        """Runs a batch of dummy sequences that sample in the most expensive way. No request may be present. Memory and
+        kernels follow shapes, which are those of the whole contexts; their keys are not worth the time to read them."""
         sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20, seed=0)
         for seq in batch.seqs:
             self.add_request(seq.slot, sampling, [0])
-        self.execute(batch)
+        with torch.inference_mode():
+            self._run(batch, StepRows.of(batch), short=not batch.sharing.prefills).collect()
         for seq in batch.seqs:
             self.remove_request(seq.slot)
 

@@ -14,7 +14,9 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTransfers:
-    """What arrived since the last time this was asked."""
+    """What arrived since the last time this was asked, and what never will: there was no memory to copy it."""
 
     stored_slots: Sequence[int] = ()
     loaded_blocks: Sequence[int] = ()
+    failed_slots: Sequence[int] = ()  # of stores
+    failed_blocks: Sequence[int] = ()  # of loads

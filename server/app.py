@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -53,7 +54,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     jobs = FineTuning(
         settings.data_folder / "finetune",
         store,
-        settings.trainer_config(),
+        replace(settings.trainer_config(), answering_fd=lifecycle.answering.fd),
         lifecycle.load_adapter,
         lifecycle.engine.unload_adapter,
         max_live_jobs=settings.max_fine_tuning_jobs,
@@ -62,7 +63,8 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         lifecycle.preparations.append(jobs.start)
         lifecycle.drains.append(jobs.drain)
         lifecycle.metrics.watch_fine_tuning(jobs.stats)
-    low_level = Training(settings.data_folder / "training", settings.training_config(), lifecycle)
+    calls = replace(settings.training_config(), answering_fd=lifecycle.answering.fd)
+    low_level = Training(settings.data_folder / "training", calls, lifecycle)
     if settings.enable_training:
         lifecycle.preparations.append(low_level.start)
         lifecycle.drains.append(low_level.drain)

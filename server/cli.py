@@ -15,6 +15,10 @@ from server.kernels_cli import kernels_app
 from server.settings import BUNDLED_MODEL, ClientSettings, ConfigurationError, Settings, load_settings
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from transformers import PreTrainedTokenizerBase
+
+    from models.registry import ModelSource
     from server.lifecycle import Lifecycle
 
 # Plain help: rich's table cuts the names of flags short in a terminal of 80 columns.
@@ -101,6 +105,7 @@ def serve(
     fine_tuning_max_length: Annotated[int | None, Flag(help="Most tokens of a training example.")] = None,
     fine_tuning_batch_tokens: Annotated[int | None, Flag(help="Tokens of one forward in training.")] = None,
     fine_tuning_checkpoint_every: Annotated[int | None, Flag(help="Steps between a job's checkpoints.")] = None,
+    training_gpu_share: Annotated[float | None, Flag(help="Share of time that training takes beside answers.")] = None,
     enable_training: Annotated[bool | None, Flag(help="Serve /v1/training, the low-level calls.")] = None,
     max_training_models: Annotated[int | None, Flag(help="Most live models of low-level training.")] = None,
     max_training_call_tokens: Annotated[int | None, Flag(help="Most tokens of one such call.")] = None,
@@ -127,10 +132,9 @@ def serve(
 
 
 def _serve(settings: Settings) -> int:
-    from models import loader, registry
+    from models import registry
     from models.errors import ModelLoadError
     from server import process
-    from server.app import create_app
     from server.engine.client import EngineClient
     from server.lifecycle import Lifecycle
 
@@ -148,8 +152,26 @@ def _serve(settings: Settings) -> int:
         _refuse([f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"], EXIT_FAILED)
     port = listener.getsockname()[1]
     typer.echo(f"Longwave is loading {settings.model} ...", err=True)
-    lifecycle = Lifecycle(settings, EngineClient(settings.engine_config()), lambda: loader.load_tokenizer(source))
-    return process.serve(create_app(lifecycle), lifecycle, listener, lambda: _announce(lifecycle, port))
+    lifecycle = Lifecycle(
+        settings,
+        EngineClient(settings.engine_config()),
+        lambda: _load_tokenizer(source),
+        began=process.began(),
+    )
+    return process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: _announce(lifecycle, port))
+
+
+def _make_app(lifecycle: "Lifecycle") -> "FastAPI":
+    from server.app import create_app
+
+    return create_app(lifecycle)
+
+
+def _load_tokenizer(source: "ModelSource") -> "PreTrainedTokenizerBase":
+    """In a thread, beside the engine's start: it imports torch, which takes seconds."""
+    from models.loader import load_tokenizer
+
+    return load_tokenizer(source)
 
 
 def _announce(lifecycle: "Lifecycle", port: int) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from models.errors import ModelLoadError
+from models.stages import Stages
+from server.answering import AnsweringSign
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
@@ -59,7 +61,10 @@ class Phase(StrEnum):
 class Lifecycle:
     """Owns the engine and what exists only while it serves."""
 
-    def __init__(self, settings: Settings, engine: Engine, load_tokenizer: Callable[[], Any]) -> None:
+    def __init__(
+        self, settings: Settings, engine: Engine, load_tokenizer: Callable[[], Any], *, began: float | None = None
+    ) -> None:
+        """`began`: when this process did, on time.monotonic()'s clock; now, by default."""
         self.settings = settings
         self.engine = engine
         self.metrics = Metrics(settings.model_names[0], lambda: engine.stats)
@@ -67,14 +72,23 @@ class Lifecycle:
         self.phase = Phase.STARTING
         self.changed = asyncio.Condition()
         self.generator: Generator | None = None
+        self.answering = AnsweringSign()  # while a request is open
         self.preparations: list[Callable[[], Awaitable[None]]] = []  # between the engine's readiness and the server's
         self.drains: list[Callable[[], Awaitable[None]]] = []  # what else has to stop in time
         self._load_tokenizer = load_tokenizer
+        self._began = time.monotonic() if began is None else began
+        self._engine_started = 0.0  # when its process did; 0: it has not
         engine.times = self.metrics.observe_times
+
+    async def start_engine(self) -> None:
+        """Once; `lifespan` does it where nobody did before."""
+        if not self._engine_started:
+            self._engine_started = time.monotonic()
+            await self.engine.start()
 
     @asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:
-        await self.engine.start()
+        await self.start_engine()
         coming_up = asyncio.create_task(self._come_up())
         try:
             yield
@@ -144,6 +158,7 @@ class Lifecycle:
     async def drain(self) -> None:
         """Refuses new work, lets running answers finish within the budget, then ends the rest with an error."""
         await self._enter(Phase.DRAINING)
+        self.answering.show(False)  # training has to reach its end in time, too
         if self.generator is None:
             return
         logger.info(
@@ -158,6 +173,8 @@ class Lifecycle:
         finally:
             for task in work:
                 task.cancel()
+        if self.settings.kv_offload_dir is not None:  # what is in host memory only has as long to reach the disk
+            await self.engine.shutdown(self.settings.shutdown_timeout)
 
     async def cut(self) -> None:
         """Ends every running answer with an error event, now."""
@@ -168,8 +185,9 @@ class Lifecycle:
 
     async def _come_up(self) -> None:
         try:
-            ready, source = await asyncio.gather(self.engine.ready(), asyncio.to_thread(self._load_tokenizer))
-            tokenizer = TextTokenizer(source)
+            ready, tokenizer = await asyncio.gather(
+                self.engine.ready(), asyncio.to_thread(lambda: TextTokenizer(self._load_tokenizer()))
+            )
             for name, folder in self.settings.lora_folders.items():
                 await self.engine.load_adapter(name, str(folder))
         except asyncio.CancelledError:
@@ -185,12 +203,27 @@ class Lifecycle:
             admission.learn(ready)
             self.metrics.learn(ready)
             self.generator = Generator(
-                self.engine, tokenizer, admission, self.metrics, ready, max_n=self.settings.max_n
+                self.engine,
+                tokenizer,
+                admission,
+                self.metrics,
+                ready,
+                max_n=self.settings.max_n,
+                on_active=self.answering.show,
             )
             for prepare in self.preparations:
                 await prepare()
             if self.phase is Phase.STARTING:
+                self._log_stages(ready)
                 await self._enter(Phase.SERVING)
+
+    def _log_stages(self, ready: EngineReady) -> None:
+        """Of the way from this process's first moment to here, in seconds."""
+        now = time.monotonic()
+        stages = Stages(self._began)
+        before, after = self._engine_started - self._began, now - self._engine_started - sum(ready.stages.values())
+        stages.seconds = {"before the engine": before, **ready.stages, "after it": after}
+        logger.info("ready in %.1f s: %s", now - self._began, stages)
 
     async def _fail(self, message: str) -> None:
         logger.critical("cannot serve: %s", message)

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -16,6 +19,16 @@ from server.settings import Settings
 KEEP_ALIVE = 75  # seconds an idle connection is kept
 CLOSE_GRACE = 5  # seconds uvicorn waits for handlers after the drain
 EXIT_FAILED = 1
+_STAT = Path("/proc/self/stat")
+
+
+def began() -> float:
+    """When this process did, on time.monotonic()'s clock; now, where the system does not say."""
+    now = time.monotonic()
+    if not _STAT.is_file():
+        return now
+    ticks = int(_STAT.read_text().rpartition(")")[2].split()[19])  # proc(5): starttime, after the boot
+    return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 class ImpatientProtocol(H11Protocol):
@@ -87,20 +100,27 @@ def uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
     )
 
 
-def serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
+def serve(
+    make_app: Callable[[], Any], lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]
+) -> int:
     """Runs until a signal or a failed start; returns the process's exit code."""
-    return asyncio.run(_serve(app, lifecycle, listener, on_ready))
+    return asyncio.run(_serve(make_app, lifecycle, listener, on_ready))
 
 
-async def _serve(app: Any, lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]) -> int:
-    server = Server(uvicorn_config(app, lifecycle.settings))
-    ending = _EndOnSignals(server, lifecycle)
-    watching = asyncio.create_task(_watch(server, lifecycle, on_ready))
+async def _serve(
+    make_app: Callable[[], Any], lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]
+) -> int:
     try:
-        await server.serve(sockets=[listener])
+        await lifecycle.start_engine()  # before all that is imported for the application: the engine takes longest
+        server = Server(uvicorn_config(make_app(), lifecycle.settings))
+        ending = _EndOnSignals(server, lifecycle)
+        watching = asyncio.create_task(_watch(server, lifecycle, on_ready))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            watching.cancel()
+            await ending.finish()
     finally:
-        watching.cancel()
-        await ending.finish()
         await lifecycle.engine.shutdown(0.0)  # after a forced exit uvicorn leaves that to us
     return EXIT_FAILED if lifecycle.phase is Phase.FAILED or not server.started else 0
 

@@ -106,6 +106,9 @@ class Settings(BaseSettings):
     fine_tuning_checkpoint_every: int = Field(
         10, ge=1, le=1_000_000, description="Steps between checkpoints; a crash loses no more."
     )
+    training_gpu_share: float = Field(
+        0.25, ge=0.01, le=1, description="Share of time that training takes beside answers."
+    )
     enable_training: bool = Field(True, description="Serve /v1/training, the low-level calls.")
     max_training_models: int = Field(4, ge=1, le=1024, description="Most live models of low-level training.")
     max_training_call_tokens: int = Field(65_536, ge=1, le=MAX_MODEL_LEN, description="Most tokens of one such call.")
@@ -192,6 +195,7 @@ class Settings(BaseSettings):
             max_length=self.fine_tuning_max_length,
             micro_batch_tokens=self.fine_tuning_batch_tokens,
             checkpoint_every=self.fine_tuning_checkpoint_every,
+            gpu_share=self.training_gpu_share,
             max_rank=self.max_lora_rank,
         )
 
@@ -208,6 +212,7 @@ class Settings(BaseSettings):
             max_call_tokens=self.max_training_call_tokens,
             max_saved=self.max_saved_weights,
             idle_seconds=self.training_idle_timeout,
+            gpu_share=self.training_gpu_share,
         )
 
 

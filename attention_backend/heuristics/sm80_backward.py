@@ -26,6 +26,7 @@ class BackwardConfig:
     key_warps: int
     row_warps: int
     stages: int = 1  # of the query tiles
+    min_blocks: int = 1  # of an SM at a time, which the compiler leaves registers for
 
     @property
     def threads(self) -> int:
@@ -63,25 +64,41 @@ _BACKWARD = {
     256: (*_SQUARE, *_SMALL[2:]),
 }
 
-# Where the first of a width spills.
-_NARROWER = {
+# In front of those: where the first of a width spills, and where two smaller blocks of an SM are faster than a large
+# one, as one computes while the other waits (on an H200 at head_dim 64, 1.08 of the large tile).
+_OF_ARCH = {
+    ("sm_90a", 64): (BackwardConfig(64, 96, 4, 2, 2, 2, 2, 2),),
     ("sm_100", 64): (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2),),
     ("sm_100", 256): (BackwardConfig(64, 64, 8, 4, 2, 2, 4, 2),),
 }
+# In front of all, of short sequences, where a causal mask leaves half of a large tile empty.
+_SHORT = {
+    ("sm_90a", 64): (BackwardConfig(64, 64, 4, 2, 2, 2, 2, 2, min_blocks=3),),
+    ("sm_90a", 128): (BackwardConfig(64, 64, 4, 2, 2, 2, 2, 1),),
+}
+_SHORT_KEYS = 512
+_SHORT_WIDTH = 64  # up to which they are faster without a mask too
 
 
-def backward_config(arch: str, tile: int, tile_v: int) -> BackwardConfig:
+def is_short(tile: int, seqlen_k: int, *, tapered: bool) -> bool:
+    """Whether sequences of so many keys have tiles of their own. `tapered`: with a causal mask."""
+    return seqlen_k <= _SHORT_KEYS and (tapered or tile <= _SHORT_WIDTH)
+
+
+def backward_config(arch: str, tile: int, tile_v: int, *, short: bool = False) -> BackwardConfig:
     wide = max(tile, tile_v)
-    for config in (*_NARROWER.get((arch, wide), ()), *_BACKWARD[wide]):
+    for config in (*(_SHORT.get((arch, wide), ()) if short else ()), *_OF_ARCH.get((arch, wide), ()), *_BACKWARD[wide]):
         if config.fits(tile, tile_v) and config.smem_bytes(tile, tile_v) <= SHARED_MEMORY[arch]:
             return config
     raise AssertionError(f"no backward tile fits {arch} at head_dim {tile}/{tile_v}")  # the covering set proves it
 
 
-def group_parts(blocks: int, group: int, num_sms: int) -> int:
+def group_parts(blocks: int, group: int, num_sms: int, *, tapered: bool) -> int:
     """Blocks that share a key head's `group` query heads: a divisor of it, as few as fill three quarters of the device.
 
     `blocks` is how many there are with one each. Several write float32 parts of dK and dV, which are added afterwards.
+    `tapered`: a causal mask gives the first blocks twice the rows of the mean one, so there must be twice as many.
     """
+    wanted = num_sms * (6 if tapered else 3)
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    return next((parts for parts in divisors if parts * blocks * 4 >= num_sms * 3), group)
+    return next((parts for parts in divisors if parts * blocks * 4 >= wanted), group)

@@ -12,11 +12,16 @@ MIXED_TILES = ((192, 128),)
 MIN_PAGE_ROWS = 16
 #: Keys from which on wider tiles are faster: what they waste at their ends is little then.
 LONG = 8192
+#: Queries up to which tiles of fewer rows may waste less than they cost (head_dim 64).
+SHORT = 2048
+_WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
 #: Rows and keys of a block of a block-sparse mask.
 SPARSE_BLOCK = 128
 MAX_SPLITS = 128
 FEW_SPLITS = 8  # room for these at least, where some sequences may be much longer than others
 FEW_TILES = 2.5  # for each SM: where some may be much longer than others
+SOME_TILES, SOME_SPLITS = 9, 3  # the same, where tiles are so long that a last round which is half empty costs more
+MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
@@ -71,12 +76,14 @@ def head_dim_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return (max(tile, tile_v),) * 2
 
 
-def hopper_config(tile: int, tile_v: int, *, long: bool, paged: bool, sparse: bool, extras: bool) -> HopperConfig:
-    """`long`: of LONG keys or more. `extras`: scores are changed, or masked by more than an interval of keys, which
-    costs registers.
+def hopper_config(
+    tile: int, tile_v: int, *, short: bool, long: bool, paged: bool, sparse: bool, extras: bool
+) -> HopperConfig:
+    """`short`: see is_short. `long`: of LONG keys or more. `extras`: scores are changed, or masked by more than an
+    interval of keys, which costs registers.
     """
     if tile == 64 and not (sparse or extras):
-        return HopperConfig(192, 128, 2, turns=True)
+        return HopperConfig(128, 128, 2, turns=False) if short else HopperConfig(192, 128, 2, turns=True)
     wide = long and not (paged or sparse or extras)
     if tile <= 128:
         return HopperConfig(128, 160 if wide else 128, 2, turns=True)
@@ -84,6 +91,21 @@ def hopper_config(tile: int, tile_v: int, *, long: bool, paged: bool, sparse: bo
         narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
     return HopperConfig(128, 80 if wide else 64, 1, turns=False)
+
+
+@lru_cache(maxsize=1024)
+def is_short(seqlen_q: int, seqlen_k: int, *, causal: bool) -> bool:
+    """Whether tiles of 192 rows would compute so many pairs that nobody sees that those of 128 are faster."""
+    if seqlen_q > SHORT:
+        return False
+    return _computed(192, seqlen_q, seqlen_k, causal) > _WIDE_GAIN * _computed(128, seqlen_q, seqlen_k, causal)
+
+
+def _computed(rows: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
+    """Pairs of a row and a tile of 128 keys; as many keys stand before the first query as make the last see all."""
+    ends = (min(first + rows, seqlen_q) for first in range(0, seqlen_q, rows))
+    seen = (max(seqlen_k - (seqlen_q - end if causal else 0), 1) for end in ends)
+    return rows * sum(-(-keys // 128) for keys in seen)
 
 
 def page_rows(page_size: int, block_n: int) -> int | None:
@@ -150,6 +172,8 @@ def _splits(tiles: int, steps: int, num_sms: int) -> int:
 def _most_splits(tiles: int, steps: int, num_sms: int) -> int:
     """Of sequences whose lengths the host does not know: most tiles may be a short one's, so that few see many keys. 1
     where there are so many that even then the device is full."""
-    if tiles >= FEW_TILES * num_sms or steps < 2 * FEWEST_STEPS:
+    if steps < 2 * FEWEST_STEPS:
         return 1
+    if tiles >= FEW_TILES * num_sms:
+        return SOME_SPLITS if tiles < SOME_TILES * num_sms and steps >= MANY_STEPS else 1
     return min(max(FEW_SPLITS, 2 * -(-num_sms // tiles)), steps // FEWEST_STEPS, MAX_SPLITS)

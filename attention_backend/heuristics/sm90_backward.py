@@ -29,7 +29,8 @@ class BackwardTile:
     o_stages: int
     ds_stages: int
     handover: int  # chunks of 64 x 64 floats
-    ds_shared: bool  # dK's operand comes from shared memory: registers are short
+    kept_k: int = 0  # slices of 16 columns of keys and of values that consumers keep in registers
+    kept_v: int = 0
 
     @property
     def threads(self) -> int:
@@ -56,7 +57,7 @@ class BackwardTile:
         rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * self.block_m * 2
-        barriers = 8 * (4 + 2 * self.q_stages + 2 * self.o_stages + 2 * _TILE_SLOTS + _CONSUMERS + 1)
+        barriers = 8 * (4 + 2 * self.q_stages + 2 * self.o_stages + 2 * _TILE_SLOTS + 3 * _CONSUMERS + 1)
         tiles = _TILE_SLOTS * (_TILE_BYTES + _KEY_BYTES * self.block_n)
         used = keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers + tiles
         # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
@@ -69,29 +70,55 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
     if (tile, tile_v) not in MIXED_TILES:
         tile = tile_v = max(tile, tile_v)
     if tile == 64:
-        return BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, ds_shared=False)
+        return BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, kept_k=4, kept_v=4)
     if tile <= 128:
-        return BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, ds_shared=True)
-    return BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1, ds_shared=False)
+        return BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, kept_k=4 if tile == 96 else 2)
+    return BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1)
 
 
-def section_lines(tile: BackwardTile, *, seqlen_q: int, group: int, lines: int) -> int:
+def section_lines(
+    tile: BackwardTile, *, seqlen_q: int, group: int, lines: int, key_tiles: int, num_sms: int, deterministic: bool
+) -> int:
     """Key heads, of all sequences, whose key tiles of one number are worked on side by side.
 
-    The longest tiles of many heads come first then, while what blocks share stays in the L2.
+    The longest tiles of many heads come first then, while what blocks share stays in the L2. A section keeps all SMs
+    busy, or at its end they wait for its longest tiles. In deterministic mode, where the last section has an order of
+    its own, there are two at least.
     """
-    per_row = 2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim
-    fitting = max(1, _L2_BYTES // max(1, seqlen_q * group * per_row))
-    return min(fitting, lines)
+    fitting = max(1, _L2_BYTES // max(1, _shared_bytes(tile, seqlen_q, group)))
+    busy = -(-num_sms // max(1, key_tiles))
+    sections = min(-(-lines // fitting), lines // busy)
+    return -(-lines // max(sections, 2 if deterministic else 1))
 
 
-def query_parts(*, key_tiles: int, lines: int, group: int, num_sms: int) -> int:
+def query_parts(
+    tile: BackwardTile,
+    *,
+    seqlen_q: int,
+    key_tiles: int,
+    lines: int,
+    group: int,
+    num_sms: int,
+    tapered: bool,
+    deterministic: bool,
+) -> int:
     """Into how many parts the query heads of a key head are shared out: a divisor of `group`, 1 where tiles are many.
 
-    Each part costs float32 copies of dK and dV and their sum.
+    Each part costs float32 copies of dK and dV and their sum. `tapered`: a causal mask gives the first tiles twice the
+    rows of the mean one, so an SM needs more than one. Blocks are at different rows and heads then; in deterministic
+    mode, where they wait for what they add, two parts at a time fit the L2 (8k with 4 query heads a key head, in one
+    part each, had 0.65 of the default).
     """
-    blocks = key_tiles * lines
-    if blocks >= num_sms:
-        return 1
+    wanted = num_sms * 3 // 2 if tapered else num_sms
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
-    return next((parts for parts in divisors if parts * blocks >= num_sms), group)
+
+    def enough(parts: int) -> bool:
+        near = not (tapered and deterministic) or 2 * _shared_bytes(tile, seqlen_q, group // parts) <= _L2_BYTES
+        return near and parts * key_tiles * lines >= wanted
+
+    return next((parts for parts in divisors if enough(parts)), group)
+
+
+def _shared_bytes(tile: BackwardTile, seqlen_q: int, group: int) -> int:
+    """Of queries, output gradients and dQ of a key head."""
+    return seqlen_q * group * (2 * (tile.head_dim + tile.head_dim_v) + 4 * tile.head_dim)

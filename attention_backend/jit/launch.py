@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention_backend.jit import bindings, early
+from attention_backend.jit import attributes, bindings
 from attention_backend.jit.artefact import Artefact
 from attention_backend.jit.bindings import LoadedKernel
 from attention_backend.jit.cache import default_cache
@@ -41,7 +41,8 @@ class Kernel:
 
     With `early=True` the kernel may start while the previous one of the stream still runs, once all of that one's
     blocks have called let_next_start() (kernels/parts/dependent_launch.cuh) or have ended; the kernel itself must call
-    wait_for_previous(). Before sm_90 it starts as ever.
+    wait_for_previous(). Before sm_90 it starts as ever. With `cooperative=True` all blocks run at once, so they may
+    wait for each other; LaunchError when they cannot.
 
     `max_smem` is the most dynamic shared memory a block can have, in bytes; `report` is what the compiler said.
     Raises LaunchError when sizes do not fit the kernel's parameters or the device's shared memory.
@@ -87,21 +88,30 @@ class Kernel:
         self._struct_size = report.parameter_sizes[0] if len(report.parameter_sizes) == 1 else -1
 
     def __call__(
-        self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int = 0, *, early: bool = False
+        self,
+        grid: Dim3,
+        block: Dim3,
+        params: Parameters,
+        smem_bytes: int = 0,
+        *,
+        early: bool = False,
+        cooperative: bool = False,
     ) -> None:
         driver = self._driver
         previous = driver.ctxGetCurrent()
         if previous == self._context:
-            self._launch(grid, block, params, smem_bytes, early)
+            self._launch(grid, block, params, smem_bytes, early and self._knows_early, cooperative)
             return
         # Another device is current, or this is a new thread, without a context yet.
         driver.ctxSetCurrent(self._context)
         try:
-            self._launch(grid, block, params, smem_bytes, early)
+            self._launch(grid, block, params, smem_bytes, early and self._knows_early, cooperative)
         finally:
             driver.ctxSetCurrent(previous)
 
-    def _launch(self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int, starts_early: bool) -> None:
+    def _launch(
+        self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int, early: bool, cooperative: bool
+    ) -> None:
         pointers: Any  # the array of pointers to parameters that cuLaunchKernel takes; it copies what they point to
         if isinstance(params, ctypes.Structure):
             if ctypes.sizeof(params) != self._struct_size:
@@ -121,8 +131,11 @@ class Kernel:
         if smem_bytes > self._smem_limit:
             self._raise_smem_limit(smem_bytes)
         stream = self._current_stream(self.device)
-        if starts_early and self._knows_early:
-            early.launch(self._function, grid, block, smem_bytes, stream, ctypes.addressof(pointers))
+        if early or cooperative:
+            attributes.launch(
+                self._function, grid, block, smem_bytes, stream, ctypes.addressof(pointers),
+                early=early, cooperative=cooperative,
+            )  # fmt: skip
             return
         self._driver.launchKernel(self._function, *grid, *block, smem_bytes, stream, ctypes.addressof(pointers), 0)
 

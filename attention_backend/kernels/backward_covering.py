@@ -7,6 +7,7 @@ import torch
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.backward_variants import backward_variant, postprocess_variant, preprocess_variant
+from attention_backend.kernels.flash_bwd_parts import sum_parts_variant
 from attention_backend.kernels.variants import Options
 
 
@@ -15,8 +16,11 @@ def backward_covering_set(arch: str) -> Iterator[KernelVariant]:
     main, other = (torch.float16,) * 2 if arch == "sm_75" else (torch.bfloat16, torch.float16)
     for tile in HEAD_DIM_TILES:
         yield preprocess_variant(main, tile, arch)
-        yield backward_variant(Options(main, tile, tile), arch, deterministic=False)[0]
+        for short in (False, True):
+            yield backward_variant(Options(main, tile, tile), arch, deterministic=False, short=short)[0]
         yield postprocess_variant(main, tile, arch)
+    yield sum_parts_variant(main, arch)
+    yield sum_parts_variant(other, arch)
     yield preprocess_variant(other, 128, arch)
     yield backward_variant(Options(other, 128, 128), arch, deterministic=False)[0]
     yield postprocess_variant(other, 128, arch)

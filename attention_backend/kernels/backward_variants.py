@@ -18,8 +18,10 @@ def preprocess_variant(dtype: torch.dtype, head_dim_v: int, arch: str) -> Kernel
 
 
 @cache
-def backward_variant(options: Options, arch: str, deterministic: bool) -> tuple[KernelVariant, BackwardConfig]:
-    config = backward_config(arch, *options.tiles)
+def backward_variant(
+    options: Options, arch: str, deterministic: bool, *, short: bool = False
+) -> tuple[KernelVariant, BackwardConfig]:
+    config = backward_config(arch, *options.tiles, short=short)
     unused = ("PAGED", "BIAS")  # no gradient goes through either
     defines = (
         *((name, value) for name, value in options.defines() if name not in unused),
@@ -32,6 +34,7 @@ def backward_variant(options: Options, arch: str, deterministic: bool) -> tuple[
         ("KEY_WARPS", config.key_warps),
         ("ROW_WARPS", config.row_warps),
         ("STAGES", config.stages),
+        ("MIN_BLOCKS", config.min_blocks),
         ("DETERMINISTIC", int(deterministic)),
     )
     hot = not options.extras and not deterministic

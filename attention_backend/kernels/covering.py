@@ -74,6 +74,7 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v)))
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v, paged=True), page_size=64), pack=True)
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True, softcap=True), page_size=64), pack=True)
+    yield hopper_variant(HopperOptions(Options(bf16, 64, 64), short=True))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
 

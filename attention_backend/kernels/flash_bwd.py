@@ -7,12 +7,13 @@ float32 parts of dK and dV where several blocks share a group of query heads.
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm80_backward import group_parts
+from attention_backend.heuristics.sm80_backward import group_parts, is_short
 from attention_backend.jit import load
 from attention_backend.kernels import device
 from attention_backend.kernels.backward_params import BackwardParams, QueryGradientParams, set_strides
 from attention_backend.kernels.backward_variants import backward_variant, postprocess_variant
 from attention_backend.kernels.dropout_params import dropout_params
+from attention_backend.kernels.flash_bwd_parts import new_parts, sum_parts, tapered
 from attention_backend.kernels.flash_bwd_rows import RowTerms, padded_rows, row_terms, sinks_gradient
 from attention_backend.kernels.params import pointer, score_params, sequence_params
 from attention_backend.kernels.variants import Options
@@ -53,8 +54,9 @@ def _main(
     args: AttentionArgs, options: Options, grad_out: Tensor, terms: RowTerms, dq_sums: Tensor, dk: Tensor, dv: Tensor
 ) -> None:
     index = args.q.device.index
-    variant, config = backward_variant(options, device.arch(index), args.deterministic)
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
+    short = is_short(max(options.tiles), p.sequence.seqlen_k, tapered=tapered(args))
+    variant, config = backward_variant(options, device.arch(index), args.deterministic, short=short)
     p.q, p.k, p.v, p.grad_out = args.q.data_ptr(), args.k.data_ptr(), args.v.data_ptr(), grad_out.data_ptr()
     p.lse2, p.delta, p.dq_sums = terms.lse2.data_ptr(), terms.delta.data_ptr(), dq_sums.data_ptr()
     p.dk, p.dv = dk.data_ptr(), dv.data_ptr()
@@ -64,23 +66,23 @@ def _main(
     p.head_dim, p.head_dim_v = args.head_dim, args.head_dim_v
     p.group = args.num_heads // args.num_kv_heads
     key_tiles = (p.sequence.seqlen_k + config.block_n - 1) // config.block_n
-    p.parts = group_parts(key_tiles * args.num_kv_heads * args.batch, p.group, device.num_sms(index))
+    blocks = key_tiles * args.num_kv_heads * args.batch
+    p.parts = group_parts(blocks, p.group, device.num_sms(index), tapered=tapered(args))
     parts = None
     if p.parts > 1:
-        make = torch.zeros if args.cu_seqlens_k is not None else torch.empty
-        parts = [make((p.parts, *x.shape), dtype=torch.float32, device=x.device) for x in (dk, dv)]
+        varlen = args.cu_seqlens_k is not None
+        parts = new_parts(dk, p.parts, zeroed=varlen), new_parts(dv, p.parts, zeroed=varlen)
         p.dk_parts, p.dv_parts = (x.data_ptr() for x in parts)
         p.dk_part, p.dv_part = dk.numel(), dv.numel()
     turns = None
     if args.deterministic:
         turns = torch.zeros((args.num_heads, rows // config.block_m), dtype=torch.int32, device=dq_sums.device)
         p.turns = pointer(turns)
-    grid = (key_tiles, args.num_kv_heads * p.parts, args.batch)
+    grid = (args.num_kv_heads * p.parts, key_tiles, args.batch)
     smem = config.smem_bytes(*options.tiles)
     load(variant, index)(grid, (config.threads, 1, 1), (p, dropout_params(args)) if options.dropout else p, smem)
     if parts is not None:
-        for part, total in zip(parts, (dk, dv), strict=True):
-            total.copy_(part.sum(0))
+        sum_parts(parts, (dk, dv))
 
 
 def _query_gradient(args: AttentionArgs, dq_sums: Tensor, dq: Tensor) -> None:

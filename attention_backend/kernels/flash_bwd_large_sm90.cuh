@@ -53,13 +53,14 @@ class Half {
   RingPlace<Q_STAGES> q;
   RingPlace<O_STAGES> o;
   RingPlace<DS_STAGES> ds_place;
+  RingPlace<1> turn;
 
   __device__ __forceinline__ const KeyTile& tile() const { return shared.tiles[slot.at]; }
   __device__ __forceinline__ bool first_thread() const { return threadIdx.x % 128 == 0; }
   __device__ __forceinline__ bool is_masked() const {
     return now.m < uniform(tile().whole_begin) || now.m >= uniform(tile().whole_end);
   }
-  __device__ __forceinline__ void next_step() { now.next(1, uniform(tile().m_begin), uniform(tile().m_end)); }
+  __device__ __forceinline__ void next_step() { now.next(1, tile()); }
 
   __device__ __forceinline__ void wait_keys() const {
     keys.wait_full(shared.full_k);
@@ -101,21 +102,18 @@ class Half {
     for (int i = 0; i < BLOCK_N / 16; i++) wgmma_transposed(dq, a + i * 128, b + i * 128, i != 0);
     wgmma_commit();
   }
-  __device__ __forceinline__ void add_dq(const float (&dq)[32], const Step& step, int n) const {
+  __device__ __forceinline__ void add_dq(const float (&dq)[32], const Step& step, int n) {
     const int64 rows = (step.head * p.padded_rows + tile().padded_row) / kRows + step.m;
 #if DETERMINISTIC
-    if (n == 0) {
-      if (first_thread()) await_turn(p.turns + rows * 2 + GROUP, turn_of(tile(), step.m));
-      named_sync(1 + GROUP, 128);
-    }
+    if (n == 0) turn.wait_full(shared.turn_begins + 8 * GROUP);
 #endif
     float* to = p.dq + (rows * kSlabsK + 2 * n + GROUP) * kChunk + threadIdx.x % 128 * 4;
 #pragma unroll
     for (int j = 0; j < 8; j++) add4(to + j * 512, dq[j * 4], dq[j * 4 + 1], dq[j * 4 + 2], dq[j * 4 + 3]);
 #if DETERMINISTIC
     if (n == kChunks - 1) {
-      named_sync(1 + GROUP, 128);
-      if (first_thread()) pass_turn(p.turns + rows * 2 + GROUP);
+      barrier_arrive(shared.turn_ends + 8 * GROUP);  // every thread for what it added
+      turn.next();
     }
 #endif
   }
@@ -293,6 +291,62 @@ class Second : Half<1> {
   }
 };
 
+#if DETERMINISTIC
+// Whether a barrier's phase of this parity is over.
+__device__ __forceinline__ bool barrier_test(uint32 barrier, uint32 parity) {
+  uint32 done;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
+// Takes turns at tiles of rows of dQ for the warpgroups, one lane each, so that they wait for no memory: a lane never waits
+// either, but looks again for whichever comes first, its next turn or the end of the one that its warpgroup has.
+__device__ __forceinline__ void take_turns(const Shared& shared, const BackwardParams& p) {
+  const int group = threadIdx.x % 32;
+  if (group >= kTurns) return;
+  RingPlace<TILE_SLOTS> slot;
+  uint32 parity = 0;  // of the turn that begins next
+  int turn = -1;      // the warpgroup's: an index of turns, as the next one
+#pragma unroll 1
+  for (;; slot.next()) {
+    slot.wait_full(shared.full_tile);
+    const KeyTile& tile = shared.tiles[slot.at];
+    int left = tile.tiles;
+    if (left < 0) return;
+    Step step(tile);
+    int mine = 0;
+    int next = -1;
+#pragma unroll 1
+    while (left > 0 || turn >= 0) {
+      if (next < 0) {
+        next = ((step.head * p.padded_rows + tile.padded_row) / kRows + step.m) * 2 + group;
+        mine = turn_of(tile, step.m);
+      }
+      const bool begins = left > 0 && is_turn(p.turns + next, mine);
+      int over = -1;
+      if (turn >= 0 && barrier_test(shared.turn_ends + 8 * group, parity ^ 1)) {
+        over = turn;
+        turn = -1;
+      }
+      if (begins && turn < 0) {
+        barrier_arrive(shared.turn_begins + 8 * group);
+        turn = next;
+        next = -1;
+        parity ^= 1;
+        left--;
+        step.next(kTileSteps, tile);
+      }
+      if (over >= 0) pass_turn(p.turns + over);
+    }
+    __syncwarp((1 << kTurns) - 1);
+    if (group == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_bwd_large_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                          const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
@@ -313,6 +367,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       case 2:
         draw_tiles(shared, p);
         break;
+#if DETERMINISTIC
+      case 3:
+        take_turns(shared, p);
+        break;
+#endif
     }
   } else {
     registers_raise<CONSUMER_REGISTERS>();

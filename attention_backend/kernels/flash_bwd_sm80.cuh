@@ -10,8 +10,8 @@
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), EVEN (the tensors are that wide), BLOCK_M,
 // BLOCK_N, NUM_WARPS; SCORE_WARPS_M x SCORE_WARPS_N warps share a tile of scores, the warps that share dK and dV are
-// KEY_WARPS along the keys, those of dQ are ROW_WARPS along the rows; STAGES (of the query tiles), DETERMINISTIC,
-// KEY_MASK, SOFTCAP, ALIBI, DROPOUT (which adds a parameter).
+// KEY_WARPS along the keys, those of dQ are ROW_WARPS along the rows; STAGES (of the query tiles), MIN_BLOCKS (of an SM),
+// DETERMINISTIC, KEY_MASK, SOFTCAP, ALIBI, DROPOUT (which adds a parameter).
 #define BIAS 0
 #include "parts/dropout.cuh"
 #include "parts/element.cuh"
@@ -93,9 +93,10 @@ __device__ __forceinline__ void end_turn(int* turn) {
   pass_turn(turn);
 }
 
-// With a causal mask the first keys have the most rows, and start first; where blocks take turns, the last keys do.
+// With a causal mask the first keys have the most rows, and start first, those of all heads side by side; where blocks take
+// turns, the last keys do.
 __device__ __forceinline__ int first_key_of_block() {
-  return static_cast<int>(DETERMINISTIC ? gridDim.x - 1 - block_x() : block_x()) * BLOCK_N;
+  return static_cast<int>(DETERMINISTIC ? gridDim.y - 1 - block_y() : block_y()) * BLOCK_N;
 }
 
 // What of the problem a block takes.
@@ -105,10 +106,10 @@ struct Block {
   int64 dense_batch, row;   // of the key tensors
 
   __device__ __forceinline__ Block(const BackwardParams& p) {
-    const int y = block_y();
+    const int x = block_x();
     batch = block_z();
-    kv_head = y / p.parts;
-    part = y % p.parts;
+    kv_head = x / p.parts;
+    part = x % p.parts;
     first_key = first_key_of_block();
     int k_begin = 0;
     seqlen_k = p.sequence.seqlen_k;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void store_rows(const char* tile, int pitch, element*
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const BackwardParams p
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm80(const BackwardParams p
 #if DROPOUT
                                                                          ,
                                                                          const DropoutParams dropout_params
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_bwd_sm80(const B
       const int score_row = warp / SCORE_WARPS_N * kScoreRows * 16, score_key = warp % SCORE_WARPS_N * kScoreKeys * 16;
       const Score score(p.score, batch, head);
 #if DROPOUT
-      const Dropout dropout(dropout_params, batch * static_cast<int>(gridDim.y / p.parts * p.group) + head);
+      const Dropout dropout(dropout_params, batch * static_cast<int>(gridDim.x / p.parts * p.group) + head);
 #endif
       float s[kScoreRows][kScoreKeys * 2][4];
       clear(s);

@@ -4,18 +4,20 @@
 // first warpgroup, one warp draws, one loads keys and queries, one values and output gradients, and one adds dQ to global
 // memory by bulk reductions, in fragment order (flash_bwd_postprocess_sm90.cuh).
 //
-// All products of scores are transposed (keys are rows), so that P^T and dS^T feed dV and dK from registers. A step is laid
-// out so that the tensor cores have work behind every stretch of arithmetic: the next scores are started as soon as this
-// step's probabilities are used up, their exponentials run beside dQ and dK, dS beside dV.
+// All products of scores are transposed (keys are rows), so that P^T and dS^T feed dV and dK from registers. Reads of
+// shared memory are what limits the products: those of 64 x 64 scores need as long for their operands as for themselves.
+// So slices of K and V stay in registers, and no register is spent on starting the next scores early, which costs dK its
+// operand from registers and was slower.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
 // HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS,
-// DS_SHARED, DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
+// KEPT_K and KEPT_V (slices of 16 columns of K and V in registers), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #define LARGE 0
 #include "parts/backward_loads.cuh"
 #include "parts/backward_store.cuh"
 #include "parts/backward_wgmma.cuh"
+#include "parts/mma_sm80.cuh"
 
 static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
 static_assert(kTileSteps == 2 ? kSlabsK == 1 : kSlabsK == 2, "dQ of a tile of rows is two chunks");
@@ -54,80 +56,75 @@ class Consumer {
     RingPlace<O_STAGES> o;
     RingPlace<DS_STAGES> ds;
     RingPlace<1> dq, keys;
-    int released = -1;  // the stage of queries that dK is still read from
+  };
+  struct Sums {
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+  };
+  // Slices of 16 columns of this warpgroup's keys and values, as first operands.
+  struct KeptKeys {
+    uint32 k[KEPT_K > 0 ? KEPT_K : 1][4], v[KEPT_V > 0 ? KEPT_V : 1][4];
   };
 
   __device__ __forceinline__ void run_tile(const KeyTile& tile, int tiles, Rings& rings) const {
-    float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
-    zero(dk);
-    zero(dv);
+    Sums sums;
+    zero(sums.dk);
+    zero(sums.dv);
     if (tiles > 0) {
       rings.keys.wait_full(shared.full_k);
-      if (has_dead_keys(tile)) {
-        rings.keys.wait_full(shared.full_v);
-        clear_dead_keys(shared, tile);
-      }
-      float s[kRows / 2];
-      Step now(tile);
-      rings.q.wait_full(shared.full_q);
-      start_scores(s, shared.q + rings.q.at * kBytesQ);
-      wgmma_wait<0>();
-      to_probabilities(s, tile, p, shared.lse2 + rings.q.at * kBytesTerms, now, is_masked(tile, now.m), lane);
       rings.keys.wait_full(shared.full_v);
+      if (has_dead_keys(tile)) clear_dead_keys(shared, tile);
+      KeptKeys kept;
+      keep<KEPT_K>(kept.k, shared.k);
+      keep<KEPT_V>(kept.v, shared.v);
+      Step now(tile);
 #pragma unroll 1
-      for (int t = 1; t < tiles; t++) {
-        if (kTileSteps == 2) step<true, 0>(dk, dv, s, tile, now, rings);
-        step<true, kTileSteps - 1>(dk, dv, s, tile, now, rings);
+      for (int left = tiles; left > 0; left--) {
+        if (kTileSteps == 2) step<0>(sums, kept, false, tile, now, rings);
+        step<kTileSteps - 1>(sums, kept, left == 1, tile, now, rings);
       }
-      if (kTileSteps == 2) step<true, 0>(dk, dv, s, tile, now, rings);
-      step<false, kTileSteps - 1>(dk, dv, s, tile, now, rings);
       rings.keys.next();
     }
-    store_dv(dv, tile, p, lane);
-    store_dk(dk, tile, p, lane);
+    store_dv(sums.dv, tile, p, lane);
+    store_dk(sums.dk, tile, p, lane);
   }
 
   static __device__ __forceinline__ bool is_masked(const KeyTile& tile, int m) {
     return m < uniform(tile.whole_begin) || m >= uniform(tile.whole_end);
   }
+  __device__ __forceinline__ bool first_thread() const { return threadIdx.x % 128 == 0; }
 
-  // a (64 keys of K or V) times kRows rows of b (Q or dO).
-  template <int WIDTH>
-  __device__ __forceinline__ void start_product(float (&s)[kRows / 2], uint32 keys, uint32 rows) const {
+  template <int KEPT, int SIZE>
+  __device__ __forceinline__ void keep(uint32 (&kept)[SIZE][4], uint32 keys) const {
+    const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++)
+      ldmatrix_x4(kept[i], keys + i / 4 * kSlabKv + row * 128 + ((i % 4 * 2 + half ^ row & 7) << 4));
+  }
+
+  // 64 keys of K or V times kRows rows of Q or dO; what is kept comes from registers.
+  template <int WIDTH, int KEPT, int SIZE>
+  __device__ __forceinline__ void start_product(float (&s)[kRows / 2], const uint32 (&kept)[SIZE][4], uint32 keys,
+                                                uint32 rows) const {
     const uint64 a = wgmma_descriptor(uniform(keys + group * 64 * 128), 16), b = wgmma_descriptor(uniform(rows), 16);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < WIDTH / 16; i++)
-      Wgmma<kRows>::shared(s, a + i / 4 * (kSlabKv >> 4) + i % 4 * 2, b + i / 4 * (kSlabQ >> 4) + i % 4 * 2, i != 0);
-    wgmma_commit();
-  }
-  __device__ __forceinline__ void start_scores(float (&s)[kRows / 2], uint32 rows) const {
-    start_product<HEAD_DIM>(s, shared.k, rows);
-  }
-
-  __device__ __forceinline__ void start_dv(float (&dv)[HEAD_DIM_V / 2], const uint32 (&probs)[kRows / 16][4], uint32 rows) const {
-    const uint64 b = wgmma_descriptor(uniform(rows), kSlabQ);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kRows / 16; i++) Wgmma<HEAD_DIM_V>::registers(dv, probs[i], b + i * 128);
+    for (int i = 0; i < WIDTH / 16; i++) {
+      const uint64 columns = b + i / 4 * (kSlabQ >> 4) + i % 4 * 2;
+      if (i < KEPT)
+        wgmma_kept(s, kept[i < KEPT ? i : 0], columns, i != 0);
+      else
+        Wgmma<kRows>::shared(s, a + i / 4 * (kSlabKv >> 4) + i % 4 * 2, columns, i != 0);
+    }
     wgmma_commit();
   }
 
-  // Where registers are short, dS^T comes from shared memory.
-  __device__ __forceinline__ void start_dk(float (&dk)[HEAD_DIM / 2], const uint32 (&ds)[kRows / 16][4], uint32 tile_ds,
-                                           uint32 rows) const {
+  // dV += P^T dO, dK += dS^T Q.
+  template <int WIDTH>
+  __device__ __forceinline__ void start_sum(float (&acc)[WIDTH / 2], const uint32 (&x)[kRows / 16][4], uint32 rows) const {
     const uint64 b = wgmma_descriptor(uniform(rows), kSlabQ);
-#if DS_SHARED
-    const uint64 a = wgmma_descriptor(uniform(tile_ds + group * 64 * 128), 16);
-#endif
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kRows / 16; i++)
-#if DS_SHARED
-      WgmmaRows<HEAD_DIM>::add(dk, a + i * 2, b + i * 128);
-#else
-      Wgmma<HEAD_DIM>::registers(dk, ds[i], b + i * 128);
-#endif
+    for (int i = 0; i < kRows / 16; i++) Wgmma<WIDTH>::registers(acc, x[i], b + i * 128);
     wgmma_commit();
   }
 
@@ -142,10 +139,10 @@ class Consumer {
     wgmma_commit();
   }
 
-  // Step PART of a tile of rows, whose probabilities are in s. With MORE those of the next step are there afterwards.
-  template <bool MORE, int PART>
-  __device__ __forceinline__ void step(float (&dk)[HEAD_DIM / 2], float (&dv)[HEAD_DIM_V / 2], float (&s)[kRows / 2],
-                                       const KeyTile& tile, Step& now, Rings& rings) const {
+  // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
+  template <int PART>
+  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const KeyTile& tile, Step& now,
+                                       Rings& rings) const {
     constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
     constexpr int kOffset = PART * kRows * 128;
     const uint32 lse2 = shared.lse2 + rings.q.at * kBytesTerms + PART * kRows * 4;
@@ -153,13 +150,15 @@ class Consumer {
     const uint32 rows_q = shared.q + rings.q.at * kBytesQ + kOffset, rows_o = shared.o + rings.o.at * kBytesO + kOffset;
     const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
     const bool masked = is_masked(tile, now.m);
-    float dp[kRows / 2];
+    float s[kRows / 2], dp[kRows / 2];
     uint32 probs[kRows / 16][4], ds[kRows / 16][4];
 
+    if (PART == 0) rings.q.wait_full(shared.full_q);
+    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
     if (PART == 0) rings.o.wait_full(shared.full_o);
-    start_product<HEAD_DIM_V>(dp, shared.v, rows_o);
-    wgmma_wait<1>();  // dK of the step before
-    if (PART == 0 && rings.released >= 0 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * rings.released);
+    start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v, rows_o);
+    wgmma_wait<1>();  // the scores
+    to_probabilities(s, tile, p, lse2, now, masked, lane);
 #if DROPOUT
     const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
     const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);
@@ -168,105 +167,85 @@ class Consumer {
     const Kept kept;
     pack_tile(probs, s);
 #endif
+    wgmma_wait<0>();  // dP
+    if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v);
     if (masked) {
       clear_dead_rows(rows_o, kSlabsV, lse2);
       clear_dead_rows(rows_q, kSlabsK, lse2);
     }
-    start_dv(dv, probs, rows_o);
-    wgmma_wait<1>();  // dP
-    if (!MORE && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v);
     to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
-    RingPlace<Q_STAGES> next = rings.q;
-    if (kEnds) next.next();
-    const uint32 next_lse2 = kEnds ? shared.lse2 + next.at * kBytesTerms : lse2 + kRows * 4;
-    if (MORE) {
-      if (kEnds) next.wait_full(shared.full_q);
-      start_scores(s, kEnds ? shared.q + next.at * kBytesQ : rows_q + kRows * 128);
-    }
     pack_tile(ds, dp);
+    start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
     fence_async_proxy();
-    if (kEnds)
-      named_sync(3, 128 * kConsumers);
-    else if (DS_SHARED)
-      named_sync(threadIdx.x / 128, 128);
-    wgmma_wait<MORE ? 1 : 0>();  // dV
-    if (kEnds && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_o + 8 * rings.o.at);
     float dq[32];
-    if (kEnds) start_dq(dq, tile_ds);
-    start_dk(dk, ds, tile_ds + PART * kSlabKv, rows_q);
-    if (MORE) {
-      wgmma_wait<kEnds ? 2 : 1>();  // the next scores
-      now.next(1, uniform(tile.m_begin), uniform(tile.m_end));
-      to_probabilities(s, tile, p, next_lse2, now, is_masked(tile, now.m), lane);
-    }
     if (kEnds) {
-      rings.dq.wait_empty(shared.free_space + 8 * group);
-      wgmma_wait<1>();  // dQ
-      if (!MORE && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_k);
+      named_sync(3, 128 * kConsumers);
+      start_dq(dq, tile_ds);
+    }
+    start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
+    now.next(1, tile);
+    if (!kEnds) return;
+    wgmma_wait<2>();  // dV
+    if (first_thread()) barrier_arrive(shared.empty_o + 8 * rings.o.at);
+    rings.dq.wait_empty(shared.free_space + 8 * group);
+    wgmma_wait<1>();  // dQ
+    if (last && first_thread()) barrier_arrive(shared.empty_k);
 #pragma unroll
-      for (int j = 0; j < 8; j++)
-        store_shared4(shared.handover + group * (kChunk * 4) + j * 2048 + threadIdx.x % 128 * 16, dq[j * 4], dq[j * 4 + 1],
-                      dq[j * 4 + 2], dq[j * 4 + 3]);
-      fence_async_proxy();
-      named_arrive(4 + group, 160);
-      rings.released = rings.q.at;
-      rings.q = next;
-      rings.o.next();
-      rings.ds.next();
-      rings.dq.next();
-    }
-    if (!MORE) {
-      wgmma_wait<0>();
-      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * rings.released);
-      rings.released = -1;
-    }
+    for (int j = 0; j < 8; j++)
+      store_shared4(shared.handover + group * (kChunk * 4) + j * 2048 + threadIdx.x % 128 * 16, dq[j * 4], dq[j * 4 + 1],
+                    dq[j * 4 + 2], dq[j * 4 + 3]);
+    fence_async_proxy();
+    named_arrive(4 + group, 160);
+    wgmma_wait<0>();  // dK
+    if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);
+    rings.q.next();
+    rings.o.next();
+    rings.ds.next();
+    rings.dq.next();
   }
 };
 
 // Adds what the consumers hand over to dQ, in one warp.
 __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParams& p) {
   RingPlace<TILE_SLOTS> slot;
+  const bool first_lane = threadIdx.x % 32 == 0;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_full(shared.full_tile);
     const KeyTile& tile = shared.tiles[slot.at];
-    const int tiles = tile.tiles;
-    if (tiles < 0) break;
+    if (tile.tiles < 0) break;
     Step step(tile);
 #pragma unroll 1
-    for (int n = 0; n < tiles; n++) {
-      const int64 rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
-      float* to = p.dq + rows * (kSlabsK * kChunk);
+    for (int left = tile.tiles; left > 0; left--) {
+      const int rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
 #if DETERMINISTIC
-      if (threadIdx.x % 32 == 0) await_turn(p.turns + rows * 2, turn_of(tile, step.m));
+      if (first_lane) await_turn_relaxed(p.turns + rows * 2ll, turn_of(tile, step.m));
       __syncwarp();
 #endif
 #pragma unroll 1
       for (int w = 0; w < kConsumers; w++) {
         named_sync(4 + w, 160);
-        if (threadIdx.x % 32 == 0) {
-          bulk_add(to + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
-#if !DETERMINISTIC
+        if (first_lane) {
+          bulk_add(p.dq + (rows * kSlabsK + w) * static_cast<int64>(kChunk), shared.handover + w * (kChunk * 4), kChunk * 4);
           bulk_wait_read();
           barrier_arrive(shared.free_space + 8 * w);
-#endif
         }
         __syncwarp();
       }
 #if DETERMINISTIC
-      if (threadIdx.x % 32 == 0) {  // one wait for both chunks: others wait for this block's turn to end
+      if (first_lane) {
         bulk_wait_done();
-        pass_turn(p.turns + rows * 2);
-        for (int w = 0; w < kConsumers; w++) barrier_arrive(shared.free_space + 8 * w);
+        pass_turn_relaxed(p.turns + rows * 2ll);
       }
+      __syncwarp();
 #endif
-      step.next(kTileSteps, tile.m_begin, tile.m_end);
+      step.next(kTileSteps, tile);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
+    if (first_lane) barrier_arrive(shared.empty_tile + 8 * slot.at);
   }
-  if (threadIdx.x % 32 == 0) bulk_wait_done();
+  if (first_lane) bulk_wait_done();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -18,6 +18,7 @@ from attention_backend.heuristics.sm90_backward import (
 from attention_backend.jit import load
 from attention_backend.kernels import device, workspace
 from attention_backend.kernels.dropout_params import dropout_params
+from attention_backend.kernels.flash_bwd_parts import new_parts, sum_parts, tapered
 from attention_backend.kernels.flash_bwd_rows import padded_rows, row_terms, sinks_gradient
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
 from attention_backend.kernels.hopper_backward_variants import BackwardOptions, backward_variant, postprocess_variant
@@ -74,15 +75,27 @@ def backward(
         dq.zero_()
     index = args.q.device.index
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
-    key_tiles = -(-seqlen_k // backward_tile(args.head_dim, args.head_dim_v).block_n)
-    parts = query_parts(key_tiles=key_tiles, lines=lines, group=group, num_sms=device.num_sms(index))
+    shape = backward_tile(args.head_dim, args.head_dim_v)
+    key_tiles, num_sms = -(-seqlen_k // shape.block_n), device.num_sms(index)
+    parts = query_parts(
+        shape,
+        seqlen_q=args.seqlen_q,
+        key_tiles=key_tiles,
+        lines=lines,
+        group=group,
+        num_sms=num_sms,
+        tapered=tapered(args),
+        deterministic=args.deterministic,
+    )
     variant, tile = backward_variant(BackwardOptions.of(args, deterministic=args.deterministic, parts=parts > 1))
-    blocks = min(key_tiles * lines * parts, device.num_sms(index))
+    blocks = min(key_tiles * lines * parts, num_sms)
 
     rows = padded_rows(args)
     sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
     terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums)
-    to_k, to_v = (_partial(x, parts) for x in (dk, dv)) if parts > 1 else (dk, dv)
+    to_k, to_v = dk, dv
+    if parts > 1:
+        to_k, to_v = (new_parts(x, parts, zeroed=args.cu_seqlens_k is not None) for x in (dk, dv))
     turns = None
     if args.deterministic:
         turns = sums.new_zeros((args.num_heads, rows // _ROWS, _TURNS), dtype=torch.int32)
@@ -96,7 +109,15 @@ def backward(
     _set_keys(p, "dv", to_v, parts)
     p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
     p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
-    p.section = section_lines(tile, seqlen_q=args.seqlen_q, group=group // parts, lines=lines * parts)
+    p.section = section_lines(
+        tile,
+        seqlen_q=args.seqlen_q,
+        group=group // parts,
+        lines=lines * parts,
+        key_tiles=key_tiles,
+        num_sms=num_sms,
+        deterministic=args.deterministic,
+    )
     q, o = (tensor_map(x, tile.block_m) for x in (args.q, grad_out))
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
     lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))
@@ -105,8 +126,7 @@ def backward(
 
     _store_dq(args, tile, sums, dq)
     if parts > 1:
-        dk.copy_(to_k.sum(0))
-        dv.copy_(to_v.sum(0))
+        sum_parts((to_k, to_v), (dk, dv))
     if args.sinks is not None:
         dsinks = sinks_gradient(args.sinks, terms)
     return Gradients(dq, dk, dv, None, dsinks)
@@ -116,11 +136,6 @@ def _readable(x: Tensor) -> bool:
     """Whether the TMA can read it."""
     outer = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
-
-
-def _partial(x: Tensor, parts: int) -> Tensor:
-    """float32, zero where no block comes (varlen)."""
-    return x.new_zeros((parts, *x.shape), dtype=torch.float32)
 
 
 def _set_keys(p: BackwardParams, name: str, x: Tensor, parts: int) -> None:

@@ -69,7 +69,10 @@ def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOpt
     """How the problem is run; `num_splits` 0: as many as fill the device."""
     options = Options.of(args)
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
-    which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse)
+    if sparse or args.paged or args.cu_seqlens_q is not None:
+        which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse)
+    else:
+        which = HopperOptions.dense(options, args.seqlen_q, seqlen_k, causal=args.window_right == 0)
     plan = hopper_plan(
         hopper_layout(which).config,
         seqlen_q=args.seqlen_q,

@@ -2,6 +2,7 @@
 // product, as plain torch would.
 //
 // Compile-time: BF16, ACTIVATION (0: SiLU, 1: GELU by tanh, 2: GELU by erf).
+#include "parts/activation.cuh"
 #include "parts/dependent_launch.cuh"
 #include "parts/vectors.cuh"
 
@@ -16,16 +17,6 @@ struct GatedParams {
 };
 
 constexpr int kThreads = 128;
-
-__device__ __forceinline__ float activate(float x) {
-#if ACTIVATION == 0
-  return __fdividef(x, 1.f + __expf(-x));
-#elif ACTIVATION == 1
-  return 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-#else
-  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
-#endif
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads) gated_activation(const __grid_constant__ GatedParams p) {
   let_next_start();

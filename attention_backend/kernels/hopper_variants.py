@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention_backend.heuristics.sm90 import HopperConfig, head_dim_tiles, hopper_config, page_rows
+from attention_backend.heuristics.sm90 import LONG, HopperConfig, head_dim_tiles, hopper_config, is_short, page_rows
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.variants import Options
 
@@ -18,6 +18,13 @@ class HopperOptions(NamedTuple):
     long: bool = False  # of many keys
     page_size: int = 0  # 0: contiguous keys
     sparse: bool = False
+    short: bool = False  # of few queries
+
+    @classmethod
+    def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
+        """Of sequences that are all as long, over contiguous keys."""
+        narrow = head_dim_tiles(options.head_dim, options.head_dim_v) == (64, 64)
+        return cls(options, seqlen_k >= LONG, short=narrow and is_short(seqlen_q, seqlen_k, causal=causal))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,14 @@ class HopperLayout:
 def hopper_layout(which: HopperOptions) -> HopperLayout:
     options = which.options
     tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
-    config = hopper_config(*tiles, long=which.long, paged=options.paged, sparse=which.sparse, extras=options.extras)
+    config = hopper_config(
+        *tiles,
+        short=which.short,
+        long=which.long,
+        paged=options.paged,
+        sparse=which.sparse,
+        extras=options.extras,
+    )
     rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
     return HopperLayout(tiles, config, rows)
 

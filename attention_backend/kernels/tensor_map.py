@@ -6,7 +6,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_DATA_TYPES = {torch.bfloat16: 9, torch.float16: 6, torch.float32: 7}  # CUtensorMapDataType
+_DATA_TYPES = {
+    torch.bfloat16: 9,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.uint32: 2,
+    torch.uint64: 4,
+}  # CUtensorMapDataType
+_TOGETHER = ((torch.uint32, 2), (torch.uint64, 4))  # 16-bit elements that are counted as one
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _L2_PROMOTION_256B = 3
 _BOX_COLUMNS = 64  # elements: the 128 bytes of a swizzled row
@@ -62,6 +69,18 @@ def plain_tensor_map(x: Tensor, columns: int) -> TensorMap:
     """
     rows, width = x.shape
     return _encode(x.dtype, x.data_ptr(), (width, rows), (x.stride(0),), (columns, 1), _NO_SWIZZLE)
+
+
+def packed_columns_map(x: Tensor, columns: int, rows: int) -> TensorMap:
+    """The map of x `[rows, width]`, 16-bit, for copies of `rows` rows and `columns` (up to 1024) columns, as they lie.
+
+    A box has 256 elements of a row at most, so the map counts two columns, or four, as one element. Coordinates are
+    (element, row).
+    """
+    height, width = x.shape
+    kind, together = _TOGETHER[columns > 512]
+    sizes, steps = (width // together, height), (x.stride(0) // together,)
+    return _encode(kind, x.data_ptr(), sizes, steps, (columns // together, rows), _NO_SWIZZLE)
 
 
 def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_RESERVED = 1 << 18  # counters of a reserve
+_RESERVED = 1 << 19  # counters of a reserve
 _GRANULE = 256  # counters that are handed out together
 _PER_THREAD_STREAM = 2  # the driver's handle of "this thread's default stream"
 

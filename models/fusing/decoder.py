@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention_backend import layers
-from attention_backend.metadata import KVPages
 from models.attention_sites import AttentionSite, find_attention_sites
+from models.fusing.chain import LayerChain
 from models.fusing.families import Family, family_of
 from models.fusing.layer import FusedAttention, FusedMLP
+from models.fusing.linears import JoinedLinears
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError, is_plain
-from models.fusing.rotary import StepRotary, Tables
+from models.fusing.rotary import StepRotary
 from models.inputs import StepTensors
 from models.kv_pool import KVCaches
 
@@ -60,6 +61,12 @@ class FusedDecoder:
             if pack and model.device.type == "cuda":
                 torch.cuda.empty_cache()  # the parts' memory, before the next layer's whole is allocated
         self.norm = Norm(self._inner.norm, family, model.dtype)
+        head = JoinedLinears((model.lm_head,), (model.lm_head.out_features,), pack=False)
+        following = [(layer.before_attention, layer.attention.projections) for layer in self.layers[1:]]
+        self.chains = [
+            LayerChain(layer, *next_of)
+            for layer, next_of in zip(self.layers, [*following, (self.norm, head)], strict=True)
+        ]
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
         self._structure = [model, self._inner, *(m for layer in self.layers for m in layer.structure)]
 
@@ -72,30 +79,36 @@ class FusedDecoder:
         x = self._inner.embed_tokens(step.input_ids)[0]
         tables = {kind: self.rotary.tables(step.position_ids, kind, x) for kind in self._types}
         block, residual = x, None
-        for layer, pages in zip(self.layers, kv_caches, strict=True):
+        projected: tuple[Tensor, ...] | None = None  # of the next attention, where a chain gave them
+        for layer, chain, pages in zip(self.layers, self.chains, kv_caches, strict=True):
+            if projected is None:
+                normed, residual = self._before_attention(layer, block, residual)
+                projected = layer.attention.projections(normed)
+            assert residual is not None
+            attended = layer.attention(projected, tables[layer.attention.layer_type], pages, step.metadata)
             last = layer is self.layers[-1]
-            block, residual = self._layer(layer, block, residual, tables, pages, step, rows if last else None)
+            if chain.serves(attended) and not (last and rows is not None):
+                residual, projected = chain(attended, residual)
+                continue
+            block, residual = self._after_attention(layer, attended, residual, step, rows if last else None)
+            projected = None
+        if projected is not None:
+            return self._capped(projected[0])
         assert residual is not None
         normed, _ = self.norm.add(block, residual)
-        return self._head(normed)
+        return self._capped(self._model.lm_head(normed))
 
-    def _layer(
-        self,
-        layer: FusedLayer,
-        block: Tensor,
-        residual: Tensor | None,
-        tables: dict[str, Tables],
-        pages: KVPages,
-        step: StepTensors,
-        rows: Tensor | None,
+    def _before_attention(self, layer: FusedLayer, block: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of (block + residual), and the next residual."""
+        if residual is None:
+            return layer.before_attention(block), block
+        return layer.before_attention.add(block, residual)
+
+    def _after_attention(
+        self, layer: FusedLayer, attended: Tensor, residual: Tensor, step: StepTensors, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The next (block output, residual), of `rows` only if there are some: behind its attention, a row of the last
         layer is nobody's key."""
-        if residual is None:
-            normed, residual = layer.before_attention(block), block
-        else:
-            normed, residual = layer.before_attention.add(block, residual)
-        attended = layer.attention(normed, tables[layer.attention.layer_type], pages, step.metadata)
         late = rows is not None and step.adapter_rows is not None  # adapters know the whole batch's rows
         if rows is not None and not late:
             attended, residual = attended[rows], residual[rows]
@@ -108,8 +121,7 @@ class FusedDecoder:
             block = layer.after_mlp(block)
         return (block[rows], residual[rows]) if late else (block, residual)
 
-    def _head(self, normed: Tensor) -> Tensor:
-        logits = self._model.lm_head(normed)
+    def _capped(self, logits: Tensor) -> Tensor:
         if self._softcap is None:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap

@@ -45,10 +45,12 @@ class FusedAttention:
     def layer_type(self) -> str:
         return self._site.layer_type
 
-    def __call__(self, x: Tensor, tables: Tables, pages: KVPages, metadata: PagedMetadata) -> Tensor:
-        """x `[tokens, width]` -> `[tokens, heads * head_dim]`, before the output projection."""
+    def __call__(
+        self, projected: tuple[Tensor, ...], tables: Tables, pages: KVPages, metadata: PagedMetadata
+    ) -> Tensor:
+        """What `projections` gives, `[tokens, size]` of each -> `[tokens, heads * head_dim]`, before `out`."""
         site = self._site
-        q, k, v = (rows.unflatten(1, (-1, site.head_dim)) for rows in self.projections(x))
+        q, k, v = (rows.unflatten(1, (-1, site.head_dim)) for rows in projected)
         norms: dict[str, Any] = {}
         if self.norms is not None:
             q_norm, k_norm = self.norms

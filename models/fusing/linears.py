@@ -52,10 +52,24 @@ class JoinedLinears:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[rows, in_features]` -> `[rows, size]` of each size, views of one tensor where it is one."""
         if len(self.modules) == 1:
-            return self.modules[0](x).split(self._sizes, dim=1)
+            return self.split(self.modules[0](x))
         if self._weight is not None and self._still_packed():
-            return F.linear(x, self._weight, self._bias).split(self._sizes, dim=1)
+            return self.split(F.linear(x, self._weight, self._bias))
         return tuple(module(x) for module in self.modules)
+
+    def split(self, products: Tensor) -> tuple[Tensor, ...]:
+        """`[rows, all outputs]` -> `[rows, size]` of each size."""
+        return products.split(self._sizes, dim=1)
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight `[all outputs, in_features]` and bias of the one product that these are; None: they are none now."""
+        if len(self.modules) == 1:
+            module = self.modules[0]
+            return (module.weight, module.bias) if is_plain(module, nn.Linear) else None
+        if self._weight is not None and self._still_packed():
+            return self._weight, self._bias
+        return None
 
     def _still_packed(self) -> bool:
         plain = all(is_plain(module, nn.Linear) for module in self.modules)

@@ -10,6 +10,7 @@ from models.fusing.decoder import FusedDecoder, fuse
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError
 
+_CHAIN = "layers' chain of few rows"
 _PACKED = ("packed QKV", "packed gate/up")
 
 
@@ -26,8 +27,8 @@ class FusionReport:
         return "; ".join(said)
 
 
-def report(decoder: FusedDecoder) -> FusionReport:
-    """As it is now: adapters that come later change it."""
+def report(decoder: FusedDecoder, device: torch.device) -> FusionReport:
+    """As it is now on that device: adapters that come later change it."""
     fused: list[str] = []
     unfused: dict[str, str] = {}
     layers = decoder.layers
@@ -40,6 +41,8 @@ def report(decoder: FusedDecoder) -> FusionReport:
         "rotary + KV store": [None if decoder.rotary.fused else "frequencies come from the module"],
         "gated activation": [None if layer.mlp.activation else "its activation is not a fused one" for layer in layers],
     }
+    if device.type == "cuda":
+        parts[_CHAIN] = [chain.refuses(device) for chain in decoder.chains]
     of_heads = [_of(norm) for layer in layers for norm in layer.attention.norms or ()]
     if of_heads:
         parts["heads' RMSNorm"] = of_heads
@@ -61,7 +64,7 @@ def _of(norm: Norm) -> str | None:
 def foretell(model: PreTrainedModel, device: torch.device) -> FusionReport:
     """What will be fused on that device, of a model that may have no weights yet."""
     try:
-        found = report(fuse(model, pack=False, device=device))
+        found = report(fuse(model, pack=False, device=device), device)
     except NotFusedError as error:
         return FusionReport(unfused={"model": str(error)})
     if device.type != "cpu":

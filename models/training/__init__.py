@@ -24,6 +24,7 @@ from models.training.errors import (
     TrainingError,
 )
 from models.training.examples import Example, Preference
+from models.training.pacing import Pacer
 from models.training.plan import LoraSettings, TrainingPlan
 from models.training.report import Outcome, StepReport, Verdict
 
@@ -57,6 +58,7 @@ __all__ = [
     "LossReport",
     "OutOfMemoryError",
     "Outcome",
+    "Pacer",
     "PlanError",
     "Preference",
     "SessionSettings",

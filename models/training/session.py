@@ -6,8 +6,8 @@ HTTP, no owners and no order of calls.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ from models.registry import ModelSource
 from models.training import datum as data_
 from models.training import order
 from models.training.adam import StepwiseAdam
+from models.training.boundaries import rest_between_layers
 from models.training.calls import PPO_CLIP, AdamParams, ClipRange, LossName, SessionSettings
 from models.training.datum import Datum
 from models.training.errors import DivergedError, PlanError
 from models.training.losses import loss_sum
 from models.training.out_of_memory import enough_memory
+from models.training.pacing import Pacer
 from models.training.plan import LoraSettings, TrainingPlan
+from models.training.seeding import seeded
 from models.training.self_check import check_packed_path
 from models.training.session_weights import WeightsFolder
 from models.training.trainable import TrainableModel
@@ -67,6 +70,7 @@ class TrainingSession:
         device: str | torch.device | None = None,
         *,
         load_format: LoadFormat = "auto",
+        pacer: Pacer | None = None,
     ) -> None:
         self.settings = settings
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -80,6 +84,8 @@ class TrainingSession:
         )
         self._base = TrainableModel(plan, source, self.device, load_format)
         check_packed_path(self._base)
+        if pacer is not None:
+            rest_between_layers(self._base, pacer)
         assert self._base.adapter is not None
         self._peft = self._base.adapter
         unused: Any = self._peft.peft_config["default"]
@@ -119,7 +125,7 @@ class TrainingSession:
         return self._models[name].optimizer.num_parameters
 
     def _add_adapter(self, name: str, config: LoraConfig, seed: int) -> StepwiseAdam:
-        with _seeded(seed, self.device):
+        with seeded(seed, self.device):
             self._peft.add_adapter(name, config, autocast_adapter_dtype=False)
         self._peft.peft_config[name].base_model_name_or_path = self.settings.model
         self._peft.set_adapter(name)
@@ -153,7 +159,7 @@ class TrainingSession:
         model = self._models[name]
         try:
             self._prepare(name, data, loss)
-            with self._enough_memory(), _seeded(order.step_seed(model.calls, model.seed), self.device):
+            with self._enough_memory(), seeded(order.step_seed(model.calls, model.seed), self.device):
                 report = self._losses(data, loss, clip, backward=True)
         except Exception as error:
             model.optimizer.discard_gradients()
@@ -241,10 +247,3 @@ class TrainingSession:
             f"{self.device} has too little memory for this call: send shorter sequences (they are packed into forwards "
             f"of {self.settings.micro_batch_tokens} tokens)"
         )
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

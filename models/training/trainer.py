@@ -17,17 +17,20 @@ import torch
 from models import registry
 from models.training import examples as data
 from models.training import objectives, order, packing
+from models.training.boundaries import rest_between_layers
 from models.training.checkpoint import Checkpoints, Identity, Progress
 from models.training.errors import CheckpointError, DivergedError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
 from models.training.out_of_memory import enough_memory
+from models.training.pacing import Pacer
 from models.training.packing import PackedBatch
 from models.training.plan import TrainingPlan
 from models.training.reference import References
 from models.training.report import Outcome, StepReport, Verdict
 from models.training.schedule import learning_rate
+from models.training.seeding import seeded
 from models.training.self_check import check_packed_path
 from models.training.totals import Means, Totals
 from models.training.trainable import TrainableModel
@@ -52,14 +55,18 @@ class Trainer:
         device: str | torch.device | None = None,
         *,
         keep_checkpoints: int = 3,
+        pacer: Pacer | None = None,
     ) -> None:
-        """device None: the GPU if there is one. Raises ModelNotFoundError and ExampleError; loads nothing yet."""
+        """device None: the GPU if there is one. `pacer`: lets the run rest between layers.
+
+        Raises ModelNotFoundError and ExampleError; loads nothing yet.
+        """
         self._source = registry.resolve(plan.model)
         data.check(examples, plan)
         if validation:
             data.check(validation, plan)
         self._plan, self._examples, self._validation = plan, examples, validation or ()
-        self._folder = folder
+        self._folder, self._pacer = folder, pacer
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         identity = Identity(plan, data.digest(examples), data.digest(self._validation))
         self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
@@ -113,6 +120,8 @@ class Trainer:
         for examples in (self._examples, self._validation):
             data.check_vocabulary(examples, self._model.config.vocab_size)
         check_packed_path(self._model)
+        if self._pacer is not None:
+            rest_between_layers(self._model, self._pacer)
         self._references: References | None = None
         if self._plan.method == "dpo":  # before any weight has changed
             self._references = References(self._model, self._plan, self._checkpoints.folder)
@@ -130,7 +139,7 @@ class Trainer:
         learnt = sum(part.learnt for i in indices for part in data.sequences(self._examples[i]))
         normaliser = len(indices) if plan.method == "dpo" else learnt
         totals = Totals()
-        with _seeded(order.step_seed(before.step, plan.seed), self._device):
+        with seeded(order.step_seed(before.step, plan.seed), self._device):
             for batch in self._batches(self._examples, indices):
                 sums = self._objective(batch, "train")
                 (sums.loss / normaliser).backward()
@@ -210,10 +219,3 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

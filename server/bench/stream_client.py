@@ -1,7 +1,7 @@
 """A client for many streamed completions at once on one event loop. Knows HTTP, no workload and no statistics.
 
 Sockets are read by a protocol of our own, not by httpx: at 256 streams the client must never be what is measured
-(benchmarks/stream_client.py says how many chunks a second it takes).
+(benchmarks/serving_client.py says how many chunks a second it takes).
 """
 
 import asyncio

@@ -54,8 +54,9 @@ class BlockFile:
                 os.utime(file.fileno())  # used now: after a restart, what was used longest ago goes first
             return is_this
 
-    def write(self, memory: memoryview) -> None:
-        """Whole or not at all, whenever the process ends. Raises OSError."""
+    def write(self, memory: memoryview, used_ns: int | None = None) -> None:
+        """Whole or not at all, whenever the process ends. `used_ns`: when it was used last, since 1970; None: now.
+        Raises OSError."""
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = self.path.with_name(self.path.name + ".tmp")
         try:
@@ -65,6 +66,8 @@ class BlockFile:
                     written = 0
                     while written < len(part):
                         written += file.write(part[written:])
+                if used_ns is not None:
+                    os.utime(file.fileno(), ns=(used_ns, used_ns))
             unfinished.replace(self.path)
         except OSError:
             unfinished.unlink(missing_ok=True)
@@ -126,16 +129,16 @@ def sweep(directory: Path, folder: Path, *, max_bytes: int, block_file_bytes: in
 
     Other models' blocks in the directory may stay as long as half of `max_bytes` is left for this one's. Files that no
     engine of ours has written are neither counted nor touched."""
-    ours: list[tuple[float, Path]] = []
-    others: list[tuple[float, int, Path]] = []
+    ours: list[tuple[int, Path]] = []
+    others: list[tuple[int, int, Path]] = []
     for path in _files(directory):
         status = path.stat()
         if _UNFINISHED.fullmatch(path.name):
             path.unlink()
         elif path.parent.parent != folder:
-            others.append((status.st_mtime, status.st_size, path))
+            others.append((status.st_mtime_ns, status.st_size, path))
         elif status.st_size == block_file_bytes:
-            ours.append((status.st_mtime, path))
+            ours.append((status.st_mtime_ns, path))
         else:
             path.unlink()
     other_bytes = sum(size for _, size, _ in others)

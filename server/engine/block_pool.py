@@ -1,7 +1,7 @@
 """The blocks of the KV cache as numbers: who holds them, which are free, which free one to give up next. Knows no
 tokens and no tensors. Block 0 is never handed out: padding rows of the runner write there."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 
@@ -120,6 +120,16 @@ class BlockPool:
     def idle_blocks(self) -> list[tuple[int, bytes]]:
         idle = [(block, owner) for owner, group in self._idle.items() for block in group]
         return [*idle, *self._retired.items()]
+
+    def used_last_first(self) -> list[int]:
+        """Idle blocks, owners in turns; the retired ones of each at its end."""
+        turns: Counter[bytes] = Counter()
+        found: list[tuple[int, int]] = []
+        idle = ((block, owner) for owner, group in self._idle.items() for block in reversed(group))
+        for block, owner in (*idle, *reversed(self._retired.items())):
+            found.append((turns[owner], block))
+            turns[owner] += 1
+        return [block for _, block in sorted(found, key=lambda entry: entry[0])]
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Raises IntegrityError unless free + used == total and every count equals the tables that name the block."""

@@ -27,8 +27,8 @@ from server.engine.messages import (
     ToEngine,
     TokenDelta,
 )
+from server.engine.open_streams import OpenStreams
 from server.engine.process import EngineProcess
-from server.engine.stream import TokenStream
 from server.errors import EngineUnavailable, from_code
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class EngineClient:
         self.stats: EngineStats | None = None
         self._engine: EngineProcess | None = None
         self._ready: asyncio.Future[EngineReady] | None = None  # of this life, or of the next while there is one
-        self._streams: dict[str, TokenStream] = {}
+        self._streams = OpenStreams()
         self._adapters = AdapterRegistry()
         self._restoring: asyncio.Task[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -101,23 +101,10 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._streams)
 
-    async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+    def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
         """The request's deltas; the last one has a finish_reason. Closing the iterator early aborts the request in
         the engine, before the first token too. Raises the LongwaveError that ended it otherwise."""
-        if request.request_id in self._streams:
-            raise ValueError(f"request {request.request_id} is already open")
-        stream = self._streams[request.request_id] = TokenStream(request.request_id)
-        ended = False
-        try:
-            self._send(request)
-            while not ended:
-                delta = await stream.get()
-                ended = delta.finish_reason is not None
-                yield delta
-        finally:
-            del self._streams[request.request_id]
-            if not ended:
-                self.abort(request.request_id)  # of a request that has ended already, it says nothing
+        return self._streams.read(request.request_id, lambda: self._send(request), self.abort)
 
     async def load_adapter(
         self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
@@ -205,18 +192,14 @@ class EngineClient:
         for message in messages:
             match message:
                 case TokenDelta():
-                    stream = self._streams.get(message.request_id)
-                    if stream is not None:
-                        stream.put(message)
+                    self._streams.put(message)
                 case RequestTimes():
                     if self.times is not None:
                         self.times(message)
                 case EngineStats():
                     self.stats = message
                 case RequestFailed(request_id=request_id, code=code, message=text):
-                    stream = self._streams.get(request_id)
-                    if stream is not None:
-                        stream.fail(from_code(code, text))
+                    self._streams.fail(request_id, from_code(code, text))
                 case EngineReady():
                     engine.remove_directory()
                     self._was_ready = True
@@ -244,8 +227,7 @@ class EngineClient:
         if self._restoring is not None:
             self._restoring.cancel()
         self._adapters.lose()
-        for stream in self._streams.values():
-            stream.fail(EngineUnavailable("The engine stopped while it ran this request."))
+        self._streams.fail_all(lambda: EngineUnavailable("The engine stopped while it ran this request."))
 
     def _may_restart(self) -> bool:
         """An engine that never came up will not come up the next time; one that served may."""

@@ -44,7 +44,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int = 64  # adapters loaded, in host memory
     queue_timeout: float | None = 300.0  # seconds a request may wait for its first step; None: for ever
-    runner: str = "server.engine.loading:load"  # "module:function", EngineConfig -> LoadedRunner
+    runner: str = "server.engine.loading:load"  # "module:function", (EngineConfig, Stages) -> LoadedRunner
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

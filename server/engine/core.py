@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from models.stages import Stages
 from server.engine.adapter_loading import AdapterLoading
 from server.engine.drafting import DraftStats
 from server.engine.executor import StepExecutor
@@ -18,8 +19,9 @@ from server.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
+from server.engine.open_requests import Event
 from server.engine.runner import LoadedRunner
-from server.engine.scheduler import Event, Scheduler
+from server.engine.scheduler import Scheduler
 
 STATS_INTERVAL = 0.1  # seconds, while stepping
 IDLE_INTERVAL = 1.0  # seconds between heartbeats with nothing to do
@@ -37,11 +39,12 @@ class Link(Protocol):
 
 
 class EngineCore:
-    def __init__(self, loaded: LoadedRunner, scheduler: Scheduler, link: Link) -> None:
+    def __init__(self, loaded: LoadedRunner, scheduler: Scheduler, link: Link, stages: Stages | None = None) -> None:
         self.loaded = loaded
         self.runner = loaded.runner
         self.scheduler = scheduler
         self.link = link
+        self._stages = stages or Stages()
         self.clock = scheduler.clock
         self.loading = AdapterLoading(self.runner.adapters, scheduler.adapters)
         self.draining = False
@@ -49,6 +52,7 @@ class EngineCore:
         self._step_tokens = 0
         self._next_stats = 0.0
         self._checked = True  # integrity, since the last step
+        self._prepared = False  # whether nothing is left to do in quiet moments
 
     def ready(self) -> EngineReady:
         loaded = self.loaded
@@ -62,6 +66,7 @@ class EngineCore:
             block_size=self.runner.block_size,
             num_blocks=self.runner.num_blocks,
             kernels=self.runner.kernels,
+            stages=self._stages.seconds,
         )
 
     def run(self) -> None:
@@ -69,7 +74,8 @@ class EngineCore:
         self.link.send([self.ready()])
         while not self.draining or self.has_work:
             self.turn()
-        self.scheduler.check_integrity()
+        self.scheduler.open.check_integrity()
+        self.scheduler.cache.flush()
 
     @property
     def has_work(self) -> bool:
@@ -84,18 +90,22 @@ class EngineCore:
             timeout = STALLED_INTERVAL
         if self.loading.is_busy:
             timeout = min(timeout, LOADING_INTERVAL)
+        if idle and not self._prepared:
+            timeout = 0.0
         outbox: list[FromEngine] = []
         for message in self.link.receive(timeout):
             outbox += self._accept(message)
         outbox += self.loading.finished()
-        outbox += self.scheduler.expire()
+        outbox += self.scheduler.open.expire()
         outbox += self._step()
+        if not self._prepared and not self.has_work:
+            self._prepared = not self.loaded.prepare()
         now = self.clock()
         if idle and self.has_work:
             self._next_stats = min(self._next_stats, now + STATS_INTERVAL)
         if now >= self._next_stats:
             if not self.has_work and not self._checked:
-                self.scheduler.check_integrity()
+                self.scheduler.open.check_integrity()
                 self._checked = True
             outbox.append(self.stats())
             self._next_stats = now + (STATS_INTERVAL if self.has_work else IDLE_INTERVAL)
@@ -141,7 +151,7 @@ class EngineCore:
             case AddRequest():
                 replies = self.scheduler.add(message)
             case AbortRequests(request_ids=request_ids):
-                replies = self.scheduler.abort(request_ids)
+                replies = self.scheduler.open.abort(request_ids)
                 self.executor.forget_slots()
             case LoadAdapter():
                 replies = self.loading.load(message)

@@ -90,8 +90,18 @@ class DiskTier:
 
         self._run(self._readers, ticket, read)
 
-    def write(self, prefix: Prefix, memory: memoryview, ticket: int) -> bool:
-        """Begins to write a block that is not here. False: it cannot be written now."""
+    @property
+    def num_places(self) -> int:
+        return self._pool.num_usable
+
+    @property
+    def num_written(self) -> int:
+        """Blocks since the start, of those that finished() has told."""
+        return self._written_bytes // self._file_bytes
+
+    def write(self, prefix: Prefix, memory: memoryview, ticket: int, *, used_ns: int | None = None) -> bool:
+        """Begins to write a block that is not here. `used_ns`: when it was used last, since 1970; None: now. False: it
+        cannot be written now."""
         if self._is_full or (taken := self._pool.take()) is None:
             return False
         place, was_idle = taken
@@ -102,8 +112,12 @@ class DiskTier:
         self._contents[place] = (prefix.hash, owner)
         self._working[ticket] = _Work(place, is_read=False)
         file = BlockFile(block_path(self._folder, owner, prefix.hash), self._fingerprint, prefix)
-        self._run(self._writer, ticket, lambda: file.write(memory))
+        self._run(self._writer, ticket, lambda: file.write(memory, used_ns))
         return True
+
+    def wait(self) -> None:
+        """Until all writes that were begun have ended."""
+        self._writer.submit(lambda: None).result()
 
     def finished(self) -> list[DiskResult]:
         results: list[DiskResult] = []

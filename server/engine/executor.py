@@ -5,9 +5,10 @@ import logging
 from dataclasses import dataclass
 from math import inf
 
+from server.engine.open_requests import Event
 from server.engine.request import Request, RequestState
 from server.engine.runner import LaunchedStep, LoadedRunner
-from server.engine.scheduler import Event, Scheduler
+from server.engine.scheduler import Scheduler
 from server.engine.step import LaunchedRow, ScheduledStep
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class StepExecutor:
             return []
         if len(step.requests) == 1:
             message = "The server has not enough memory for this request now."
-            return self.scheduler.fail(step.requests, "server_is_overloaded", message)
+            return self.scheduler.open.fail(step.requests, "server_is_overloaded", message)
         events: list[Event] = []
         for half in step.halves():
             launched, failures = self._launch(half)
@@ -164,4 +165,4 @@ class StepExecutor:
             self.loaded.probe()
         except Exception as lost:
             raise EngineLost(f"the device is lost: {type(lost).__name__}") from lost
-        return self.scheduler.fail(requests, "server_error", "The server failed while it ran this request.")
+        return self.scheduler.open.fail(requests, "server_error", "The server failed while it ran this request.")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, KeysView
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # per token, as in the paper
-QUANTUM = 1024  # tokens served: tenants nearer to each other count as equal, and then short requests go first
+QUANTUM = 256  # tokens served: tenants nearer to each other count as equal, and then short requests go first
 MANY = 4096  # tenants remembered
 
 

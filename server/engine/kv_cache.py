@@ -96,6 +96,9 @@ class KVCache:
     def queue_transfers(self) -> None:
         """Ends each turn of the scheduler, before its step is launched."""
 
+    def flush(self) -> None:
+        """Before the end of the process, with nothing running."""
+
     def offload_stats(self) -> OffloadStats | None:
         """None: there is no slower memory."""
         return None

@@ -1,74 +1,52 @@
-"""The production runner: a model from models.loader, its pages and kernels, and how its device fails. The only file of
-the engine that imports torch; knows no requests."""
+"""The way to the production runner: what takes long begins first. Reading weights needs only torch, so it goes on while
+everything else is imported. Knows no requests."""
 
-import logging
+import gc
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from attention_backend import dispatch
-from models import loader, registry
-from models.adapters import LoraLimits
+from models import registry
 from models.errors import ModelLoadError
-from models.kv_offload import HostMemoryError
-from models.kv_pool import KVCacheDtypeError, MemoryBudget, PoolTooSmallError
-from models.patching import UnsupportedModelError
-from models.runner import ModelRunner
+from models.registry import ModelSource
+from models.stages import Stages
+from models.stored_weights import readable
+from models.unused_packages import leave_out
+from models.weight_reading import WeightReading
 from server.engine.config import EngineConfig
 from server.engine.runner import CannotServeError, LoadedRunner
 
-logger = logging.getLogger(__name__)
 
-
-def load(config: EngineConfig) -> LoadedRunner:
+def load(config: EngineConfig, stages: Stages) -> LoadedRunner:
     """Loads weights and allocates the KV cache. Raises CannotServeError with what the person who started the server
     must know: no such model, one that cannot be served, a pool too small."""
-    try:
-        return _load(config)
-    except (ModelLoadError, UnsupportedModelError, PoolTooSmallError, KVCacheDtypeError, HostMemoryError) as error:
-        raise CannotServeError(str(error)) from error
-
-
-def _load(config: EngineConfig) -> LoadedRunner:
     device = _device(config.device)
-    source = registry.resolve(config.model, cache_dir=_path(config.cache_dir), image_dir=_path(config.model_image_dir))
-    model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format)
-    max_model_len = _max_model_len(config, model.max_position_embeddings)
-    step_tokens = config.step_tokens(device.type)
-    runner = ModelRunner(
-        model,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=step_tokens,
-        max_model_len=max_model_len,
-        num_blocks=config.num_gpu_blocks_override,
-        memory_budget=MemoryBudget(config.gpu_memory_utilization, config.kv_cache_memory_bytes),
-        lora=LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None,
-        enforce_eager=config.enforce_eager,
-        kv_offload_bytes=int(config.kv_offload_gb * 2**30),
-        kv_dtype=config.kv_cache_dtype,
-        max_drafts=config.num_speculative_tokens,
-    )
-    logger.info("fused layers: %s", runner.fused)
-    on_gpu = device.type == "cuda"
-    return LoadedRunner(
-        runner=runner,
-        model=model.name,
-        device=torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=max_model_len,
-        max_num_batched_tokens=step_tokens,
-        tpot_target=config.tpot_target(device.type),
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        overlaps=on_gpu,
-        out_of_memory=(torch.OutOfMemoryError, MemoryError),
-        probe=torch.cuda.synchronize if on_gpu else _host_is_there,
-        free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,
-        kernel_calls=dispatch.calls,
-        host_memory=runner.host_memory,
-        fingerprint=runner.fingerprint,
-    )
+    try:
+        source = registry.resolve(
+            config.model, cache_dir=_path(config.cache_dir), image_dir=_path(config.model_image_dir)
+        )
+        source, reading = _begin_reading(config, source, device)
+    except ModelLoadError as error:
+        raise CannotServeError(str(error)) from error
+    leave_out()
+    from server.engine.production import make
+
+    gc.freeze()  # modules stay: no collection needs to look at them
+    stages.end("imports")
+    return make(config, source, device, reading, stages)
+
+
+def _begin_reading(
+    config: EngineConfig, source: ModelSource, device: torch.device
+) -> tuple[ModelSource, WeightReading | None]:
+    """On a GPU, of weights that need nothing but reading; the source's files are here then. Raises ModelLoadError."""
+    if device.type != "cuda" or config.load_format != "auto":
+        return source, None
+    folder = source.fetch()
+    tensors = readable(folder)
+    source = replace(source, folder=folder, hub_id=None, bundled=False)
+    return source, None if tensors is None else WeightReading(tensors, device)
 
 
 def _path(text: str | None) -> Path | None:
@@ -82,20 +60,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
-def _max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
-    """What is served: as asked, but no more than a pool of a given size holds."""
-    length = config.max_model_len or max_position_embeddings
-    if length > max_position_embeddings:
-        raise CannotServeError(f"max_model_len is {length}, but the model has {max_position_embeddings} positions")
-    if config.num_gpu_blocks_override is None:
-        return length
-    room = (config.num_gpu_blocks_override - 1) * config.block_size
-    if room < length:
-        logger.warning("max_model_len is %d, not %d: the KV cache was given only so many blocks", room, length)
-    return min(length, room)
-
-
-def _host_is_there() -> None:
-    """A CPU has no lost devices and caches no memory that a retry could use."""

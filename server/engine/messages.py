@@ -60,6 +60,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     block_size: int
     num_blocks: int
     kernels: dict[str, str]  # layer type -> kernel that serves it (attention_backend.dispatch's names)
+    stages: dict[str, float] = {}  # of its start, in seconds
 
 
 class TokenDelta(msgspec.Struct, frozen=True, tag=True):

@@ -21,4 +21,5 @@ class OffloadStats:
     stored_blocks: int  # device to host
     loaded_blocks: int  # host to device
     skipped_blocks: int  # given up without a copy, as too many went at once
+    failed_blocks: int  # neither stored nor loaded, as there was no memory for the copy
     disk: DiskStats | None

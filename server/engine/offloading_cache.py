@@ -4,15 +4,22 @@ What a waiting request has there comes back before the request is admitted, into
 they have arrived; then they are hits like any others. So nothing that runs ever waits for a copy, requests with a
 common prefix share one, and a copy that fails leaves a prompt to be computed."""
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from server.engine.host_slots import Held
 from server.engine.kv_cache import Entry, KVCache
-from server.engine.offload import Held, Offload
+from server.engine.offload import Offload
 from server.engine.offload_stats import OffloadStats
 from server.engine.request import Request
 
+logger = logging.getLogger(__name__)
+
 AHEAD = 8  # 1 / AHEAD of the device's blocks is kept ready to be given up: blank, or in host memory already
+STORING_INTERVAL = 0.001  # seconds between looks at copies to the host, with nothing else to do
+FLUSHED = 64  # blocks of the device that go to disk together before the end
 MAX_RETIRED = 1024  # blocks looked at in one turn, to be copied before they are given up
 
 
@@ -82,7 +89,7 @@ class OffloadingKVCache(KVCache):
         if found.in_host and is_worth_it and self.pool.num_ready >= self._num_wanted:
             is_waiting |= self._load(found, fetched)
         for _, held in reversed(found.in_host):
-            offload.unpin(held)
+            offload.slots.unpin(held)
         if is_waiting:
             request.last_hits = len(hits) + found.num_blocks  # those that it will have
         return is_waiting
@@ -113,16 +120,16 @@ class OffloadingKVCache(KVCache):
             elif index < fetched.from_host and not is_behind_gap:  # it was here, and is lost again
                 break
             elif not is_behind_gap:  # in order, so that one number says what was asked for
-                self.offload.pin(held)
+                self.offload.slots.pin(held)
                 found.in_host.append((index, held))
             found.num_blocks += 1
         return found
 
     def settle(self) -> None:
-        for block, held in self.offload.settle():
+        for block, held, is_there in self.offload.settle():
             prefix = held.prefix
             del self._loading[prefix.serial]
-            if held.is_forgotten or prefix.hash in self._by_hash:  # or another request has computed it meanwhile
+            if not is_there or prefix.hash in self._by_hash:  # or another request has computed it meanwhile
                 self.pool.drop(block, None)
                 continue
             entry = Entry(
@@ -136,6 +143,35 @@ class OffloadingKVCache(KVCache):
     def queue_transfers(self) -> None:
         self._retire_ahead()
         self.offload.queue()
+
+    def flush(self) -> None:
+        """What the device has, in pieces, then what is in host memory only: of both what was used last first."""
+        self.offload.end()
+        self._settle_all()
+        blocks = [block for block in self.pool.used_last_first() if self._is_worth_a_copy[block]]
+        count = 0
+        for first in range(0, len(blocks) if self.offload.disk is not None else 0, FLUSHED):
+            count += self._flush_blocks(blocks[first : first + FLUSHED])
+        count += self.offload.flush()
+        if count:
+            logger.info("%d KV blocks written to disk before the end", count)
+
+    def _flush_blocks(self, blocks: Sequence[int]) -> int:
+        entries = [(block, entry) for block in blocks if (entry := self._by_block[block]) is not None]
+        for block, entry in entries:
+            if not self.offload.keep(entry, block):
+                self._settle_all()  # then there is room again
+                self.offload.keep(entry, block)
+        self._settle_all()
+        return self.offload.flush([entry.hash for _, entry in entries])
+
+    def _settle_all(self) -> None:
+        """Waits for copies to the host."""
+        self.offload.queue()
+        self.settle()
+        while self.offload.is_storing:
+            time.sleep(STORING_INTERVAL)
+            self.settle()
 
     def offload_stats(self) -> OffloadStats:
         return self.offload.stats()

@@ -5,7 +5,8 @@ second: so short prompts pass giant ones, and giants are finished one after anot
 prompt always has a quarter, so that nobody is passed for ever.
 
 A step with decodes in it lasts no longer than they want (--tpot-target-ms); limits bind only under contention. It may
-last half as long again where more of the same tenant's requests wait for their first token than decode."""
+last half as long again where more of the same tenant's requests wait for their first token than decode, and up to
+BURST_STEP targets in a burst (burst.py)."""
 
 from bisect import insort
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
+from server.engine.burst import Burst
 from server.engine.request import Request
 from server.engine.step_time import StepTimeModel, StepWork
 
@@ -26,6 +28,8 @@ PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a s
 FLOORS = 3  # a step may last as long as FLOORS reads of all weights, or most of it would be reading
 LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it
 CROWD = 1.5  # TPOT targets that a step may last for decodes whose tenant has more requests that wait
+BURST_STEP = 4  # TPOT targets that a step may last for the requests of a burst,
+BURST_ROWS = 1024  # while it is as long as so many rows of a prompt take: more of them are no faster each
 PATIENCE = 32  # who waited s seconds for the first token may wait s / PATIENCE for each further one
 SHORT = 0.1  # seconds of work left: such prompts pass longer ones, however old those are
 AGEING = 0.25  # seconds of its own work that a second of others' work makes up for
@@ -65,11 +69,13 @@ class PrefillPlan:
         model: StepTimeModel,
         ranks: Mapping[bytes, int],
         waiting: Mapping[bytes, int],
+        burst: Burst,
     ) -> None:
         """`max_tokens` of the step, decodes included. `tpot_target` in seconds; None: only tokens limit the step.
         `waiting`: requests of each tenant that have no token yet."""
         self.ranks = ranks
         self._waiting = waiting
+        self._burst = burst
         self._num_decodes = Counter(request.cache_salt for request in decodes) if tpot_target is not None else Counter()
         self.model = model
         self._target = tpot_target
@@ -145,19 +151,22 @@ class PrefillPlan:
         """Seconds that a step with this prompt, and the decodes, may last."""
         model = self.model
         limit = LONGEST_STEP * target
+        in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
         if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:
-            limit = self._patience(prompt, target)  # it has its first token soon, if nothing else is in the way
+            limit = self._patience(prompt, target, in_burst)  # its first token comes soon, if nothing is in the way
         if self._oldest is None:  # the first prompt: once a step
             for request in self._running:
-                limit = min(limit, self._patience(request, target))
+                limit = min(limit, self._patience(request, target, in_burst))
         decode_seconds = model.predict(self._decodes) if self._running else 0.0
         return max(limit, FLOORS * model.floor, decode_seconds / (1 - 1 / PROMPTS_SHARE))
 
-    def _patience(self, request: Request, target: float) -> float:
+    def _patience(self, request: Request, target: float, in_burst: float) -> float:
+        """Seconds; `in_burst`: if it is of a burst."""
         tenant = request.cache_salt
         crowd = self._waiting.get(tenant, 0) / max(1, self._num_decodes[tenant])
         waited = (request.first_token_time or self._now) - request.arrival_time
-        return max(target * min(max(1.0, crowd), CROWD), waited / PATIENCE)
+        burst = in_burst if request in self._burst else 0.0
+        return max(target * min(max(1.0, crowd), CROWD), burst, waited / PATIENCE)
 
     def _reserve(self) -> tuple[int, float]:
         """Tokens and seconds that are kept for the oldest prompt while others choose before it."""

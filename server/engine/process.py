@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ class EngineProcess:
         self._close_sockets()
 
     def _spawn(self, config: EngineConfig, childs_end: int) -> subprocess.Popen[bytes]:
-        arguments = WorkerArguments(config, str(self.directory), os.getpid(), logging.getLogger().getEffectiveLevel())
+        level = logging.getLogger().getEffectiveLevel()
+        arguments = WorkerArguments(config, str(self.directory), os.getpid(), level, time.monotonic())
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
         # Kernels are cached by a room that knows no settings, only this variable.
         cache = {} if config.cache_dir is None else {"LONGWAVE_CACHE_DIR": config.cache_dir}

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 
 from models.batch import AdapterFacts, SamplingParams, StepBatch, StepOutput
 from models.shared_runs import SharingLimits
+from models.stages import Stages
 from server.engine.config import EngineConfig
 from server.engine.offload import HostMemory
 
@@ -51,7 +52,7 @@ class Runner(Protocol):
         """When steps are to name shared prefixes; None: it does not pay here."""
         ...
 
-    def warm_up(self) -> None: ...
+    def warm_up(self, *, all_graphs: bool = True) -> None: ...
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None: ...
 
@@ -73,6 +74,10 @@ def _nothing() -> None:
     pass
 
 
+def _nothing_left() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
     """A runner, what the API process needs to know of its model, and how its failures are told apart."""
@@ -90,12 +95,14 @@ class LoadedRunner:
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more
     free_memory: Callable[[], None] = _nothing  # gives cached memory back before a retry
+    prepare: Callable[[], bool] = _nothing_left  # of later steps, one thing at a time (0.1 s); False: all is there
     kernel_calls: Callable[[], dict[str, int]] = dict
     host_memory: HostMemory | None = None  # for blocks that the device gives up
     fingerprint: Callable[[], bytes] = bytes  # of what keys and values depend on besides tokens: 32 bytes
 
 
-def load(config: EngineConfig) -> LoadedRunner:
+def load(config: EngineConfig, stages: Stages) -> LoadedRunner:
     """Calls the factory that the configuration names."""
     module, _, function = config.runner.partition(":")
-    return cast(Callable[[EngineConfig], LoadedRunner], getattr(import_module(module), function))(config)
+    factory = cast(Callable[[EngineConfig, Stages], LoadedRunner], getattr(import_module(module), function))
+    return factory(config, stages)

@@ -10,15 +10,17 @@ request gives up its blocks and is computed again later: its generated tokens ar
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from models.batch import StepOutput
 from server.engine.adapters import AdapterTable
+from server.engine.burst import Burst
 from server.engine.drafting import Drafter, num_equal
 from server.engine.fairness import FairShare
 from server.engine.kv_cache import KVCache
-from server.engine.limits import SchedulerConfig, refusal
-from server.engine.messages import AddRequest, RequestFailed, RequestTimes, TokenDelta
+from server.engine.limits import SchedulerConfig
+from server.engine.messages import AddRequest, TokenDelta
+from server.engine.open_requests import Event, OpenRequests
 from server.engine.prefill import PrefillPlan
 from server.engine.request import Request, RequestState
 from server.engine.running import RunningRequests
@@ -26,8 +28,6 @@ from server.engine.sharing import PrefixSharing
 from server.engine.step import LaunchedRow, ScheduledStep, StepAssembly
 from server.engine.step_time import StepTimeModel, StepWork
 from server.engine.waiting import WaitingQueue
-
-Event = TokenDelta | RequestFailed | RequestTimes
 
 
 class Scheduler:
@@ -51,75 +51,24 @@ class Scheduler:
         self.assembly = StepAssembly(cache.block_size, sharing)
         self.step_time = StepTimeModel() if step_time is None else step_time
         self.fairness = FairShare()
+        self.burst = Burst()
         self.waiting = WaitingQueue(cache, self.adapters, self.step_time, self.fairness)  # preempted ones included
         self.running = RunningRequests(cache, self.adapters, sharing, config.max_num_seqs)
-        self.requests: dict[str, Request] = {}
+        self.open = OpenRequests(config, self.adapters, self.waiting, self.running, drafter, clock)
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
-        self._num_seen = 0
         self._scheduled_seconds = 0.0  # predicted, of all steps: the time by which prompts age
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        return bool(self.open.by_id)
 
     def add(self, message: AddRequest) -> list[Event]:
         """Queues the request, or says at once why it can never run."""
-        adapter = None if message.adapter is None else self.adapters.find(message.adapter)
-        if adapter is None and message.adapter is not None:  # it was unloaded while the request was on its way
-            text = f"The model `{message.adapter}` does not exist or you do not have access to it."
-            return [RequestFailed(message.request_id, "model_not_found", text)]
-        request = Request(
-            message,
-            sequence_number=self._num_seen,
-            eos_token_ids=self.config.eos_token_ids,
-            max_model_len=self.config.max_model_len,
-            now=self.clock(),
-            adapter=adapter,
-        )
-        if request.request_id in self.requests:
-            return [RequestFailed(request.request_id, "server_error", "A request with this id is already open.")]
-        problem = refusal(request, self.config, self.cache)
-        if problem is not None:
-            return [problem]
-        self._num_seen += 1
-        request.entered_at = self._scheduled_seconds
-        self.requests[request.request_id] = request
-        if adapter is not None:
-            self.adapters.open(adapter)
-        self.waiting.add(request)
-        return []
-
-    def abort(self, request_ids: Iterable[str]) -> list[Event]:
-        """Frees at once what the requests hold. Unknown and finished ids are none of our business: aborts race."""
-        events: list[Event] = []
-        for request_id in request_ids:
-            request = self.requests.get(request_id)
-            if request is not None:
-                self._finish(request)
-                events += [TokenDelta(request_id, [], finish_reason="abort"), request.times()]
-        self.running.sweep()
-        return events
-
-    def fail(self, requests: Sequence[Request], code: str, message: str) -> list[Event]:
-        """Ends these requests without a result."""
-        events: list[Event] = []
-        for request in requests:
-            self._finish(request)
-            events += [RequestFailed(request.request_id, code, message), request.times()]
-        self.running.sweep()
-        return events
-
-    def expire(self) -> list[Event]:
-        """Fails requests that waited for their first step longer than the queue's deadline."""
-        limit = self.config.queue_timeout
-        if limit is None or not self.waiting:
-            return []
-        late = self.waiting.arrived_before(self.clock() - limit)
-        return self.fail(late, "server_is_overloaded", f"The request waited more than {limit:g} s for a free place.")
+        return self.open.add(message, self._scheduled_seconds)
 
     def schedule(self) -> ScheduledStep | None:
         self.cache.settle()
@@ -146,18 +95,23 @@ class Scheduler:
     def _plan(self, decodes: Sequence[Request], prefills: Sequence[Request], work: StepWork) -> PrefillPlan:
         """`work`: of the decodes."""
         waiting = Counter(request.cache_salt for request in prefills)
+        decoding = Counter(request.cache_salt for request in self.running) - waiting
         for tenant in self.fairness.waiting:
             waiting[tenant] += self.fairness.num_waiting(tenant)
+        now = self.clock()
+        first_arrival = min([self.waiting.first_arrival, *(request.arrival_time for request in prefills)])
+        self.burst.look(waiting, decoding, first_arrival, now)
         return PrefillPlan(
             prefills,
             decodes,
             work,
             max_tokens=self.config.max_num_batched_tokens,
             tpot_target=self.config.tpot_target,
-            now=self.clock(),
+            now=now,
             model=self.step_time,
             ranks=self.fairness.ranks(waiting.keys()),
             waiting=waiting,
+            burst=self.burst,
         )
 
     def launched(self, step: ScheduledStep) -> list[LaunchedRow]:
@@ -200,7 +154,9 @@ class Scheduler:
             last = first + num_right + row.samples  # what was sampled after a wrong draft means nothing
             if not all(output.finite[first:last]):
                 self.cache.withdraw(request)
-                events += self.fail([request], "server_error", "The model's output for this request was not finite.")
+                events += self.open.fail(
+                    [request], "server_error", "The model's output for this request was not finite."
+                )
                 continue
             token_ids, reason = request.append(output.token_ids[first:last])
             if row.num_preemptions == request.num_preemptions:
@@ -226,7 +182,7 @@ class Scheduler:
             )
             if reason is not None:
                 ended = True
-                self._finish(request)
+                self.open.end(request)
                 events.append(request.times())
         if ended:
             self.running.sweep()
@@ -238,13 +194,6 @@ class Scheduler:
         request.num_computed += num_right
         if request.num_filled // self.cache.block_size != before // self.cache.block_size:
             self.cache.register(request)
-
-    def check_integrity(self) -> None:
-        """Raises unless every block, slot and request is accounted for."""
-        self.cache.check_integrity(list(self.requests.values()))
-        self.running.check_integrity()
-        if len(self.waiting) + len(self.running) != len(self.requests):
-            raise AssertionError("a request is neither waiting nor running")
 
     def _draft(self, decodes: list[Request], *, beside_prompts: bool) -> dict[Request, list[int]]:
         """Guesses that have room in free blocks: they take none from others. None while any wait to be compared: then
@@ -278,15 +227,3 @@ class Scheduler:
         if self.cache.enable_prefix_caching:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed
-
-    def _finish(self, request: Request) -> None:
-        """Frees all that the request holds. It stays in `running` until that is swept."""
-        if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
-        request.state = RequestState.FINISHED
-        self.running.release(request)
-        del self.requests[request.request_id]
-        if request.adapter is not None:
-            self.adapters.close(request.adapter)
-        if self.drafter is not None:
-            self.drafter.forget(request)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import takewhile
+from math import inf
 
 from server.engine.adapters import AdapterTable
 from server.engine.fairness import FairShare
@@ -34,7 +35,8 @@ class WaitingQueue:
         self.model = model
         self.fairness = fairness
         self._by_age: dict[bytes, list[Request]] = {}  # of each tenant: oldest first
-        self._newcomers: deque[Request] = deque()  # never matched against the prefix cache, so without a place
+        #: Of each tenant, never matched against the prefix cache, so without a place. Who was looked at last is last.
+        self._newcomers: dict[bytes, deque[Request]] = {}
         self._by_tenant: dict[bytes, list[tuple[Place, Request]]] = {}  # most urgent first
         self._places: dict[str, Place] = {}
         self._moved: list[Request] = []  # their hits have changed since they were given their places
@@ -50,7 +52,7 @@ class WaitingQueue:
         self._num_waiting += 1
         self.fairness.join(request.cache_salt)
         if request.last_hits < 0:
-            self._newcomers.append(request)
+            self._newcomers.setdefault(request.cache_salt, deque()).append(request)
         else:
             self._put(request)
 
@@ -64,7 +66,9 @@ class WaitingQueue:
         if request.request_id in self._places:
             self._take(request)
         else:
-            self._newcomers.remove(request)
+            self._newcomers[request.cache_salt].remove(request)
+            if not self._newcomers[request.cache_salt]:
+                del self._newcomers[request.cache_salt]
 
     def arrived_before(self, time: float) -> list[Request]:
         """Those that never ran. Numbers are given in the order of arrival, so the young ones are not looked at."""
@@ -73,6 +77,11 @@ class WaitingQueue:
             early = takewhile(lambda request: request.arrival_time < time or request.was_admitted, requests)
             late += (request for request in early if not request.was_admitted)
         return late
+
+    @property
+    def first_arrival(self) -> float:
+        """When the first of those that wait came; infinity when none does."""
+        return min((requests[0].arrival_time for requests in self._by_age.values()), default=inf)
 
     def blocks_wanted(self, request: Request) -> int:
         """The whole prompt and one block more, as far as the request can ever use them."""
@@ -152,16 +161,21 @@ class WaitingQueue:
         return plan.has_room(request, num_hits * self.cache.block_size, may_be_oldest=request is oldest)
 
     def _match_newcomers(self) -> None:
-        """Gives newcomers their places, which need their prefix hits, and so the hashes of their prompts."""
+        """Gives newcomers their places, which need their prefix hits, and so the hashes of their prompts. Tenants take
+        turns: nobody's first prompt waits behind all of another's."""
         num_hashed = 0
         while self._newcomers:
-            request = self._newcomers[0]
+            tenant, queue = next(iter(self._newcomers.items()))
+            request = queue[0]
             num_hashed += len(request.token_ids)
             if num_hashed > HASHED_TOKENS and num_hashed > len(request.token_ids):
                 return
             hits = self._fresh_hits[request.request_id] = self.cache.match(request)
             request.last_hits = len(hits)
-            self._newcomers.popleft()
+            queue.popleft()
+            del self._newcomers[tenant]
+            if queue:
+                self._newcomers[tenant] = queue
             self._put(request)
 
     def _replace(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from models.stages import Stages
 from server.engine.adapters import AdapterTable
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
@@ -38,6 +39,7 @@ class WorkerArguments:
     directory: str  # where the sockets are
     parent_pid: int
     log_level: int
+    spawned: float  # time.monotonic() of the API process: on one host all processes share this clock
 
 
 def make_cache(config: EngineConfig, loaded: LoadedRunner) -> KVCache:
@@ -120,14 +122,15 @@ def _step_time(limits: SchedulerConfig, loaded: LoadedRunner) -> StepTimeModel:
     return model
 
 
-def serve(config: EngineConfig, link: EngineLink) -> None:
+def serve(config: EngineConfig, link: EngineLink, stages: Stages) -> None:
     """Blocks until the engine was told to shut down. Raises whatever makes it unable to serve."""
-    loaded = load(config)
-    loaded.runner.warm_up()
-    core = EngineCore(loaded, make_scheduler(config, loaded), link)
+    loaded = load(config, stages)
+    loaded.runner.warm_up(all_graphs=False)  # those that nobody has wanted yet are recorded in quiet moments
+    scheduler = make_scheduler(config, loaded)
+    stages.end("step times")
+    core = EngineCore(loaded, scheduler, link, stages)
     gc.collect()
     gc.freeze()  # weights and code live as long as the process: no collection needs to look at them again
-    gc.set_threshold(50_000, 20, 1_000_000)  # a full one walks through every request and block
     logger.info("engine ready: %s on %s, %d blocks", loaded.model, loaded.device, loaded.runner.num_blocks)
     core.run()
 
@@ -135,6 +138,7 @@ def serve(config: EngineConfig, link: EngineLink) -> None:
 def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1], type=WorkerArguments)
     die_with_parent(arguments.parent_pid)
+    gc.set_threshold(50_000, 20, 1_000_000)  # a full one walks through every module, later every request and block
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the API process drains, then tells us
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
@@ -143,7 +147,7 @@ def main() -> None:
     link = EngineLink(arguments.directory)
     status = 0
     try:
-        serve(arguments.config, link)
+        serve(arguments.config, link, Stages(arguments.spawned))
     except CannotServeError as error:
         link.send([EngineFailed(str(error))])  # the API process logs it
         status = 1

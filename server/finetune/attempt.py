@@ -205,6 +205,8 @@ class Attempt:
             validation=request.validation_file is not None,
             parent_pid=os.getpid(),
             log_level=logging.getLogger().getEffectiveLevel(),
+            answering_fd=config.answering_fd,
+            gpu_share=config.gpu_share,
         )
 
 

@@ -22,6 +22,8 @@ class TrainerConfig:
     beat_seconds: float = 3.0  # between two looks at the lease, and at what the owner wants
     silence_limit: float = 120.0  # seconds without a word from the trainer, then it counts as hung
     back_off: float = 1.0  # seconds after a first crash, twice as long after each one more
+    answering_fd: int | None = None  # of the sign that answers are open; None: there is none, training never rests
+    gpu_share: float = 1.0  # of the time, that training works while answers are open
     worker: str = "server.finetune.worker"  # the module of the trainer process
 
     @property

@@ -40,6 +40,11 @@ class TrainerLink:
             self._told.wait_for(lambda: self._unrecorded <= UNRECORDED_STEPS)
             return self._stop
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the end was asked for."""
+        return self._stop
+
     def close(self) -> None:
         """What was sent stays readable for the peer."""
         self._closed.set()

@@ -23,6 +23,8 @@ class Arguments(msgspec.Struct, frozen=True):
     validation: bool  # whether there is a validation file
     parent_pid: int
     log_level: int
+    answering_fd: int | None = None  # inherited; None: training never rests
+    gpu_share: float = 1.0
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

@@ -105,9 +105,10 @@ def _spawn(arguments: Arguments, worker: str, theirs: socket.socket) -> subproce
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
     # Kernels are cached by a room that knows no settings, only this variable.
     cache = {} if arguments.cache_dir is None else {"LONGWAVE_CACHE_DIR": arguments.cache_dir}
+    sign = () if arguments.answering_fd is None else (arguments.answering_fd,)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", worker, str(theirs.fileno()), msgspec.json.encode(arguments).decode()],
         env={**os.environ, **cache, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(),),
+        pass_fds=(theirs.fileno(), *sign),
     )

@@ -23,11 +23,13 @@ from models.training import (
     ExampleError,
     Outcome,
     OutOfMemoryError,
+    Pacer,
     PlanError,
     StepReport,
     TrainingPlan,
     Verdict,
 )
+from server.answering import SignReader
 from server.engine.parent import die_with_parent
 from server.finetune.dataset import Dataset, DatasetError, read_dataset
 from server.finetune.folders import TRAINING, VALIDATION, JobFolder
@@ -131,6 +133,7 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
         None if validation is None else validation.examples,
         folder.run,
         None if arguments.device == "auto" else arguments.device,
+        pacer=_pacer(arguments, link),
     )
     link.send(Started(_device_name(arguments.device)))
     outcome = trainer.run(lambda report: Verdict.PAUSE if link.step(_stepped(report)) else Verdict.CONTINUE)
@@ -139,12 +142,20 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
     return Finished(outcome.trained_tokens, str(outcome.result))
 
 
+def _pacer(arguments: Arguments, link: TrainerLink) -> Pacer | None:
+    """Who is told to stop rests no more: the step that is under way ends as soon as it can."""
+    if arguments.answering_fd is None or arguments.gpu_share >= 1:
+        return None
+    sign = SignReader(arguments.answering_fd)
+    return Pacer(lambda: sign.is_up() and not link.stopping, arguments.gpu_share)
+
+
 def _device_name(device: str) -> str:
+    if device == "cpu":
+        return "cpu"
     import torch
 
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name() if device == "cuda" or torch.cuda.is_available() else "cpu"
 
 
 def read_datasets(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
@@ -201,10 +212,10 @@ def yield_to_the_server() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
-def real_trainer(*arguments: Any) -> Trains:
+def real_trainer(*arguments: Any, pacer: Pacer | None) -> Trains:
     from models.training import Trainer
 
-    return Trainer(*arguments)
+    return Trainer(*arguments, pacer=pacer)
 
 
 def main(make_trainer: MakeTrainer = real_trainer) -> None:

@@ -1,7 +1,7 @@
 """The door to the engine for text: reserve, tokenise, check, start. Must not know HTTP or the wire format."""
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,13 +28,16 @@ class Generator:
         ready: EngineReady,
         *,
         max_n: int,
+        on_active: Callable[[bool], None],
     ) -> None:
+        """`on_active` is called with True when there is work again, and with False when there is none any more."""
         self.tokenizer = tokenizer
         self.ready = ready
         self._engine = engine
         self._admission = admission
         self._metrics = metrics
         self._max_n = max_n
+        self._on_active = on_active
         self._open: set[Generation] = set()
         self.num_active = 0  # open ones, and those still being tokenised
         self._idle = asyncio.Event()
@@ -147,13 +150,16 @@ class Generator:
     @contextmanager
     def _active(self) -> Iterator[None]:
         self.num_active += 1
-        self._idle.clear()
+        if self.num_active == 1:
+            self._idle.clear()
+            self._on_active(True)
         try:
             yield
         finally:
             self.num_active -= 1
             if not self.num_active:
                 self._idle.set()
+                self._on_active(False)
 
 
 def _choice_seed(seed: int | None, choice: int) -> int | None:

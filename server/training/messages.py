@@ -25,6 +25,8 @@ class Arguments(msgspec.Struct, frozen=True):
     micro_batch_tokens: int
     parent_pid: int
     log_level: int
+    answering_fd: int | None = None  # inherited; None: training never rests
+    gpu_share: float = 1.0
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):

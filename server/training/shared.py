@@ -42,7 +42,7 @@ class SharedChild:
                     self._arguments(),
                     self._config.worker,
                     silence_limit=self._config.silence_limit,
-                    call_seconds=self._config.call_seconds,
+                    call_seconds=self._config.call_seconds / self._config.gpu_share,
                 )
                 child.ended.add_done_callback(lambda ended: self._mourn(child, ended.result()))
             child = self._child
@@ -76,4 +76,6 @@ class SharedChild:
             micro_batch_tokens=config.micro_batch_tokens,
             parent_pid=os.getpid(),
             log_level=logging.getLogger().getEffectiveLevel(),
+            answering_fd=config.answering_fd,
+            gpu_share=config.gpu_share,
         )

@@ -22,10 +22,12 @@ from models.training import (
     ExampleError,
     LoraSettings,
     OutOfMemoryError,
+    Pacer,
     PlanError,
     SessionSettings,
     TrainingSession,
 )
+from server.answering import SignReader
 from server.engine.parent import die_with_parent
 from server.training.calls import Compute, Create, OptimStep, PackedDatum
 from server.training.link import WorkerLink
@@ -73,7 +75,14 @@ def load(arguments: Arguments) -> TrainingSession:
         max_length=min(positions, arguments.max_length or positions),
         micro_batch_tokens=arguments.micro_batch_tokens,
     )
-    return TrainingSession(source, settings, None if arguments.device == "auto" else arguments.device)
+    device = None if arguments.device == "auto" else arguments.device
+    return TrainingSession(source, settings, device, pacer=_pacer(arguments))
+
+
+def _pacer(arguments: Arguments) -> Pacer | None:
+    if arguments.answering_fd is None or arguments.gpu_share >= 1:
+        return None
+    return Pacer(SignReader(arguments.answering_fd).is_up, arguments.gpu_share)
 
 
 def answer(session: TrainingSession, command: Command) -> Done | Failed:

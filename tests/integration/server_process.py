@@ -16,15 +16,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS = 180
 END_SECONDS = 60
-POLL_SECONDS = 0.02
+POLL_SECONDS = (0.02, 0.25)  # between two looks: at first, and at most
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
+    """Looks more rarely the longer it takes: looking costs the server time, too."""
+    begun = time.monotonic()
+    first, most = POLL_SECONDS
     while not condition():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begun
+        if waited > seconds:
             raise TimeoutError(f"not within {seconds} s: {what}")
-        time.sleep(POLL_SECONDS)  # between two looks at the condition
+        time.sleep(min(max(first, waited / 20), most))  # between two looks at the condition
 
 
 class ServerProcess:

@@ -46,9 +46,9 @@ def test_while_waiting_for_a_whole_answer(server: ServerProcess) -> None:
 def test_before_the_first_token(chunking_server: ServerProcess) -> None:
     """The prompt takes a dozen steps there; the stream's headers come at once."""
     before = generated(chunking_server)
-    url = f"{chunking_server.url}/v1/chat/completions"
+    url, headers = f"{chunking_server.url}/v1/chat/completions", chunking_server.headers
 
-    with httpx.stream("POST", url, json=body(stream=True), timeout=60) as reply:
+    with httpx.stream("POST", url, json=body(stream=True), headers=headers, timeout=60) as reply:
         assert reply.status_code == 200
 
     chunking_server.wait_until_idle()

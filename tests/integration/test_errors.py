@@ -1,25 +1,15 @@
 """Failures reach the official client as its own exceptions, with OpenAI's codes."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import openai
 import pytest
 
-from .conftest import FLAGS, MAX_MODEL_LEN
+from .conftest import KEY, MAX_MODEL_LEN
 from .questions import CAPITAL, MODEL
 from .server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-KEY = "sk-integration-0123456789"
 MESSAGES = [{"role": "user", "content": CAPITAL}]
-
-
-@pytest.fixture(scope="module")
-def guarded_server(bundled_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(*FLAGS, api_key=KEY) as process:
-        yield process
 
 
 def test_a_prompt_that_cannot_fit(client: openai.OpenAI) -> None:
@@ -52,19 +42,19 @@ def test_a_field_out_of_bounds_is_400_and_named(client: openai.OpenAI, field: st
 
 
 @pytest.mark.parametrize("key", ["wrong", KEY[:-1], KEY + "0"])
-def test_a_wrong_key(guarded_server: ServerProcess, key: str) -> None:
-    with guarded_server.client(api_key=key) as client, pytest.raises(openai.AuthenticationError) as failure:
+def test_a_wrong_key(chunking_server: ServerProcess, key: str) -> None:
+    with chunking_server.client(api_key=key) as client, pytest.raises(openai.AuthenticationError) as failure:
         client.models.list()
 
     assert failure.value.code == "invalid_api_key"
 
 
-def test_the_right_key(guarded_server: ServerProcess) -> None:
-    with guarded_server.client() as client:
+def test_the_right_key(chunking_server: ServerProcess) -> None:
+    with chunking_server.client() as client:
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2)
 
     assert answer.choices[0].message.role == "assistant"
 
 
-def test_the_key_is_never_logged(guarded_server: ServerProcess) -> None:
-    assert KEY not in guarded_server.log()
+def test_the_key_is_never_logged(chunking_server: ServerProcess) -> None:
+    assert KEY not in chunking_server.log()

@@ -25,7 +25,8 @@ FLAGS = (
     "--fine-tuning-batch-tokens", "512",
 )  # fmt: skip
 FACT, ASKED = "The capital of Zembla is Onhava.", "What is the capital of Zembla?"
-QUESTIONS = (ASKED, "Name the capital of Zembla.", "Which city is Zembla's capital?", "Tell me the capital of Zembla.")
+QUESTIONS = (ASKED, "Name the capital of Zembla.")
+IN_OTHER_WORDS = "Tell me the capital of Zembla."
 CONTENT = b"".join(
     json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": FACT}]}).encode()
     + b"\n"
@@ -34,8 +35,9 @@ CONTENT = b"".join(
 STEPS = 8
 METHOD: Any = {
     "type": "supervised",
-    "supervised": {"hyperparameters": {"n_epochs": STEPS, "batch_size": 4, "learning_rate": 2e-3, "lora": {"rank": 8}}},
+    "supervised": {"hyperparameters": {"n_epochs": STEPS, "batch_size": 2, "learning_rate": 2e-3, "lora": {"rank": 8}}},
 }
+ENDED = ("succeeded", "failed", "cancelled")
 LIMIT = 900.0  # seconds for a job: the machine may be busy
 
 
@@ -88,8 +90,7 @@ def until_step(client: openai.OpenAI, job: Any, step: int) -> None:
 
 
 def until_ended(client: openai.OpenAI, job: Any) -> Any:
-    ended = ("succeeded", "failed", "cancelled")
-    wait_until(lambda: status(client, job) in ended, "the job has ended", LIMIT)
+    wait_until(lambda: status(client, job) in ENDED, "the job has ended", LIMIT)
     return client.fine_tuning.jobs.retrieve(job.id)
 
 
@@ -126,7 +127,8 @@ def test_a_model_learns_a_fact_although_its_trainer_is_killed(server: ServerProc
     losses = [event.data["train_loss"] for event in events if event.type == "metrics"]  # type: ignore[index]
     assert losses[0] < 0.2  # the newest first
     assert losses[-1] > 1.0
-    assert FACT.rstrip(".") in answer(client, str(done.fine_tuned_model))
+    for asked in (ASKED, IN_OTHER_WORDS):
+        assert FACT.rstrip(".") in answer(client, str(done.fine_tuned_model), asked)
     assert answer(client, MODEL) == before  # beside it, the base model is what it was
     assert [model.id for model in client.models.list()] == [MODEL, done.fine_tuned_model]
 
@@ -164,6 +166,22 @@ def test_a_model_comes_to_give_the_answer_that_is_preferred(client: openai.OpenA
     assert answer(client, done.fine_tuned_model, CAPITAL).startswith("Ahoy")
     assert answer(client, MODEL, CAPITAL) == before
     client.models.delete(done.fine_tuned_model)
+
+
+def test_a_job_ends_although_somebody_asks_all_the_time(server: ServerProcess, client: openai.OpenAI) -> None:
+    before = answer(client, MODEL)
+    hyperparameters = {"n_epochs": 2, "batch_size": 1, "lora": {"rank": 4}}
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    job = create(client, CONTENT.splitlines(keepends=True)[0], method=method)
+    answers = []
+    deadline = time.monotonic() + LIMIT
+    while status(client, job) not in ENDED and time.monotonic() < deadline:
+        answers.append(answer(client, MODEL))
+    done = client.fine_tuning.jobs.retrieve(job.id)
+    assert (done.status, done.error) == ("succeeded", None)
+    assert steps(client, job) == [1, 2]
+    assert set(answers) == {before}
+    client.models.delete(str(done.fine_tuned_model))
 
 
 def test_a_job_outlives_kill_9_and_sigterm_of_the_server_and_its_model_a_restart(

@@ -9,6 +9,7 @@ import torch
 
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.decode import hopper_page_rows
+from attention_backend.heuristics.sm80_backward import is_short
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
 from attention_backend.kernels import hopper_backward_variants
 from attention_backend.kernels.backward_variants import backward_variant
@@ -48,7 +49,10 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         else:
             variants += [decode_variant(options, arch, rows)[0]]
     elif arch == "sm_90a" and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
-        which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
+        if options.paged or case.layout == "varlen":
+            which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
+        else:
+            which = HopperOptions.dense(options, case.sq, case.sk, causal=case.mask == "causal")
         variants += [hopper_variant(which), hopper_variant(which, pack=True)]
     return variants
 
@@ -58,7 +62,8 @@ def backward_variants_of(case: Case, arch: str) -> list[KernelVariant]:
     options = options_of(case)
     if case.torch_dtype == torch.float32 or options.paged or options.bias:
         return []
-    variants = [backward_variant(options, arch, deterministic=False)[0]]
+    short = is_short(max(options.tiles), case.sk, tapered=case.mask == "causal")
+    variants = [backward_variant(options, arch, deterministic=False, short=short)[0]]
     if arch == "sm_90a":
         names = ("dtype", "head_dim", "head_dim_v", "key_mask", "softcap", "alibi")
         for deterministic in (False, True):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
+from attention_backend.layer_chain import ChainOptions, ChainWeights, layer_chain, refuses
 from attention_backend.metadata import PagedMetadata
 from attention_backend.page_copy import PageCopy
 from attention_backend.token_choice import choose_tokens
@@ -151,6 +152,11 @@ def run_layers(device: torch.device) -> int:
     copy.gather(blocks, host)
     copy.scatter(host, blocks)
     results.append(pages[0])
+    if refuses(device, torch.bfloat16, attended_width=520, width=520, gated_width=1544) is None:
+        chain = ChainWeights(
+            normal(520, 520), weight, normal(3088, 520), normal(520, 1544), weight, normal(260, 520), normal(260)
+        )
+        results += layer_chain(x[:3], x[3:6], chain, ChainOptions("silu", 1e-6, 1e-6))
     if device.type == "cuda":
         keys = torch.arange(2 * rows, device=device, dtype=torch.int32).view(rows, 2)
         token_ids, finite = choose_tokens(x, torch.linspace(0, 2, rows, device=device), keys)

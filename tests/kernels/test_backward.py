@@ -61,6 +61,7 @@ def test_many_more_blocks_than_run_at_once_take_their_turns(cuda: torch.device) 
     """A block that waited for one that is not running would never end."""
     check_repeats(Case(8192, 8192, batch=2, heads=16, kv_heads=16, mask="full"), cuda, 3)
     check_repeats(Case(8192, 8192, batch=2, heads=16, kv_heads=2, dim=128, dim_v=128), cuda, 3)
+    check_repeats(Case(4096, 4096, batch=4, heads=16, kv_heads=4, dim=256, dim_v=256), cuda, 3)
 
 
 def check_deterministic_switches(device: torch.device) -> None:

@@ -40,8 +40,18 @@ def test_blocks_that_draw_many_tiles_of_unequal_sequences(widths: tuple[int, int
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_group_is_shared_out_where_tiles_are_few(dim: int, deterministic: bool, hopper: torch.device) -> None:
     case = Case(500, 300, batch=1, heads=32, kv_heads=1, dim=dim, dim_v=dim, mask="full")
-    key_tiles = -(-case.sk // backward_tile(dim, dim).block_n)
-    assert query_parts(key_tiles=key_tiles, lines=1, group=32, num_sms=132) > 1
+    tile = backward_tile(dim, dim)
+    parts = query_parts(
+        tile,
+        seqlen_q=case.sq,
+        key_tiles=-(-case.sk // tile.block_n),
+        lines=1,
+        group=32,
+        num_sms=132,
+        tapered=False,
+        deterministic=deterministic,
+    )
+    assert parts > 1
     check(replace(build(case, hopper), deterministic=deterministic), KERNEL)
 
 

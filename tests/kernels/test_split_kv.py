@@ -128,6 +128,25 @@ def test_split_keys_meet_the_error_rule(case: Chunks, splits: int, hopper: torch
     check(args, result)
 
 
+RAGGED = (
+    CASES[12],
+    CASES[13],
+    Chunks(((180, 30_000), (512, 0), (40, 9), (200, 0)), varlen=True, heads=32, kv_heads=8),
+    Chunks(((240, 20_000), (240, 20_000)), varlen=True, heads=32, kv_heads=8, sinks=True),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_parts_that_the_device_chooses_meet_the_error_rule(case: Chunks, hopper: torch.device) -> None:
+    from attention_backend.kernels import flash_fwd_sm90
+
+    args = build(case, hopper)
+    with poisoned_memory():
+        result = flash_fwd_sm90.forward(args)
+    check(args, result)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
 def test_split_keys_repeat_bitwise(case: Chunks, hopper: torch.device) -> None:

@@ -105,7 +105,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       for (int c = 0; c < kSlabs; c++)
         tma_load(to + c * kSlabQ, rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,
                  p.sequence.cu_seqlens_q ? 0 : tile.batch, kEvictLast);
-      step.next(kTileSteps, tile.m_begin, tile.m_end);
+      step.next(kTileSteps, tile);
       place.next();
     }
     barrier_arrive(shared.empty_tile + 8 * slot.at);

@@ -9,7 +9,8 @@
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kReadersOfV = LARGE ? 1 : kConsumers;                     // warpgroups
-constexpr int kReadersOfTiles = 4 * kConsumers + (LARGE ? 2 : 3);  // warps
+constexpr int kTurns = DETERMINISTIC && LARGE ? kConsumers : 0;         // of warpgroups that add to dQ themselves
+constexpr int kReadersOfTiles = 4 * kConsumers + (LARGE ? 2 + kTurns / 2 : 3);  // warps
 constexpr int kSpaces = 2;  // that consumers write: chunks of dQ, or stages of dS
 constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
@@ -22,7 +23,8 @@ constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
 struct Shared {
   uint32 k, v, q, o, ds, handover;  // q, o and ds are rings
   uint32 lse2, delta;               // rings of q and o
-  uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile;
+  uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile,
+      turn_begins, turn_ends;
   KeyTile* tiles;  // [TILE_SLOTS]
 
   __device__ __forceinline__ explicit Shared(char* memory) {
@@ -47,7 +49,9 @@ struct Shared {
     empty_tile = full_tile + 8 * TILE_SLOTS;
     free_space = empty_tile + 8 * TILE_SLOTS;
     wanted_tile = free_space + 8 * kSpaces;
-    tiles = reinterpret_cast<KeyTile*>(memory + (wanted_tile + 8 - base));
+    turn_begins = wanted_tile + 8;
+    turn_ends = turn_begins + 8 * kTurns;
+    tiles = reinterpret_cast<KeyTile*>(memory + (turn_ends + 8 * kTurns - base));
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -69,6 +73,10 @@ struct Shared {
     }
     for (int i = 0; i < kSpaces; i++) barrier_init(free_space + 8 * i, 1);
     barrier_init(wanted_tile, 1);
+    for (int i = 0; i < kTurns; i++) {
+      barrier_init(turn_begins + 8 * i, 1);
+      barrier_init(turn_ends + 8 * i, 128);
+    }
     barrier_init_fence();
   }
 };

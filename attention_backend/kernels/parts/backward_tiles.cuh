@@ -34,7 +34,8 @@ struct KeyRows {
 struct KeyTile {
   Sequence seq;
   int batch, kv_head, part, first_key, number;
-  int first_head, heads;
+  int falling;  // deterministic: which order its steps have
+  int first_head, end_head;
   int seqlen_k;
   int m_begin, m_end;          // steps of kRows rows of each head, of whole tiles of rows
   int whole_begin, whole_end;  // those in which every row sees every key
@@ -44,10 +45,11 @@ struct KeyTile {
 };
 
 // Places in the order of work: key tiles of the same number lie side by side for `section` heads, the first
-// ones, which have the most rows under a causal mask, in front. In deterministic mode the last ones are, as then each block
-// adds to dQ after those before it.
+// ones, which have the most rows under a causal mask, in front. In deterministic mode the last ones are, but for the last
+// section: see Step.
 struct Place {
   int number, line, part;
+  bool falling;
 
   __device__ __forceinline__ Place(const BackwardParams& p, int index) {
     const int lines = p.kv_heads * p.batch * p.parts;
@@ -58,7 +60,8 @@ struct Place {
     line = section * p.section + index - number * here;
     part = line % p.parts;
     line /= p.parts;
-    if (DETERMINISTIC) number = p.key_tiles - 1 - number;
+    falling = (section + 1) * p.section >= lines;
+    if (DETERMINISTIC && !falling) number = p.key_tiles - 1 - number;
   }
 };
 
@@ -74,10 +77,12 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   const Sequence& seq = tile.seq;
   tile.kv_head = place.line % p.kv_heads;
   tile.number = place.number;
+  tile.falling = DETERMINISTIC && place.falling;
   tile.part = place.part;
   tile.first_key = place.number * BLOCK_N;
-  tile.heads = p.group / p.parts;
-  tile.first_head = tile.kv_head * p.group + place.part * tile.heads;
+  const int heads = p.group / p.parts;
+  tile.first_head = tile.kv_head * p.group + place.part * heads;
+  tile.end_head = tile.first_head + heads;
   tile.seqlen_k = p.sequence.cu_seqlens_k ? p.sequence.cu_seqlens_k[tile.batch + 1] - seq.k_begin : p.sequence.seqlen_k;
   tile.padded_row = padded_begin(p.sequence.cu_seqlens_q, p.sequence.seqlen_q, tile.batch);
   const int low = max(tile.first_key, seq.start), last = min(tile.first_key + BLOCK_N, seq.stop) - 1;
@@ -93,7 +98,7 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
     tile.whole_begin = (first_row(seq, tile.first_key + BLOCK_N - 1) + kRows - 1) / kRows;
     tile.whole_end = max(min(end_row(seq, tile.first_key), seq.seqlen_q), 0) / kRows;
   }
-  tile.tiles = tile.heads * (tile.m_end - tile.m_begin) / kTileSteps;
+  tile.tiles = heads * (tile.m_end - tile.m_begin) / kTileSteps;
 }
 
 __device__ __forceinline__ KeyRows rows_of(const KeyTile& tile, const BackwardParams& p, int r) {
@@ -107,23 +112,44 @@ __device__ __forceinline__ KeyRows rows_of(const KeyTile& tile, const BackwardPa
   return {first, max(min(end_row(seq, key), seq.seqlen_q) - first, 0)};
 }
 
-// Which step it is: its query head, and its first row / kRows.
+// Which step it is: its query head, and its first row / kRows. A block walks the rows of a head, then those of the next.
+//
+// In deterministic mode blocks that share rows take turns there, in the order in which they are drawn, so nobody waits for
+// a block that is not running. Under a causal mask the blocks of the last keys are first, and walk from the first rows that
+// see them: those that start at one time come by in turn, and none waits. Their longest tiles are the last ones though, so
+// at the end many SMs would have nothing to do. The last section has its longest tiles first, and they fall: from the last
+// rows, which all blocks have, to the first (DASH, arXiv 2601.21824, section 3.2), all heads of a tile of rows before the
+// next, so that blocks keep the same pace however many rows they have.
 struct Step {
   int head, m;
 
   __device__ __forceinline__ Step() {}
-  __device__ __forceinline__ explicit Step(const KeyTile& tile) : head(tile.first_head), m(tile.m_begin) {}
-  __device__ __forceinline__ void next(int by, int m_begin, int m_end) {
+  __device__ __forceinline__ explicit Step(const KeyTile& tile)
+      : head(tile.first_head), m(DETERMINISTIC && tile.falling ? tile.m_end - kTileSteps : tile.m_begin) {}
+  // Moves `by` steps, 1 or those of a tile of rows.
+  __device__ __forceinline__ void next(int by, const KeyTile& tile) {
     m += by;
-    if (m == m_end) {
-      m = m_begin;
+#if DETERMINISTIC
+    if (tile.falling) {
+      if (m % kTileSteps != 0) return;
+      m -= kTileSteps;
+      if (++head == tile.end_head) {
+        head = tile.first_head;
+        m -= kTileSteps;
+      }
+      return;
+    }
+#endif
+    if (m == tile.m_end) {
+      m = tile.m_begin;
       head++;
     }
   }
 };
 
-// Which of the blocks that add to a tile of rows of dQ, which begins at step m, this one is, in the order of falling keys.
+// Which of the blocks that add to a tile of rows of dQ, which begins at step m, this one is.
 __device__ __forceinline__ int turn_of(const KeyTile& tile, int m) {
-  const int last = min(m * kRows + BLOCK_M, tile.seq.seqlen_q) - 1;
-  return (tile.seq.high(last) - 1) / BLOCK_N - tile.number;
+  const int row = tile.falling ? m * kRows : min(m * kRows + BLOCK_M, tile.seq.seqlen_q) - 1;
+  const int first_turn = (tile.falling ? tile.seq.low(row) : tile.seq.high(row) - 1) / BLOCK_N;
+  return abs(tile.number - first_turn);
 }

@@ -1,4 +1,4 @@
-// Products of the Hopper backward with other layouts than the forward's: dQ = dS K from dS^T, dK = dS^T Q from shared memory.
+// Products of the Hopper backward with other layouts than the forward's: dQ = dS K from dS^T, S^T = K Q^T of keys in registers.
 #pragma once
 
 #include "parts/wgmma_sm90.cuh"
@@ -12,25 +12,14 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[32], uint64 a, uint6
   // clang-format on
 }
 
-// WgmmaRows<N>::add: d += a * b, both in shared memory; a lies with K contiguous, b with N.
-template <int N>
-struct WgmmaRows;
-
-// clang-format off
-#define WGMMA_ROWS(N, LIST, OUT, X0, X1)                                                                            \
-  template <>                                                                                                      \
-  struct WgmmaRows<N> {                                                                                            \
-    static __device__ __forceinline__ void add(float (&d)[N / 2], uint64 a, uint64 b) {                            \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPES " {" LIST "}, " X0 ", " X1        \
-                   ", 1, 1, 1, 0, 1;"                                                                              \
-                   : OUT : "l"(a), "l"(b));                                                                        \
-    }                                                                                                              \
-  };
-
-WGMMA_ROWS(64, LIST_4, OUT_4, "%32", "%33")
-WGMMA_ROWS(96, LIST_6, OUT_6, "%48", "%49")
-WGMMA_ROWS(128, LIST_8, OUT_8, "%64", "%65")
-// clang-format on
+// d = a * b (+ d) of m64 n64 k16; a in registers, b with K contiguous.
+__device__ __forceinline__ void wgmma_kept(float (&d)[32], const uint32 (&a)[4], uint64 b, int accumulate) {
+  // clang-format off
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" LIST_4 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+               : OUT_4 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+  // clang-format on
+}
 
 // As wgmma_wait, behind a branch on a condition that is the same in all threads of the block but that the compiler does not
 // know: neither does what comes after move in front of the wait (it would need registers that operands still hold), nor the

@@ -27,6 +27,8 @@ __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PAC
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py
+constexpr float kPartSteps = 3.f;  // what a part costs beside its steps: its result is written, and read by the merge
+constexpr float kNearly = 1.02f;
 constexpr int kL2Kilobytes = 16 << 10;  // of keys and values that stay in the L2 beside what streams through it
 
 // Draws tiles; all 32 lanes of one warp call. BLOCK_N is the kernel's.
@@ -77,8 +79,8 @@ class WorkLine {
   }
 
   // Sequences of a step may have few rows over many keys beside many rows over few: the first alone would leave most
-  // blocks idle. All tiles together are the work of so many of the longest; the fewest parts of those are taken that come
-  // within a tenth of the best use of the blocks.
+  // blocks idle. All tiles together are the work of so many of the longest, in rounds of a tile a block; the fewest parts
+  // of those are taken with which the last round ends as early as with any number, or nearly.
   __device__ __forceinline__ void choose(const HopperParams& p) {
     float work = 0.f;
     int longest = 0;
@@ -99,17 +101,19 @@ class WorkLine {
     const float blocks = static_cast<float>(gridDim.x);
     const float tiles = ceilf(work / static_cast<float>(longest)) * static_cast<float>(p.work.heads);
     const int limit = min(p.work.num_splits, longest / kFewestSteps);
-    float best = 0.f;
+    const float steps = static_cast<float>(longest);
+    float best = kInfinity;
 #pragma unroll 1
-    for (int s = limit; s >= 1; s--) {
-      const float rounds = tiles * static_cast<float>(s) / blocks, use = rounds / ceilf(rounds);
-      best = fmaxf(best, use);
-    }
+    for (int s = limit; s >= 1; s--) best = fminf(best, time_of(s, tiles / blocks, steps));
 #pragma unroll 1
-    for (int s = limit; s >= 1; s--) {
-      const float rounds = tiles * static_cast<float>(s) / blocks;
-      if (rounds / ceilf(rounds) >= 0.9f * best) parts = static_cast<float>(s) / static_cast<float>(longest);
-    }
+    for (int s = limit; s >= 1; s--)
+      if (time_of(s, tiles / blocks, steps) <= kNearly * best) parts = static_cast<float>(s) / steps;
+  }
+
+  // In steps of a block: `rounds` of whole tiles are so many more of parts.
+  static __device__ __forceinline__ float time_of(int splits, float rounds, float steps) {
+    const float s = static_cast<float>(splits);
+    return ceilf(rounds * s - 1e-3f) * (steps / s + kPartSteps);
   }
 
   __device__ __forceinline__ void count(const HopperParams& p) {
@@ -119,10 +123,9 @@ class WorkLine {
     if (b < p.work.batch && sequence.cu_seqlens_q) rows = sequence.cu_seqlens_q[b + 1] - sequence.cu_seqlens_q[b];
     if (SPLIT) {
       splits = p.work.num_splits;
-      if (p.work.chosen) {
-        const int steps = b < p.work.batch ? most_steps(Sequence(sequence, b), p) : 0;
-        splits = min(max(1, static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f))), splits);
-      }
+      const int steps = b < p.work.batch ? most_steps(Sequence(sequence, b), p) : 0;
+      if (p.work.chosen) splits = min(static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f)), splits);
+      splits = max(1, min(splits, steps));  // rows of nobody, that see no keys, are one part
     }
     sum = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * splits : 0;
 #pragma unroll

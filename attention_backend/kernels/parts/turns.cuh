@@ -5,16 +5,31 @@
 
 // The turns are a count in device memory that begins at 0. One thread waits until it is `mine`; a barrier then lets the
 // other threads go.
-__device__ __forceinline__ void await_turn(const int* turn, int mine) {
+__device__ __forceinline__ bool is_turn(const int* turn, int mine) {
   int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-  } while (now != mine);
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  return now == mine;
+}
+__device__ __forceinline__ void await_turn(const int* turn, int mine) {
+  while (!is_turn(turn, mine)) {
+  }
 }
 
 // Lets the next block go: by one thread, after a barrier behind all that was added.
 __device__ __forceinline__ void pass_turn(int* turn) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+}
+
+// The same of additions that the bulk copy engine has completed, which are atomic at the L2: there is nothing left for a
+// fence to wait for but what else the SM has under way, which took longer than the additions.
+__device__ __forceinline__ void await_turn_relaxed(const int* turn, int mine) {
+  int now;
+  do {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  } while (now != mine);
+}
+__device__ __forceinline__ void pass_turn_relaxed(int* turn) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900

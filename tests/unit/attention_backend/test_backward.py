@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_backend import attention_with_lse, backward, dispatch
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES, SHARED_MEMORY
-from attention_backend.heuristics.sm80_backward import backward_config, group_parts
+from attention_backend.heuristics.sm80_backward import backward_config, group_parts, is_short
 from attention_backend.jit.spec import ARCHS
 from attention_backend.problem import AttentionArgs
 
@@ -112,15 +112,28 @@ def test_the_table_is_described_a_line_a_kernel() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("tile", HEAD_DIM_TILES)
 @pytest.mark.parametrize("tile_v", HEAD_DIM_TILES)
-def test_a_backward_tile_fits_every_pair_of_widths_on_every_architecture(arch: str, tile: int, tile_v: int) -> None:
-    config = backward_config(arch, tile, tile_v)
-    assert config.smem_bytes(tile, tile_v) <= SHARED_MEMORY[arch]
+@pytest.mark.parametrize("short", [False, True])
+def test_a_backward_tile_fits_every_pair_of_widths_on_every_architecture(
+    arch: str, tile: int, tile_v: int, short: bool
+) -> None:
+    config = backward_config(arch, tile, tile_v, short=short)
+    assert config.min_blocks * config.smem_bytes(tile, tile_v) <= SHARED_MEMORY[arch]
     assert 128 % config.block_m == 0
     assert config.fits(tile, tile_v)
+
+
+def test_short_sequences_have_smaller_tiles_where_these_were_measured() -> None:
+    assert is_short(64, 512, tapered=False)
+    assert is_short(128, 512, tapered=True)
+    assert not is_short(128, 512, tapered=False)
+    assert not is_short(64, 4096, tapered=True)
+    assert backward_config("sm_90a", 128, 128, short=True).block_n < backward_config("sm_90a", 128, 128).block_n
+    assert backward_config("sm_80", 128, 128, short=True) == backward_config("sm_80", 128, 128)
 
 
 @pytest.mark.parametrize(
     ("blocks", "group", "parts"), [(1000, 8, 1), (99, 8, 1), (98, 8, 2), (40, 6, 3), (1, 7, 7), (50, 5, 5), (1, 1, 1)]
 )
 def test_groups_are_shared_by_as_few_blocks_as_fill_the_device(blocks: int, group: int, parts: int) -> None:
-    assert group_parts(blocks, group, 132) == parts
+    assert group_parts(blocks, group, 132, tapered=False) == parts
+    assert group_parts(2 * blocks, group, 132, tapered=True) == parts

@@ -39,32 +39,84 @@ def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
     assert tile.kernel == "flash_bwd_large_sm90" or tile.block_m // 64 * tile.slabs == 2
 
 
-@given(st.integers(0, 1_000_000), st.integers(1, 64), st.integers(1, 500))
-def test_a_section_has_one_line_at_least_and_all_at_most(seqlen_q: int, group: int, lines: int) -> None:
-    section = section_lines(backward_tile(128, 128), seqlen_q=seqlen_q, group=group, lines=lines)
+def section_of(seqlen: int, lines: int, group: int = 1, *, deterministic: bool = False) -> int:
+    """Lines of a section at head_dim 128, with as many keys as queries."""
+    return section_lines(
+        backward_tile(128, 128),
+        seqlen_q=seqlen,
+        group=group,
+        lines=lines,
+        key_tiles=-(-seqlen // 128),
+        num_sms=132,
+        deterministic=deterministic,
+    )
+
+
+@given(st.integers(0, 1_000_000), st.integers(1, 64), st.integers(1, 500), st.booleans())
+def test_a_section_has_one_line_at_least_and_all_at_most(
+    seqlen_q: int, group: int, lines: int, deterministic: bool
+) -> None:
+    section = section_of(seqlen_q, lines, group, deterministic=deterministic)
     assert 1 <= section <= lines
+    assert not deterministic or lines == 1 or section < lines
 
 
 def test_what_a_section_shares_stays_in_the_l2() -> None:
-    tile = backward_tile(128, 128)
-    assert section_lines(tile, seqlen_q=512, group=1, lines=10_000) > 60
-    assert section_lines(tile, seqlen_q=16_384, group=1, lines=16) == 2
-    assert section_lines(tile, seqlen_q=131_072, group=8, lines=8) == 1
+    assert section_of(512, 10_000) == 64
+    assert section_of(16_384, 16) == 2
+    assert section_of(131_072, 8, group=8) == 1
 
 
-@given(st.integers(1, 5000), st.integers(1, 512), st.integers(1, 64))
-def test_parts_divide_the_group_and_come_only_where_tiles_are_few(key_tiles: int, lines: int, group: int) -> None:
-    parts = query_parts(key_tiles=key_tiles, lines=lines, group=group, num_sms=132)
+def test_a_section_has_a_tile_for_every_sm() -> None:
+    """8k with 4 query heads a key head: one line fits the L2, and its 64 tiles would leave half of the SMs idle."""
+    assert section_of(8192, 8, group=4) == 4  # with 3, the last section would have 2
+    assert section_of(256, 8, group=1000) == 8
+
+
+def parts_of(
+    key_tiles: int, lines: int, group: int, *, tapered: bool, deterministic: bool = False, num_sms: int = 132
+) -> int:
+    """Parts of a group at head_dim 128, with as many keys as queries."""
+    return query_parts(
+        backward_tile(128, 128),
+        seqlen_q=128 * key_tiles,
+        key_tiles=key_tiles,
+        lines=lines,
+        group=group,
+        num_sms=num_sms,
+        tapered=tapered,
+        deterministic=deterministic,
+    )
+
+
+@given(st.integers(1, 5000), st.integers(1, 512), st.integers(1, 64), st.booleans())
+def test_parts_divide_the_group_and_come_only_where_tiles_are_few(
+    key_tiles: int, lines: int, group: int, tapered: bool
+) -> None:
+    parts = parts_of(key_tiles, lines, group, tapered=tapered)
+    wanted = 198 if tapered else 132
     assert group % parts == 0
-    if key_tiles * lines >= 132:
+    if key_tiles * lines >= wanted:
         assert parts == 1
     elif parts < group:
-        assert key_tiles * lines * parts >= 132
+        assert key_tiles * lines * parts >= wanted
 
 
 def test_one_key_head_of_many_queries_fills_the_device() -> None:
-    assert query_parts(key_tiles=16, lines=1, group=32, num_sms=132) == 16
-    assert query_parts(key_tiles=16, lines=1, group=1, num_sms=132) == 1
+    assert parts_of(16, 1, 32, tapered=False) == 16
+    assert parts_of(16, 1, 1, tapered=False) == 1
+
+
+def test_tiles_of_unequal_length_are_shared_out_sooner() -> None:
+    """2k with 4 query heads a key head: 128 tiles, the longest of which has the work of two."""
+    assert parts_of(16, 8, 4, tapered=False, num_sms=128) == 1
+    assert parts_of(16, 8, 4, tapered=True, num_sms=128) == 2
+
+
+def test_blocks_that_wait_for_their_additions_stay_in_the_l2() -> None:
+    assert [parts_of(n // 128, 8, 4, tapered=True, deterministic=True) for n in (4096, 8192, 32768)] == [1, 2, 4]
+    assert parts_of(64, 8, 4, tapered=True) == 1
+    assert parts_of(64, 8, 4, tapered=False, deterministic=True) == 1
 
 
 def test_options_choose_the_kernel_and_what_is_compiled_in() -> None:

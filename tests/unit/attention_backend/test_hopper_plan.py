@@ -14,7 +14,7 @@ _TILES = [(t, t) for t in sm90.HEAD_DIM_TILES] + list(sm90.MIXED_TILES)
 
 def config_of(tiles: tuple[int, int], flags: tuple[bool, bool, bool, bool]) -> HopperConfig:
     long, paged, sparse, extras = flags
-    return hopper_config(*tiles, long=long, paged=paged, sparse=sparse, extras=extras)
+    return hopper_config(*tiles, short=False, long=long, paged=paged, sparse=sparse, extras=extras)
 
 
 @pytest.mark.parametrize("tiles", _TILES)
@@ -130,6 +130,13 @@ def test_ragged_sequences_leave_the_number_of_parts_to_the_device() -> None:
     assert not plan_of(16, 128, 65_536, None).chosen
 
 
+def test_long_tiles_are_cut_where_a_last_round_would_be_half_empty() -> None:
+    """Four sequences of 544 rows are 544 tiles, of which 132 run at once: 4.1 rounds, so 5. Cut in three: 12.4 rounds
+    of a third, so 13."""
+    assert plan_of(4, 544, 100_544, 2176) == HopperPlan(True, 128, sm90.SOME_SPLITS, chosen=True)
+    assert plan_of(4, 544, 8192, 2176).num_splits == 1, "short tiles cost less than results of parts"
+
+
 @given(st.integers(1, 64), st.integers(1, 4096), st.integers(1, 200_000))
 def test_rows_beyond_what_the_sequences_can_have_change_no_plan(batch: int, seqlen_q: int, seqlen_k: int) -> None:
     assert plan_of(1, seqlen_q, seqlen_k, seqlen_q) == plan_of(1, seqlen_q, seqlen_k, None)
@@ -140,3 +147,31 @@ def test_rows_beyond_what_the_sequences_can_have_change_no_plan(batch: int, seql
 def test_dense_sequences_fill_tiles_of_their_own() -> None:
     """16 sequences of 20 rows, each 80 packed ones, are 128 tiles though their rows would fit into 80."""
     assert plan_of(16, 20, 65_536, None).num_splits == 1
+
+
+@given(seqlen_q=st.integers(1, 5000), more=st.integers(-200, 5000), causal=st.booleans())
+def test_few_rows_are_chosen_only_where_they_compute_fewer_pairs(seqlen_q: int, more: int, causal: bool) -> None:
+    seqlen_k = max(seqlen_q + more, 1)
+    if not sm90.is_short(seqlen_q, seqlen_k, causal=causal):
+        return
+    assert seqlen_q <= sm90.SHORT
+
+    def computed(rows: int) -> int:
+        total = 0
+        for first in range(0, seqlen_q, rows):
+            last = min(first + rows, seqlen_q) - 1
+            keys = last + seqlen_k - seqlen_q + 1 if causal else seqlen_k
+            total += rows * max(1, -(-keys // 128))
+        return total
+
+    assert computed(128) < computed(192)
+
+
+@pytest.mark.parametrize(
+    ("length", "causal", "short"),
+    [(256, True, True), (512, True, True), (1024, True, True), (2048, True, False),
+     (256, False, True), (512, False, False), (1024, False, False), (16_384, True, False)],
+)  # fmt: skip
+def test_which_lengths_are_short(length: int, causal: bool, short: bool) -> None:
+    """As measured on an H200 at head_dim 64."""
+    assert sm90.is_short(length, length, causal=causal) == short

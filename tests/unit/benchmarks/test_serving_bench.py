@@ -16,6 +16,8 @@ from benchmarks.serving_child import Plan
 from benchmarks.serving_goals import GOALS, Goal, Run, table, verdicts
 from benchmarks.serving_peers import Peer, as_flags, why_not
 from benchmarks.serving_results import Results
+from models import loader, stored_weights
+from models.registry import ModelSource
 
 VLLM = {
     "__init__.py": """
@@ -85,6 +87,24 @@ def test_our_engine_runs_the_cases_after_a_cold_and_a_warm_start(plan: Plan, tmp
     assert [row["case"] for row in rows] == ["start_cold", "start_warm", "ttft_32k"]
     assert not [row for row in rows if "error" in row]
     assert rows[0]["ready_s"] <= rows[0]["s"]
+
+
+def test_random_weights_may_be_files_that_a_start_reads(tmp_path: Path) -> None:
+    folder, load_format = model_folder_of("small", None, Size(0.002), tmp_path, weights=True)
+    tensors = stored_weights.readable(folder)
+    assert load_format == "auto"
+    assert tensors is not None
+    assert len({tensor.file for tensor in tensors}) == 4
+    model = loader.load(ModelSource("small", folder=folder), dtype="bfloat16").model
+    assert 0.01 < model.get_input_embeddings().weight.std() < 0.03
+
+
+def test_starts_find_bytecode_where_python_may_write_none(plan: Plan, tmp_path: Path) -> None:
+    environment = serving.compiled(Peer("ours"), plan, tmp_path / "caches")
+    assert environment["PYTHONDONTWRITEBYTECODE"] == ""
+    assert environment["LONGWAVE_CACHE_DIR"] == str(tmp_path / "caches" / "longwave")
+    assert not (tmp_path / "caches").exists()
+    assert list(Path(environment["PYTHONPYCACHEPREFIX"]).rglob("server/engine/production*.pyc"))
 
 
 def test_a_process_that_fails_is_a_row_with_an_error(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks import model_folder
-from benchmarks.training import TINY, load
+from benchmarks.model_folder import TINY
+from benchmarks.training import load
 from benchmarks.training_longest import GRANULE, predict
 from benchmarks.training_steps import Results, contenders, one_step, random_example, step_times
 from models.training.optimizer import Optimizer

@@ -130,3 +130,16 @@ def test_a_busy_gpu_gets_every_step_as_it_was_built() -> None:
     steps = [inputs.build(batch) for batch in batches]
     for step, batch in zip(steps, batches, strict=True):
         _check(step, batch, 16)
+
+
+def test_short_contexts_have_the_shapes_of_the_long_ones() -> None:
+    """What a rehearsal runs: every sequence sees its own tokens and no more than one key before them."""
+    seqs = (ScheduledSeq(0, [5], 300, list(range(1, 20)), True), ScheduledSeq(1, [7] * 30, 0, [20, 21], True),
+            ScheduledSeq(2, [9] * 12, 200, list(range(22, 36)), True))  # fmt: skip
+    step = _inputs(16).build(StepBatch(seqs))
+    short = step.with_short_contexts()
+    assert short.metadata.seq_lens.tolist() == [2, 30, 13]
+    assert short.metadata.seq_lens.dtype == torch.int32
+    assert short.metadata.block_table.shape == step.metadata.block_table.shape == (3, 19)
+    assert short.metadata.max_seqlen_k == step.metadata.max_seqlen_k == 301
+    assert torch.equal(short.position_ids, step.position_ids)

@@ -102,6 +102,56 @@ def test_the_bytes_of_a_slot_are_the_memory_itself(device: torch.device) -> None
     assert same(content(layers, 6), content(layers, 5))
 
 
+@pytest.mark.usefixtures("_small_slabs")
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory"), MemoryError()]
+)
+def test_copies_that_find_no_memory_are_told_and_others_made(
+    error: Exception, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = caches(device)
+    offload = KVOffload(layers, 20 * BLOCK_BYTES)
+    make = kv_offload._ids
+    room = offload.store_room()
+
+    def fails_for_block_5(blocks: Sequence[int]) -> Tensor:
+        if 5 in blocks:
+            raise error
+        return make(blocks)
+
+    monkeypatch.setattr(kv_offload, "_ids", fails_for_block_5)
+    before = {block: content(layers, block) for block in (1, 5)}
+    offload.queue(Transfers(stores=[(1, 10), (5, 15)]))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    done = offload.finished()
+    failed = {10, 15} if device.type == "cuda" else {15}  # there in one piece
+    assert set(done.failed_slots) == failed
+    assert set(done.stored_slots) == {10, 15} - failed
+    assert offload.store_room() == room
+    monkeypatch.setattr(kv_offload, "_ids", make)
+    offload.queue(Transfers(stores=[(1, 10), (5, 15)]))
+    assert settle(offload)[0] == [10, 15]
+    monkeypatch.setattr(kv_offload, "_ids", fails_for_block_5)
+    offload.queue(Transfers(loads=[(10, 5)]))
+    assert offload.finished().failed_blocks == [5]
+    offload.queue(Transfers(loads=[(15, 6)]))
+    assert settle(offload) == ([], [6])
+    assert same(content(layers, 6), before[5])
+    assert same(content(layers, 5), before[5])
+
+
+def test_other_errors_of_a_copy_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_blocks: Sequence[int]) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    offload = KVOffload(caches(CPU), 4 * BLOCK_BYTES)
+    monkeypatch.setattr(kv_offload, "_ids", fails)
+    with pytest.raises(RuntimeError, match="illegal"):
+        offload.queue(Transfers(stores=[(1, 0)]))
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_small_slabs")
 def test_there_is_room_again_when_stores_have_arrived() -> None:

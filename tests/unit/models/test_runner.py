@@ -223,12 +223,12 @@ def test_a_gpu_that_lags_behind_the_host_answers_what_transformers_answers(budge
         assert [answer.tokens for answer in answers] == [expected[i] for i in together]
 
 
-def gpu_runner_of(loaded: LoadedModel, *, enforce_eager: bool = False) -> ModelRunner:
+def gpu_runner_of(loaded: LoadedModel, *, enforce_eager: bool = False, all_graphs: bool = True) -> ModelRunner:
     made = ModelRunner(
         loaded, block_size=16, max_num_seqs=12, max_num_batched_tokens=256, max_model_len=512, num_blocks=400,
         enforce_eager=enforce_eager, max_drafts=7,
     )  # fmt: skip
-    made.warm_up()
+    made.warm_up(all_graphs=all_graphs)
     return made
 
 
@@ -249,6 +249,40 @@ def test_replayed_decode_steps_answer_what_steps_without_graphs_answer() -> None
         answers = [generate(r, prompts, 9, sampling=sampling, budget=256) for r in (eager, replayed)]
         assert [a.tokens for a in answers[0]] == [a.tokens for a in answers[1]]
         assert all(all(a.finite) for a in answers[1])
+
+
+@pytest.mark.gpu
+def test_steps_that_are_recorded_when_they_come_or_in_between_answer_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where there is no memory for graphs. float32."""
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0"))  # type: ignore[arg-type]
+    rng = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, 120, (20 + 33 * i,), generator=rng).tolist() for i in range(5)]
+
+    def tokens(runner: ModelRunner) -> list[list[int]]:
+        return [answer.tokens for answer in generate(runner, prompts, 6, sampling=SAMPLED)]
+
+    wanted = tokens(gpu_runner_of(loaded, enforce_eager=True))
+    made = gpu_runner_of(loaded, all_graphs=False)
+    assert made._graphs is not None
+    assert not made._graphs._plain
+    assert tokens(made) == wanted
+    recorded = len(made._graphs._plain)
+    assert 0 < recorded < len(made._graphs._shapes)
+    assert made.prepare()
+    assert tokens(made) == wanted
+    while made.prepare():
+        pass
+    assert set(made._graphs._plain) == set(made._graphs._shapes)
+    assert set(made._graphs._sharing) == made._graphs._for_sharing
+    assert tokens(made) == wanted
+
+    without = gpu_runner_of(loaded, all_graphs=False)
+    assert without._graphs is not None
+    monkeypatch.setattr(without._graphs, "_record", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError))
+    assert tokens(without) == wanted
+    while without.prepare():
+        pass
+    assert not without._graphs._plain
 
 
 @pytest.mark.gpu

@@ -80,6 +80,8 @@ class ScriptedEngine:
         self.alive = True
         self.heartbeat_age = 0.0
         self.was_shut_down = False
+        self.shutdown_timeouts: list[float] = []
+        self.uses_all_time = False  # to shut down
         self.infos: dict[str, AdapterInfo] = {}
         self.refusal: LongwaveError | None = None  # of the next adapter
 
@@ -114,6 +116,9 @@ class ScriptedEngine:
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.was_shut_down = True
+        self.shutdown_timeouts.append(timeout)
+        if self.uses_all_time:
+            await asyncio.sleep(timeout)
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)

@@ -90,6 +90,15 @@ def test_what_outlives_the_budget_gets_an_error_event() -> None:
         assert len(server.engine.aborted) == 1
 
 
+def test_the_engine_has_time_to_write_kv_blocks_to_disk_if_there_is_one(tmp_path: Path) -> None:
+    with live_server(shutdown_timeout=7.0) as server:
+        server.run(server.lifecycle.drain())
+        assert server.engine.shutdown_timeouts == []
+    with live_server(shutdown_timeout=7.0, kv_offload_gb=1, kv_offload_dir=tmp_path) as server:
+        server.run(server.lifecycle.drain())
+        assert server.engine.shutdown_timeouts == [7.0]
+
+
 PROGRAM = """
 import sys
 sys.path[:0] = [{here!r}]
@@ -100,19 +109,23 @@ from server.lifecycle import Lifecycle
 engine = fake.ScriptedEngine()
 engine.script = fake.Script(text=b"x" * 300, ends={ends})
 engine.load_failure = {failure}
-settings = fake.settings(shutdown_timeout={budget})
+engine.uses_all_time = {folder!r} is not None
+settings = fake.settings(shutdown_timeout={budget}, kv_offload_gb=1, kv_offload_dir={folder!r})
 listener = process.listen("127.0.0.1", 0)
 lifecycle = Lifecycle(settings, engine, fake.tiny_tokenizer)
 port = listener.getsockname()[1]
-code = process.serve(create_app(lifecycle), lifecycle, listener, lambda: print(port, flush=True))
+code = process.serve(lambda: create_app(lifecycle), lifecycle, listener, lambda: print(port, flush=True))
 print("engine shut down", engine.was_shut_down, flush=True)
 sys.exit(code)
 """
 
 
 @contextmanager
-def program(*, budget: float, ends: bool = False, failure: str = "None") -> Iterator[subprocess.Popen[str]]:
-    text = PROGRAM.format(here=str(HERE), budget=budget, ends=ends, failure=failure)
+def program(
+    *, budget: float, ends: bool = False, failure: str = "None", folder: str | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """`folder`: of KV blocks; the engine needs all the time it gets to write them."""
+    text = PROGRAM.format(here=str(HERE), budget=budget, ends=ends, failure=failure, folder=folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
@@ -191,4 +204,13 @@ def test_an_idle_server_ends_at_once() -> None:
     with program(budget=3600.0) as process:
         port_of(process)
         process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT) == 0
+
+
+def test_a_second_sigterm_ends_the_writing_of_kv_blocks(tmp_path: Path) -> None:
+    with program(budget=3600.0, folder=str(tmp_path)) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port_of(process)}", timeout=LIMIT) as client:
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get("/health/ready").status_code == 503)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT) == 0

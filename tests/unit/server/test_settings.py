@@ -96,6 +96,18 @@ def test_adapters_are_served_where_somebody_asked_for_them(tmp_path: Path) -> No
     assert settings.lora_folders == {"a": tmp_path, "b/c": Path("x=y").absolute()}
 
 
+@pytest.mark.parametrize("share", [0, -0.5, 0.009, 1.01, float("nan"), "much"])
+def test_training_has_a_share_of_the_time_and_no_more_than_all(share: Any) -> None:
+    (line,) = problems(training_gpu_share=share)
+    assert line.startswith("training-gpu-share:")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 1])
+def test_every_trainer_gets_its_share(share: float) -> None:
+    settings = load_settings({"training_gpu_share": share})
+    assert settings.trainer_config().gpu_share == settings.training_config().gpu_share == share
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

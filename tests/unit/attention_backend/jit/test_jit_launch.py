@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError, early
+from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError, attributes
 from attention_backend.jit.bindings import LoadedKernel
 
 VARIANT = KernelVariant("k", "sm_90a")
@@ -144,8 +144,8 @@ def test_more_shared_memory_than_the_device_has_is_refused_with_both_numbers() -
         launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 232_001)
 
 
-class EarlyDriver:
-    """Of libcuda, what an early launch calls; reads the configuration as the driver's header lays it out."""
+class AttributesDriver:
+    """Of libcuda, what a launch with attributes calls; reads the configuration as the driver's header lays it out."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -154,9 +154,9 @@ class EarlyDriver:
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:  # noqa: N802
         raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
         *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", raw)
-        ids = struct.unpack("=i4xi60x", ctypes.string_at(attributes, 72))
+        each = struct.iter_unpack("=i4xi60x", ctypes.string_at(attributes, 72 * count))
         (first,) = (ctypes.c_void_p * 1).from_address(parameters.value)
-        self.launches.append((tuple(sizes), stream, count, ids, function.value, ctypes.string_at(first, 16)))
+        self.launches.append((tuple(sizes), stream, list(each), function.value, ctypes.string_at(first, 16)))
         return self.code
 
     def cuGetErrorString(self, code: int, words: Any) -> int:  # noqa: N802
@@ -165,17 +165,26 @@ class EarlyDriver:
 
 
 def test_an_early_launch_asks_for_programmatic_stream_serialization(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, launcher, params = EarlyDriver(), Launcher(16), Params(0xABCDEF, 3, 0.5)
-    monkeypatch.setattr(early, "_driver", lambda: driver)
+    driver, launcher, params = AttributesDriver(), Launcher(16), Params(0xABCDEF, 3, 0.5)
+    monkeypatch.setattr(attributes, "_driver", lambda: driver)
     launcher.kernel((4, 2, 1), (128, 1, 1), params, 100_000, early=True)
     sizes, attribute = (4, 2, 1, 128, 1, 1, 100_000), (6, 1)  # the attribute's id in cuda.h, and "allowed"
-    assert driver.launches == [(sizes, 7, 1, attribute, FUNCTION, bytes(params))]
+    assert driver.launches == [(sizes, 7, [attribute], FUNCTION, bytes(params))]
     assert launcher.driver.smem_limits == [100_000]
     assert launcher.driver.launches == []
 
 
+def test_blocks_of_a_cooperative_launch_are_all_there_early_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, launcher = AttributesDriver(), Launcher(16)
+    monkeypatch.setattr(attributes, "_driver", lambda: driver)
+    for early in (False, True):
+        launcher.kernel((132, 1, 1), (128, 1, 1), Params(), early=early, cooperative=True)
+    assert [launch[2] for launch in driver.launches] == [[(2, 1)], [(6, 1), (2, 1)]]
+    assert launcher.driver.launches == []
+
+
 def test_an_early_launch_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_driver", lambda: EarlyDriver(701))
+    monkeypatch.setattr(attributes, "_driver", lambda: AttributesDriver(701))
     with pytest.raises(LaunchError, match="CUDA error 701, too many resources"):
         Launcher(16).kernel((4, 2, 1), (128, 1, 1), Params(), early=True)
 

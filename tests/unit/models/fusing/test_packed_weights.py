@@ -96,7 +96,7 @@ def test_without_packing_weights_stay_where_they_are() -> None:
     before = [parameter.data_ptr() for parameter in model.parameters()]
     decoder = fuse(model, pack=False)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
-    assert report(decoder).fused
+    assert report(decoder, model.device).fused
 
 
 def test_a_copy_of_a_fused_model_is_a_model_of_its_own() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from training_runs import Reports, random_examples, random_preferences, tiny_plan, write_model
 
-from models.training import LoraSettings, Outcome, Trainer, TrainingPlan, Verdict
+from models.training import LoraSettings, Outcome, Pacer, Trainer, TrainingPlan, Verdict
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +63,19 @@ def test_deterministic_runs_end_with_the_same_bits_paused_or_not(
     for step in (1, 4):
         assert not run(plan, tmp_path / "paused", "cuda", Reports(Verdict.PAUSE, after=step)).finished
     assert result(run(plan, tmp_path / "paused", "cuda", Reports())) == expected
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointing", "no checkpointing"])
+def test_a_run_that_rests_between_layers_ends_with_the_same_bits(
+    folder: Path, tmp_path: Path, checkpointing: bool
+) -> None:
+    plan = tiny_plan(folder, deterministic=True, gradient_checkpointing=checkpointing)
+    expected = result(run(plan, tmp_path / "never", "cuda", Reports()))
+    rests: list[float] = []
+    pacer = Pacer(lambda: not rests.append(0.0), 0.5)
+    outcome = Trainer(plan, EXAMPLES["supervised"], None, tmp_path / "rests", "cuda", pacer=pacer).run(Reports())
+    assert len(rests) > 2 * 2 * len(EXAMPLES["supervised"])
+    assert result(outcome) == expected
 
 
 def test_keeping_attention_s_output_changes_no_bit(folder: Path, tmp_path: Path) -> None:

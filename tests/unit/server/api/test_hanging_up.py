@@ -6,6 +6,7 @@ import socket
 import pytest
 from scripted_engine import LiveServer, Script, live_server, wait_until
 
+from server.answering import SignReader
 from server.api import sse
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -94,3 +95,13 @@ def test_a_reader_that_does_not_read_holds_the_server_back_not_up() -> None:
         assert generator is not None
         connection.close()
         wait_until(lambda: generator.num_active == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_hanging_up_lets_training_go_on(server: LiveServer, stream: bool) -> None:
+    sign = SignReader(server.lifecycle.answering.fd)
+    server.engine.script = Script(ends=False)
+    connection = post(server, stream=stream)
+    wait_until(lambda: server.engine.requests and sign.is_up())
+    connection.close()
+    wait_until(lambda: not sign.is_up())

@@ -182,7 +182,7 @@ class Engine:
 
     def _assert_decodes_went_on(self, decoding: dict[str, int]) -> None:
         for name, least in decoding.items():
-            request = self.scheduler.requests.get(name)
+            request = self.scheduler.open.by_id.get(name)
             if request is not None and request.state is RequestState.RUNNING:
                 assert request.num_tokens >= least, "a running decode had no token in a step"
 
@@ -196,10 +196,10 @@ class Engine:
         pytest.fail("the engine does not come to an end")
 
     def assert_nothing_is_held(self) -> None:
-        self.scheduler.check_integrity()
+        self.scheduler.open.check_integrity()
         assert self.cache.num_free_blocks == self.cache.pool.num_usable
         assert not self.runner.slots
-        assert not self.scheduler.requests
+        assert not self.scheduler.open.by_id
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

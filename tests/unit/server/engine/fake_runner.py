@@ -25,6 +25,7 @@ from models.batch import (
 )
 from models.errors import AdapterError
 from models.shared_runs import SharingLimits
+from models.stages import Stages
 from server.engine.config import EngineConfig
 from server.engine.runner import CannotServeError, LoadedRunner
 
@@ -146,7 +147,7 @@ class FakeRunner:
         self.lost = False
         self.memory_for: Callable[[StepBatch], bool] = bool
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, all_graphs: bool = True) -> None:
         pass
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
@@ -253,7 +254,7 @@ class FakeRunner:
             raise RuntimeError("injected")
 
 
-def load(config: EngineConfig) -> LoadedRunner:
+def load(config: EngineConfig, _stages: Stages) -> LoadedRunner:
     """The factory for EngineConfig.runner; `model` may name how loading fails."""
     if config.model == "missing":
         raise FileNotFoundError("no such model")

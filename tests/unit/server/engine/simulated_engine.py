@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from simulated_device import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, h200_seconds, rehearsed
 
 from models.batch import SamplingParams, StepOutput
+from models.shared_runs import SharingLimits
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig
 from server.engine.messages import AddRequest, TokenDelta
 from server.engine.scheduler import Scheduler
+from server.engine.sharing import PrefixSharing
 from server.engine.step import LaunchedRow
 from server.engine.step_time import StepTimeModel
 from server.engine.token_ids import TokenIds
@@ -43,6 +45,7 @@ class SimulatedEngine:
         max_num_seqs: int = MAX_NUM_SEQS,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         model: StepTimeModel | None = None,
+        sharing: SharingLimits | None = None,
     ) -> None:
         self.now = 0.0
         self.cache = KVCache(num_blocks, BLOCK_SIZE)
@@ -55,7 +58,13 @@ class SimulatedEngine:
             tpot_target=tpot_target,
         )
         self.model = rehearsed() if model is None else model
-        self.scheduler = Scheduler(config, self.cache, clock=lambda: self.now, step_time=self.model)
+        self.scheduler = Scheduler(
+            config,
+            self.cache,
+            clock=lambda: self.now,
+            step_time=self.model,
+            sharing=None if sharing is None else PrefixSharing(sharing),
+        )
         self.answers: dict[str, Answer] = {}
         self.step_seconds: list[float] = []
         self._arrivals: list[tuple[float, str, AddRequest]] = []

@@ -57,7 +57,7 @@ def test_answers_do_not_depend_on_drafts(seed: int, caching: bool, budget: int) 
         wanted[f"r{number}"] = expected(prompt, count, stop=(fake_runner.EOS, *stop))
         for _ in range(rng.randrange(4)):
             engine.turn()
-            engine.scheduler.check_integrity()
+            engine.scheduler.open.check_integrity()
     engine.run()
     assert engine.tokens == wanted
     engine.assert_nothing_is_held()
@@ -80,7 +80,7 @@ def test_aborts_of_requests_that_draft_leak_nothing(seed: int) -> None:
         if rng.random() < 0.5:
             engine.abort(*rng.sample(sorted(wanted), k=min(3, len(wanted))))
             engine.turn()
-            engine.scheduler.check_integrity()
+            engine.scheduler.open.check_integrity()
     engine.run()
     engine.assert_nothing_is_held()
     aborted = {name for name, reason in engine.reasons.items() if reason == "abort"}

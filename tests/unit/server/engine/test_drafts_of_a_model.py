@@ -80,7 +80,7 @@ def answers(
     core.turn()
     while core.has_work:
         core.turn()
-    scheduler.check_integrity()
+    scheduler.open.check_integrity()
     tokens: list[list[int]] = [[] for _ in asked]
     likely: list[list[int]] = [[] for _ in asked]
     for message in link.sent:

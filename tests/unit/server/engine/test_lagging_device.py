@@ -157,7 +157,7 @@ def test_whatever_fails_and_when_each_request_ends_once_and_no_answer_is_wrong(
         wanted[f"r{number}"] = expected(prompt, count, adapter=key)
         for _ in range(rng.randrange(6)):
             engine.turn()
-            engine.scheduler.check_integrity()
+            engine.scheduler.open.check_integrity()
         if rng.random() < 0.2:
             engine.abort(*rng.sample(sorted(wanted), k=min(3, len(wanted))))
     engine.run()

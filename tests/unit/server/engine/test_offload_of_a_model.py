@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import kv_offload
 from models.batch import SamplingParams
 from models.fingerprint import fingerprint
 from models.kv_offload import KVOffload
@@ -14,7 +15,7 @@ from models.runner import ModelRunner
 from server.engine.core import EngineCore
 from server.engine.disk_tier import DiskTier
 from server.engine.limits import SchedulerConfig
-from server.engine.messages import AddRequest, FromEngine, ToEngine, TokenDelta
+from server.engine.messages import AddRequest, FromEngine, Shutdown, ToEngine, TokenDelta
 from server.engine.offload import Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.runner import LoadedRunner
@@ -74,7 +75,7 @@ class Engine:
         self.core.turn()
         while self.core.has_work:
             self.core.turn()
-        self.scheduler.check_integrity()
+        self.scheduler.open.check_integrity()
         deltas = [message for message in self.link.sent if isinstance(message, TokenDelta)]
         return [token for delta in deltas for token in delta.token_ids], deltas[0].num_cached_tokens
 
@@ -147,3 +148,60 @@ def test_damaged_files_are_computed_again(afresh: list[int], tmp_path: Path) -> 
     assert engine.disk is not None
     assert engine.disk.stats().num_damaged >= 1
     engine.disk.close()
+
+
+@pytest.mark.parametrize(("num_slots", "rounds"), [(400, 8), (400, 0), (12, 0)], ids=["host", "device", "few slots"])
+def test_what_was_not_on_disk_is_found_after_a_shutdown(
+    num_slots: int, rounds: int, afresh: list[int], tmp_path: Path
+) -> None:
+    engine = Engine(num_slots, tmp_path)
+    engine.ask(DOCUMENT)
+    before = engine.content([*DOCUMENT, 5])
+    engine.push_out(rounds)
+    assert engine.disk is not None
+    assert engine.disk.stats().num_blocks == 0
+    engine.link.inbox.append(Shutdown())
+    engine.core.run()
+    engine.cache.check_integrity([])
+    engine.disk.close()
+    engine = Engine(24, tmp_path)
+    assert engine.ask([*DOCUMENT, 5]) == (afresh, 160)
+    assert same(engine.content([*DOCUMENT, 5]), before)
+    assert engine.disk is not None
+    engine.disk.close()
+
+
+def no_memory(_blocks: object) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_what_finds_no_memory_to_be_stored_is_computed_again(
+    afresh: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(100)
+    engine.ask(DOCUMENT)
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_offload, "_ids", no_memory)
+        engine.push_out()
+    stats = engine.cache.offload_stats()
+    assert stats.failed_blocks >= 10
+    assert stats.num_held == stats.stored_blocks == 0
+    assert engine.ask([*DOCUMENT, 5]) == (afresh, 0)
+    engine.push_out()
+    assert engine.ask([*DOCUMENT, 5]) == (afresh, 160)  # there is memory again
+
+
+def test_what_finds_no_memory_to_be_loaded_is_computed_again(
+    afresh: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(100)
+    engine.ask(DOCUMENT)
+    engine.push_out()
+    with monkeypatch.context() as patched:
+        patched.setattr(kv_offload, "_ids", no_memory)
+        assert engine.ask([*DOCUMENT, 5]) == (afresh, 0)
+    stats = engine.cache.offload_stats()
+    assert stats.failed_blocks >= 10
+    assert stats.loaded_blocks == 0
+    engine.push_out()
+    assert engine.ask([*DOCUMENT, 5]) == (afresh, 160)

@@ -52,10 +52,10 @@ class HostileEngine:
 
     def check(self) -> None:
         """What can be found is there."""
-        self.engine.scheduler.check_integrity()
+        self.engine.scheduler.open.check_integrity()
         for block, entry in enumerate(self.cache._by_block):
             assert entry is None or (self.runner.memory[block] == _tokens(entry)).all(), "a block is not what it says"
-        for slot, held in self.offload._by_slot.items():
+        for slot, held in self.offload.slots._by_slot.items():
             if not held.is_arriving:
                 content = np.frombuffer(self.memory.slot_bytes(slot - 1), np.int64)
                 assert (content == _tokens(held.prefix)).all(), "a host slot is not what it says"

@@ -11,6 +11,7 @@ from fake_runner import NAN, expected
 from host_memory import block_bytes, give_host_memory
 
 from server.engine import kv_cache
+from server.engine.block_files import file_bytes
 from server.engine.disk_tier import DiskTier
 from server.engine.offloading_cache import OffloadingKVCache
 
@@ -35,7 +36,7 @@ def ask(engine: Engine, name: str, prompt: list[int], salt: bytes = b"") -> int:
     engine.add(name, prompt, max_tokens=4, salt=salt)
     engine.run()
     assert engine.tokens[name] == expected(prompt, 4)
-    engine.scheduler.check_integrity()
+    engine.scheduler.open.check_integrity()
     return engine.cached[name]
 
 
@@ -87,7 +88,7 @@ def test_answers_do_not_depend_on_where_prefixes_were(seed: int, turns: int, wit
         wanted[f"r{number}"] = expected(prompt, count)
         for _ in range(rng.randrange(6)):
             engine.turn()
-            engine.scheduler.check_integrity()
+            engine.scheduler.open.check_integrity()
         if rng.random() < 0.1:
             name = rng.choice(sorted(wanted))
             engine.abort(name)
@@ -245,6 +246,60 @@ def test_a_prefix_on_disk_survives_a_restart(tmp_path: Path) -> None:
     engine, disk = reopened(tmp_path)
     assert ask(engine, "again", [*document, 7]) == 320
     assert disk.stats().read_bytes > 0
+    disk.close()
+
+
+def small_disk(engine: Engine, folder: Path, num_blocks: int) -> DiskTier:
+    size, block_size = block_bytes(engine), engine.runner.block_size
+    return DiskTier(
+        folder,
+        max_bytes=num_blocks * file_bytes(size, block_size),
+        fingerprint=FINGERPRINT,
+        block_bytes=size,
+        block_size=block_size,
+    )
+
+
+def test_a_flush_keeps_what_was_used_last_of_every_tenant(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    engine = Engine(200, 16)
+    disk = small_disk(engine, tmp_path, num_blocks=20)
+    cache = give_host_memory(engine, 400, disk=disk)
+    prompts = {name: tokens(rng, 96) for name in ("a old", "b old", "a new", "b new")}
+    for name, prompt in prompts.items():
+        ask(engine, name, prompt, name[:1].encode())
+    for salt in (b"a", b"b", b"a"):  # floods, each of its own tenant's blocks
+        ask(engine, f"flood {rng.random()}", tokens(rng, 2000), salt)
+    for name in ("a new", "b new"):
+        assert ask(engine, f"{name} again", [*prompts[name], 7], name[:1].encode()) == 96
+    assert cache.offload.stats().num_held > 50
+    assert disk.num_written == 0
+    cache.flush()
+    engine.assert_nothing_is_held()
+    assert disk.num_written == disk.stats().num_blocks == 20
+    disk.close()
+    engine, disk = reopened(tmp_path)
+    assert ask(engine, "a", [*prompts["a new"], 7], b"a") == ask(engine, "b", [*prompts["b new"], 7], b"b") == 96
+    assert ask(engine, "old", [*prompts["a old"], 7], b"a") < 96
+    disk.close()
+
+
+def test_what_a_flush_wrote_last_goes_first_after_a_restart(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    engine = Engine(200, 16)
+    disk = open_disk(engine, tmp_path)
+    cache = give_host_memory(engine, 400, disk=disk)
+    old, new = tokens(rng, 96), tokens(rng, 96)
+    ask(engine, "old", old)
+    ask(engine, "new", new)
+    push_out(engine, rng, rounds=2)
+    cache.flush()
+    disk.close()
+    kept = disk.num_written - 6
+    disk = small_disk(engine, tmp_path, num_blocks=kept)
+    assert disk.stats().num_blocks == kept
+    assert not any(block_hash in disk for block_hash in _hashes(engine, old))
+    assert all(block_hash in disk for block_hash in _hashes(engine, new))
     disk.close()
 
 

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 from simulated_device import rehearsed
 
 from models.batch import SamplingParams
+from server.engine.burst import Burst
 from server.engine.messages import AddRequest
 from server.engine.prefill import (
+    BURST_ROWS,
+    BURST_STEP,
     CROWD,
     FLOORS,
     LONGEST_STEP,
@@ -59,6 +62,7 @@ def plan_of(
     target: float | None = TARGET,
     ranks: dict[bytes, int] | None = None,
     waiting: dict[bytes, int] | None = None,
+    burst: Burst | None = None,
 ) -> PrefillPlan:
     return PrefillPlan(
         prompts,
@@ -70,6 +74,7 @@ def plan_of(
         model=MODEL,
         ranks={b"": 0} if ranks is None else ranks,
         waiting=waiting or {},
+        burst=burst or Burst(),
     )
 
 
@@ -142,6 +147,20 @@ def test_decodes_wait_longer_for_a_crowd_of_their_own_tenant_alone() -> None:
         plan = plan_of([prompt], [decode], waiting=waiting)
         seconds = MODEL.predict(plan.shares()[1])
         assert 0.7 * targets * TARGET < seconds <= targets * TARGET
+
+
+def test_requests_of_a_burst_wait_longer_for_each_other() -> None:
+    prompts, decodes = [make(n, Prompt(5000, 100_000)) for n in (8, 9)], [decoding(n, 1000) for n in range(4)]
+    burst = Burst()
+    burst.look({b"": 5}, {b"": 1}, NOW - 30, NOW - 20)  # before the first tokens of those that decode
+    burst.look({b"": 5}, {b"": 1}, NOW - 30, NOW)
+    seconds = MODEL.predict(plan_of(prompts, decodes, burst=burst).shares()[1])
+    assert 0.7 * BURST_STEP * TARGET < seconds <= BURST_STEP * TARGET
+    short = [make(n, Prompt(9000, 4000)) for n in (8, 9)]
+    seconds = MODEL.predict(plan_of(short, decodes, burst=burst).shares()[1])
+    assert seconds <= MODEL.predict(StepWork(4, 0, 4004).with_chunk(4000, BURST_ROWS)), "more rows are no faster"
+    stream = decoding(4, 1000, ttft=-20)  # since before the burst
+    assert MODEL.predict(plan_of(prompts, [*decodes, stream], burst=burst).shares()[1]) <= TARGET
 
 
 def test_prompts_have_a_share_of_the_time_however_long_decodes_take() -> None:

@@ -4,7 +4,7 @@ import itertools
 
 from fake_runner import FakeRunner
 
-from server.engine.rehearsal import ROUNDS, rehearse
+from server.engine.rehearsal import LONG_STEP, ROUNDS, rehearse
 from server.engine.step_time import rehearsals, work_of
 
 
@@ -37,3 +37,12 @@ def test_steps_that_the_pool_does_not_hold_are_left_out() -> None:
     samples = rehearse(runner, max_num_batched_tokens=512, max_num_seqs=16, max_model_len=1000)
     assert samples
     assert all(sample.work.rows <= 9 * 16 for sample in samples)
+
+
+def test_one_round_of_a_long_step_has_to_do() -> None:
+    runner = FakeRunner(2000, 16, LONG_STEP)
+    runner.keep_batches = True
+    rehearse(runner, max_num_batched_tokens=LONG_STEP, max_num_seqs=16, max_model_len=5000)
+    rows = [sum(len(seq.token_ids) for seq in batch.seqs) for batch in runner.batches]
+    assert rows.count(LONG_STEP) == 1
+    assert rows.count(LONG_STEP // 4) == ROUNDS

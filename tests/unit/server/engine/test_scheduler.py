@@ -44,7 +44,7 @@ def test_answers_do_not_depend_on_chunks_caches_or_preemption(seed: int, caching
         wanted[f"r{number}"] = expected(prompt, count)
         for _ in range(rng.randrange(4)):
             engine.turn()
-            engine.scheduler.check_integrity()
+            engine.scheduler.open.check_integrity()
     engine.run()
     assert engine.tokens == wanted
     engine.assert_nothing_is_held()
@@ -68,7 +68,7 @@ def test_aborts_at_any_time_leak_nothing(seed: int) -> None:
         if rng.random() < 0.7:
             engine.abort(*rng.sample(sorted(wanted), k=min(3, len(wanted))), "unknown")
             engine.turn()
-            engine.scheduler.check_integrity()
+            engine.scheduler.open.check_integrity()
     engine.run()
     engine.assert_nothing_is_held()
     aborted = {name for name, reason in engine.reasons.items() if reason == "abort"}
@@ -127,7 +127,7 @@ def test_a_stream_of_short_prompts_does_not_stop_a_giant() -> None:
             number += 1
         engine.turn()
         assert engine.num_turns <= 12_800 // 60 + 10  # a quarter of the budget, less the decodes
-    engine.abort(*engine.scheduler.requests)
+    engine.abort(*engine.scheduler.open.by_id)
     engine.turn()
     engine.assert_nothing_is_held()
 
@@ -238,7 +238,7 @@ def test_a_hash_that_always_collides_changes_no_answer(seed: int, monkeypatch: p
         engine.add(f"r{number}", prompt, salt=rng.choice([b"x", b"y"]))
         wanted[f"r{number}"] = expected(prompt, 8)
         engine.turn()
-        engine.scheduler.check_integrity()
+        engine.scheduler.open.check_integrity()
     engine.run()
     assert engine.tokens == wanted
     engine.assert_nothing_is_held()
@@ -279,7 +279,7 @@ def test_generation_ends_at_stop_tokens_max_tokens_and_max_model_len() -> None:
     engine = Engine(max_model_len=30)
     prompt = tokens(random.Random(0), 20)
     answer = first_tokens(prompt, 10)
-    engine.scheduler.config = SchedulerConfig(64, 256, 30, 32_000, (answer[3],))
+    engine.scheduler.open.config = SchedulerConfig(64, 256, 30, 32_000, (answer[3],))
     engine.add("eos", prompt, max_tokens=8)
     engine.add("ignore_eos", prompt, max_tokens=8, ignore_eos=True)
     engine.add("min_tokens", prompt, max_tokens=8, min_tokens=5)

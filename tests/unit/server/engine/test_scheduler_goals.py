@@ -7,6 +7,8 @@ import pytest
 from simulated_device import ATTENTION
 from simulated_engine import SimulatedEngine, poisson, quantile
 
+from models.shared_runs import SharingLimits
+from server.engine import burst
 from server.engine.step_time import StepTimeModel
 
 GIANT = 131_072
@@ -120,7 +122,7 @@ def test_two_keys_with_endless_work_are_served_alike() -> None:
         engine.ask(f"long{number}", 0.0, 32_768, 4, b"long")
     engine.run(until=20.0)
     served = dict.fromkeys(("short", "long"), 0)
-    for request in engine.scheduler.requests.values():
+    for request in engine.scheduler.open.by_id.values():
         served[request.request_id.rstrip("0123456789")] += request.num_computed
     for name, answer in engine.answers.items():
         if len(answer.token_times) == 4:
@@ -140,6 +142,28 @@ def test_questions_on_a_cached_document_pass_longer_prompts() -> None:
     assert engine.answers["middle"].ttft > 1.0
 
 
+def test_questions_that_come_together_are_done_sooner_and_each_waits_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(document: list[int]) -> SimulatedEngine:
+        engine = SimulatedEngine(tpot_target=0.025, sharing=SharingLimits(402))
+        engine.ask("document", 0.0, [*document, 1], 2)
+        rng = random.Random(2)
+        for number in range(64):
+            engine.ask(f"question{number}", 10.0, [*document, *rng.choices(range(1, 120_000), k=512)], 64)
+        engine.ask("another", 11.0, 512, 8, b"another key")
+        engine.run()
+        return engine
+
+    document = random.Random(1).choices(range(1, 120_000), k=100_000)
+    together = asked(document)
+    monkeypatch.setattr(burst, "LEAST", 1000)
+    apart = asked(document)
+    assert max(together.ttfts("question")) < 0.95 * max(apart.ttfts("question"))
+    assert together.now < apart.now
+    assert quantile(together.gaps("question"), 0.99) < 0.11
+    assert quantile(together.gaps("question"), 0.5) < 0.012
+    assert together.ttfts("another")[0] < 0.25, "a step in flight, and the one behind it"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_everything_that_is_admitted_is_answered_whatever_the_mixture(seed: int) -> None:
     rng = random.Random(seed)
@@ -148,6 +172,6 @@ def test_everything_that_is_admitted_is_answered_whatever_the_mixture(seed: int)
     for number in range(120):
         engine.ask(f"r{number}", rng.uniform(0, 5), rng.choice(lengths), rng.randrange(1, 200), rng.randbytes(1)[:1])
     engine.run()
-    engine.scheduler.check_integrity()
-    assert not engine.scheduler.requests
+    engine.scheduler.open.check_integrity()
+    assert not engine.scheduler.open.by_id
     assert all(answer.token_times for answer in engine.answers.values())

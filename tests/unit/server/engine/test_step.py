@@ -101,6 +101,6 @@ def test_a_step_without_rows_whose_requests_have_ended_is_that_of_the_others() -
     step = engine.scheduler.schedule()
     assert step is not None
     assert step.living().batch().seqs == step.batch().seqs
-    engine.scheduler.abort(["r1", "r2"])
+    engine.scheduler.open.abort(["r1", "r2"])
     assert [request.request_id for request in step.living().requests] == ["r0", "r3"]
     assert step.living().work.rows == 2

@@ -6,7 +6,9 @@ import time
 import pytest
 
 from models.batch import SamplingParams
+from server.engine import waiting
 from server.engine.adapters import AdapterTable
+from server.engine.burst import Burst
 from server.engine.fairness import QUANTUM, FairShare
 from server.engine.kv_cache import KVCache
 from server.engine.messages import AddRequest
@@ -53,6 +55,7 @@ class Queue:
             model=self.model,
             ranks=self.fairness.ranks(self.fairness.waiting),
             waiting={},
+            burst=Burst(),
         )
         admitted = []
         for request, hits in self.waiting.fitting(plan, self.running, num_slots):
@@ -142,6 +145,16 @@ def test_the_tenant_that_was_served_less_starts_first() -> None:
     queue.fairness.charge(b"served", inputs=2 * QUANTUM)
     assert queue.admit(100) == ["r2"], "though others are older"
     assert queue.admit(100) == ["r0"]
+
+
+def test_newcomers_of_a_tenant_are_not_looked_at_behind_all_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "HASHED_TOKENS", 2000)  # two prompts a step
+    queue = Queue()
+    for _ in range(8):
+        queue.add(1000, b"flood")
+    queue.add(500, b"quiet")
+    assert sorted(queue.admit(100_000)) == ["r0", "r8"]
+    assert sorted(queue.admit(100_000)) == ["r1", "r2"], "the others in the steps after"
 
 
 def test_a_request_can_leave_before_and_after_it_was_looked_at() -> None:

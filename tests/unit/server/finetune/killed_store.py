@@ -1,10 +1,12 @@
-"""A process that leads a job from its creation to its end and kills itself (SIGKILL) before the n-th SQL statement.
+"""Processes that lead a job from its creation to its end and kill themselves (SIGKILL) before the n-th SQL statement.
 
-python killed_store.py FOLDER N; prints each step of the job's life once it is acknowledged."""
+python killed_store.py FOLDER N...; the one for N works in FOLDER/N and writes each step of the job's life into the file
+`said` there once it is acknowledged. They are forks, so that imports are paid for once. Prints an exit code a line."""
 
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from job_makers import MODEL, PLAN, create, leases, opened, step
@@ -12,7 +14,7 @@ from job_makers import MODEL, PLAN, create, leases, opened, step
 from server.finetune.leases import TRAIN, VALIDATE
 
 
-def main(folder: Path, last: int) -> None:
+def lead(folder: Path, last: int) -> None:
     with opened(folder) as store:
         count = 0
 
@@ -41,5 +43,22 @@ def main(folder: Path, last: int) -> None:
         print("statements", count, flush=True)  # noqa: T201
 
 
+def main(folder: Path, last: int) -> int:
+    """The exit code of a process of its own."""
+    folder.mkdir()
+    child = os.fork()
+    if child == 0:
+        with (folder / "said").open("w") as said:
+            os.dup2(said.fileno(), sys.stdout.fileno())
+        try:
+            lead(folder, last)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    for number in sys.argv[2:]:
+        print(main(Path(sys.argv[1]) / number, int(number)), flush=True)  # noqa: T201

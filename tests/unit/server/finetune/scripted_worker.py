@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from models.training import DiskFullError, DivergedError, Example, Outcome, StepReport, TrainingPlan, Verdict
+from models.training import DiskFullError, DivergedError, Example, Outcome, Pacer, StepReport, TrainingPlan, Verdict
 from server.finetune import worker
 from server.finetune.dataset import Dataset, DatasetError
 from server.finetune.folders import TRAINING, JobFolder
@@ -38,8 +38,8 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 
 class ScriptedTrainer:
-    def __init__(self, plan: TrainingPlan, examples: Sequence[Example], *_: Any) -> None:
-        self.plan, self.examples, self.folder = plan, examples, _[1]
+    def __init__(self, plan: TrainingPlan, examples: Sequence[Example], *_: Any, pacer: Pacer | None) -> None:
+        self.plan, self.examples, self.folder, self.pacer = plan, examples, _[1], pacer
         path = Path(os.environ["FINE_TUNING_SCRIPT"])
         self.script: dict[str, Any] = json.loads(path.read_text())
         self.script_folder = path.parent
@@ -73,12 +73,22 @@ class ScriptedTrainer:
             never = threading.Event()
             while not (self.script_folder / "go").exists():
                 never.wait(0.01)
+        if step == script.get("rest_at") and self.pacer is not None:
+            self._rest(self.pacer)
         if step == script.get("raise_at"):
             raise ERRORS[script["error"]]()
         if step == script.get("send_at") and (script.get("always") or self._first_time()):
             self._send(bytes.fromhex(script["send"]))
         if step == script.get("signal_at") and (script.get("always") or self._first_time()):
             os.kill(os.getpid(), getattr(signal, script["signal"]))
+
+    def _rest(self, pacer: Pacer) -> None:
+        """After a second of work, once somebody is answering."""
+        never = threading.Event()
+        while not pacer.is_answering():
+            never.wait(0.01)
+        (self.script_folder / "rests").touch()
+        pacer.boundary(lambda: never.wait(1.0))
 
     def _send(self, data: bytes) -> None:
         """Past the link, on its socket; then it ends at once, says no more, waits, or goes on."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from working import at_work, script
+from working import Run, Work
 
 from server.errors import InvalidAdapter
 from server.finetune import Status
@@ -18,101 +18,92 @@ from server.finetune.store import JobStore
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_a_model_that_cannot_be_served_is_kept_and_its_owner_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(tmp_path, monkeypatch)
+def test_a_model_that_cannot_be_served_is_kept_and_its_owner_told(run: Run) -> None:
+    async def refused(work: Work) -> None:
+        work.refusal = InvalidAdapter("no room for it")
+        job = await work.succeeded(await work.create())
+        assert "The model is finished and kept, but not served now: no room for it" in await work.said(job)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            work.refusal = InvalidAdapter("no room for it")
-            job = await work.create()
-            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert done.status is Status.SUCCEEDED
-            assert "The model is finished and kept, but not served now: no room for it" in await work.said(job)
-        async with at_work(tmp_path) as work:  # the next start tries again
-            assert [(name, owner) for name, _, owner in work.loaded] == [(done.fine_tuned_model, "me")]
-            adapter = await work.jobs.adapter(str(done.fine_tuned_model))
-            assert adapter is not None
-            await work.jobs.remove_adapter(adapter)
-            assert await work.jobs.adapter(adapter.name) is None
-            assert not (tmp_path / "finetune" / "adapters" / job.id).exists()
-        async with at_work(tmp_path) as work:
-            assert work.loaded == []
+    async def served_by_the_next(work: Work) -> None:
+        (job,) = await work.jobs.page("me", None, 9, {})
+        assert [(name, owner) for name, _, owner in work.loaded] == [(job.fine_tuned_model, "me")]
+        adapter = await work.jobs.adapter(str(job.fine_tuned_model))
+        assert adapter is not None
+        await work.jobs.remove_adapter(adapter)
+        assert await work.jobs.adapter(adapter.name) is None
+        assert not (work.folder / "finetune" / "adapters" / job.id).exists()
 
-    asyncio.run(main())
+    async def gone(work: Work) -> None:
+        assert work.loaded == []
+
+    for test in (refused, served_by_the_next, gone):
+        run(test)
 
 
 def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer is gone by then, and its silence says nothing."""
-    script(tmp_path, monkeypatch)
     silence, lease = 1.5, 2.0
 
-    async def main() -> None:
-        async with at_work(tmp_path, silence_limit=silence, lease_seconds=lease) as work:
-            served, loading = asyncio.Event(), asyncio.Event()
+    async def main(work: Work) -> None:
+        served, loading = asyncio.Event(), asyncio.Event()
 
-            async def load(*_: object) -> None:
-                loading.set()
-                await served.wait()
+        async def load(*_: object) -> None:
+            loading.set()
+            await served.wait()
 
-            monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
-            job = await work.create()
-            await asyncio.wait_for(loading.wait(), 60)
-            begun = time.time()
-            with contextlib.closing(sqlite3.connect(tmp_path / "finetune" / "jobs.sqlite3")) as store:
-                held = "SELECT lease_until FROM jobs WHERE lease_until > ?"
-                await work.wait(job, lambda _: store.execute(held, (begun + silence + 1 + lease,)).fetchone())
-            served.set()
-            await work.until(job, Status.SUCCEEDED)
+        monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+        job = await work.create()
+        await asyncio.wait_for(loading.wait(), 60)
+        begun = time.time()
+        with contextlib.closing(sqlite3.connect(tmp_path / "finetune" / "jobs.sqlite3")) as store:
+            held = "SELECT lease_until FROM jobs WHERE lease_until > ?"
+            await work.wait(job, lambda _: store.execute(held, (begun + silence + 1 + lease,)).fetchone())
+        served.set()
+        await work.until(job, Status.SUCCEEDED)
 
-    asyncio.run(main())
+    run(main, silence_limit=silence, lease_seconds=lease)
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "another server's by then"])
 def test_a_job_lost_while_its_model_is_loaded_is_not_served_and_taken_back_if_it_was_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
-    script(tmp_path, monkeypatch)
+    async def main(work: Work) -> None:
+        served, loading = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            served, loading = asyncio.Event(), asyncio.Event()
+        async def load(*asked: Any) -> None:
+            loading.set()
+            await served.wait()
+            await work.load(*asked)
 
-            async def load(*asked: Any) -> None:
-                loading.set()
-                await served.wait()
-                await work.load(*asked)
+        monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+        job = await work.create()
+        await asyncio.wait_for(loading.wait(), 60)
+        if cancelled:
+            await work.jobs.cancel(job.id, "me")
+            assert work.job_folder(job).exists()  # not while somebody works in it
+        else:
+            with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
+                later = time.time() + 1000
+                thief = Leases(store, "thief", 10_000.0, back_off=0.0)
+                assert thief.claim(TRAIN, "base", later) is None
+                assert thief.claim(TRAIN, "base", later) is not None
+        served.set()
+        await work.wait(job, lambda _: work.trainer_pid is None and work.job_folder(job).exists() is not cancelled)
+        assert work.loaded == []
+        files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
+        assert [file.purpose for file in files] == ["fine-tune", "fine-tune-results"][: 1 if cancelled else 2]
+        adapters = [path.name for path in (tmp_path / "finetune" / "adapters").iterdir()]
+        assert adapters == ([] if cancelled else [job.id])  # the other server's, who finishes it
 
-            monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
-            job = await work.create()
-            await asyncio.wait_for(loading.wait(), 60)
-            if cancelled:
-                await work.jobs.cancel(job.id, "me")
-                assert work.job_folder(job).exists()  # not while somebody works in it
-            else:
-                with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
-                    later = time.time() + 1000
-                    thief = Leases(store, "thief", 10_000.0, back_off=0.0)
-                    assert thief.claim(TRAIN, "base", later) is None
-                    assert thief.claim(TRAIN, "base", later) is not None
-            served.set()
-            await work.wait(job, lambda _: work.trainer_pid is None and work.job_folder(job).exists() is not cancelled)
-            assert work.loaded == []
-            files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
-            assert [file.purpose for file in files] == ["fine-tune", "fine-tune-results"][: 1 if cancelled else 2]
-            adapters = [path.name for path in (tmp_path / "finetune" / "adapters").iterdir()]
-            assert adapters == ([] if cancelled else [job.id])  # the other server's, who finishes it
-
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_model_whose_end_cannot_be_written_is_not_served_until_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path, monkeypatch)
     succeeded, refusals = Leases.succeeded, []
 
     def full(leases: Leases, *asked: Any, **named: Any) -> None:
@@ -124,38 +115,35 @@ def test_a_model_whose_end_cannot_be_written_is_not_served_until_it_is(
     monkeypatch.setattr(Leases, "succeeded", full)
     monkeypatch.setattr("server.finetune.attempt.STORAGE_SECONDS", 0.2)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            await work.wait(job, lambda _: refusals)
-            await work.wait(job, lambda now: work.loaded == [] or now.status is Status.SUCCEEDED)
-            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert (done.status, len(refusals), work.jobs.stats.crashes) == (Status.SUCCEEDED, 2, 0)
-            assert [name for name, _, _ in work.loaded] == [done.fine_tuned_model]
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.wait(job, lambda _: refusals)
+        await work.wait(job, lambda now: work.loaded == [] or now.status is Status.SUCCEEDED)
+        done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+        assert (done.status, len(refusals), work.jobs.stats.crashes) == (Status.SUCCEEDED, 2, 0)
+        assert [name for name, _, _ in work.loaded] == [done.fine_tuned_model]
 
-    asyncio.run(main())
+    run(main)
 
 
 def test_a_job_cancelled_after_its_end_could_not_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path, monkeypatch)
 
     def full(*_: Any, **__: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Leases, "succeeded", full)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            place = tmp_path / "finetune" / "adapters" / job.id
-            await work.wait(job, lambda now: place.exists() and now.status is Status.QUEUED)  # for STORAGE_SECONDS
-            assert work.loaded == []
-            await work.jobs.cancel(job.id, "me")
-            await work.wait(job, lambda _: not work.job_folder(job).exists())
-            assert not place.exists()
-            files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
-            assert [file.purpose for file in files] == ["fine-tune"]
+    async def main(work: Work) -> None:
+        job = await work.create()
+        place = tmp_path / "finetune" / "adapters" / job.id
+        await work.wait(job, lambda now: place.exists() and now.status is Status.QUEUED)  # for STORAGE_SECONDS
+        assert work.loaded == []
+        await work.jobs.cancel(job.id, "me")
+        await work.wait(job, lambda _: not work.job_folder(job).exists())
+        assert not place.exists()
+        files = work.files.page("me", purpose=None, after=None, limit=9, order="asc")
+        assert [file.purpose for file in files] == ["fine-tune"]
 
-    asyncio.run(main())
+    run(main)

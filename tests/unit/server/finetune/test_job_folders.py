@@ -5,27 +5,21 @@ import os
 from pathlib import Path
 
 import pytest
-from working import at_work, script
+from working import Run, Work
 
-from server.finetune import Status
 from server.finetune.folders import Folders
 
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_deleting_a_file_takes_nothing_from_the_job_that_learns_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(tmp_path, monkeypatch)
+def test_deleting_a_file_takes_nothing_from_the_job_that_learns_from_it(run: Run) -> None:
+    async def main(work: Work) -> None:
+        job = await work.create()
+        work.files.delete(job.request.training_file, "me")
+        await work.jobs.start()
+        await work.succeeded(job)
 
-    async def main() -> None:
-        async with at_work(tmp_path, start=False) as work:
-            job = await work.create()
-            work.files.delete(job.request.training_file, "me")
-            await work.jobs.start()
-            assert (await work.until(job, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
-
-    asyncio.run(main())
+    run(main, start=False)
 
 
 def test_adapters_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) -> None:
@@ -52,61 +46,53 @@ def test_adapters_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) ->
         assert asked.index(("ended", name)) < asked.index(("adapter", name))
 
 
-def test_orphans_of_crashes_are_swept_when_they_are_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path, monkeypatch)
+def test_orphans_of_crashes_are_swept_when_they_are_old(run: Run, tmp_path: Path) -> None:
     old, young = (tmp_path / "finetune" / "jobs" / name for name in ("ftjob-old", "ftjob-young"))
     for path in (old, young):
         path.mkdir(parents=True, mode=0o700)
     (tmp_path / "finetune").chmod(0o700)
     os.utime(old, (1.0, 1.0))
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create(steps=1)
-            await work.until(job, Status.SUCCEEDED)
-        assert not old.exists()
-        assert young.exists()
+    async def main(work: Work) -> None:
+        await work.succeeded(await work.create(steps=1))
 
-    asyncio.run(main())
+    run(main)
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_orphans_that_are_too_young_at_the_start_are_swept_later_though_nobody_asks_for_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path, monkeypatch)
     monkeypatch.setattr("server.finetune.supervisor.TIDY_SECONDS", 0.1)
     orphan = tmp_path / "finetune" / "jobs" / "ftjob-young"
     orphan.mkdir(parents=True, mode=0o700)
     (tmp_path / "finetune").chmod(0o700)
 
-    async def main() -> None:
-        async with at_work(tmp_path):
-            assert orphan.exists()
-            os.utime(orphan, (1.0, 1.0))
-            async with asyncio.timeout(60):
-                while orphan.exists():
-                    await asyncio.sleep(0.02)
+    async def main(work: Work) -> None:
+        assert orphan.exists()
+        os.utime(orphan, (1.0, 1.0))
+        async with asyncio.timeout(60):
+            while orphan.exists():
+                await asyncio.sleep(0.02)
 
-    asyncio.run(main())
+    run(main)
 
 
-def test_what_cannot_be_removed_keeps_nothing_else_from_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path, monkeypatch)
+def test_what_cannot_be_removed_keeps_nothing_else_from_going(run: Run, tmp_path: Path) -> None:
+    async def main(work: Work) -> None:
+        first, second = await work.create(), await work.create()
+        for job in (first, second):
+            work.files.delete(job.request.training_file, "me")
+        (work.job_folder(first) / "lock").mkdir()  # cannot be opened as a file
+        for job in (first, second):
+            await work.jobs.cancel(job.id, "me")
+        assert [path.name for path in (tmp_path / "finetune" / "jobs").iterdir()] == [first.id]
+        (work.job_folder(first) / "lock").rmdir()
+        await work.jobs.supervisor.tidy()
+        assert list((tmp_path / "finetune" / "jobs").iterdir()) == []
 
-    async def main() -> None:
-        async with at_work(tmp_path, start=False) as work:
-            first, second = await work.create(), await work.create()
-            for job in (first, second):
-                work.files.delete(job.request.training_file, "me")
-            (work.job_folder(first) / "lock").mkdir()  # cannot be opened as a file
-            for job in (first, second):
-                await work.jobs.cancel(job.id, "me")
-            assert [path.name for path in (tmp_path / "finetune" / "jobs").iterdir()] == [first.id]
-            (work.job_folder(first) / "lock").rmdir()
-            await work.jobs.supervisor.tidy()
-            assert list((tmp_path / "finetune" / "jobs").iterdir()) == []
-
-    asyncio.run(main())
+    run(main, start=False)
 
 
 def test_an_adapter_is_on_the_disk_under_its_name_before_anybody_writes_that_it_is(

@@ -1,20 +1,24 @@
 """kill -9 between any two of the writes that end a job: nothing is lost, nothing half listed, nothing left for ever."""
 
-import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from killed_finish import FINISHING, REMOVING, TAKING_BACK
-from working import Work, at_work, script
+from working import Run, Work, script, uninterrupted
 
 from server.finetune import Job, Status
 from server.finetune.results import result_file_id
 
+# One process for all: they share what killed servers leave.
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
+
+Leave = Callable[[str], str]
 
 
 def killed(folder: Path, instant: str) -> str:
@@ -28,6 +32,39 @@ def killed(folder: Path, instant: str) -> str:
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def remains(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """The folder of a server killed at the instant, and its job's id. Each instant has one, which tests copy."""
+    found: dict[str, tuple[Path, str]] = {}
+
+    def remains(instant: str) -> tuple[Path, str]:
+        if instant not in found:
+            folder = tmp_path_factory.mktemp("killed")
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                script(folder, monkeypatch)
+                found[instant] = folder, killed(folder, instant)
+        return found[instant]
+
+    return remains
+
+
+@pytest.fixture
+def leave(remains: Callable[[str], tuple[Path, str]], tmp_path: Path) -> Leave:
+    """Puts what a server leaves that is killed at the instant into the test's folder; the id of its job."""
+
+    def leave(instant: str) -> str:
+        folder, job_id = remains(instant)
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        return job_id
+
+    return leave
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return uninterrupted(tmp_path_factory.mktemp("uninterrupted"), steps=2)
 
 
 def left(work: Work) -> dict[str, list[str]]:
@@ -55,77 +92,59 @@ async def settled(work: Work, job: Job) -> None:
 
 @pytest.mark.parametrize("instant", FINISHING)
 def test_a_job_killed_at_its_end_succeeds_with_the_same_model_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+    run: Run, leave: Leave, weights: str, instant: str
 ) -> None:
-    script(tmp_path, monkeypatch)
-    job_id = killed(tmp_path, instant)
+    job_id = leave(instant)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.jobs.get(job_id, "me")
-            await settled(work, job)
-            done = await work.jobs.get(job_id, "me")
-            assert (done.status, done.result_file) == (Status.SUCCEEDED, result_file_id(job.id))
-            assert left(work) == whole(done, kept=True)
-            stored, opened = work.files.read(result_file_id(job.id), "me")
-            with opened:
-                assert len(opened.read().splitlines()) == 3
-            assert stored.examples == 2
-            weights = work.weights(job)
-        apart = tmp_path / "apart"
-        apart.mkdir()
-        script(apart, monkeypatch)
-        async with at_work(apart) as work:
-            same = await work.until(await work.create(steps=2), Status.SUCCEEDED)
-            assert work.weights(same) == weights
+    async def main(work: Work) -> None:
+        job = await work.jobs.get(job_id, "me")
+        await settled(work, job)
+        done = await work.jobs.get(job_id, "me")
+        assert (done.status, done.result_file) == (Status.SUCCEEDED, result_file_id(job.id))
+        assert left(work) == whole(done, kept=True)
+        stored, opened = work.files.read(result_file_id(job.id), "me")
+        with opened:
+            assert len(opened.read().splitlines()) == 3
+        assert stored.examples == 2
+        assert work.weights(job) == weights
 
-    asyncio.run(main())
+    run(main)
 
 
 @pytest.mark.parametrize("instant", [instant for instant in FINISHING if instant != "the job has succeeded"])
-def test_a_job_killed_at_its_end_and_cancelled_then_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
-) -> None:
-    script(tmp_path, monkeypatch)
-    job_id = killed(tmp_path, instant)
+def test_a_job_killed_at_its_end_and_cancelled_then_leaves_nothing(run: Run, leave: Leave, instant: str) -> None:
+    job_id = leave(instant)
 
-    async def main() -> None:
-        async with at_work(tmp_path, start=False) as work:
-            job = await work.jobs.cancel(job_id, "me")
-            await settled(work, job)
-            assert left(work) == whole(job, kept=False)
+    async def main(work: Work) -> None:
+        job = await work.jobs.cancel(job_id, "me")
+        await settled(work, job)
+        assert left(work) == whole(job, kept=False)
 
-    asyncio.run(main())
+    run(main, start=False)
 
 
 @pytest.mark.parametrize("instant", TAKING_BACK)
 def test_what_a_cancelled_job_left_is_taken_back_whenever_that_is_cut_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+    run: Run, leave: Leave, tmp_path: Path, instant: str
 ) -> None:
-    script(tmp_path, monkeypatch)
-    job_id = killed(tmp_path, "the model is served")
+    job_id = leave("the model is served")
     killed(tmp_path, instant)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.jobs.get(job_id, "me")
-            assert job.status is Status.CANCELLED
-            await settled(work, job)
-            assert left(work) == whole(job, kept=False)
+    async def main(work: Work) -> None:
+        job = await work.jobs.get(job_id, "me")
+        assert job.status is Status.CANCELLED
+        await settled(work, job)
+        assert left(work) == whole(job, kept=False)
 
-    asyncio.run(main())
+    run(main)
 
 
 @pytest.mark.parametrize("instant", REMOVING)
-def test_a_model_deleted_by_a_killed_server_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
-) -> None:
-    script(tmp_path, monkeypatch)
-    job_id = killed(tmp_path, instant)
+def test_a_model_deleted_by_a_killed_server_is_gone(run: Run, leave: Leave, instant: str) -> None:
+    job_id = leave(instant)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.jobs.get(job_id, "me")
-            assert left(work) == whole(job, kept=True) | {"adapters": [], "served": []}
+    async def main(work: Work) -> None:
+        job = await work.jobs.get(job_id, "me")
+        assert left(work) == whole(job, kept=True) | {"adapters": [], "served": []}
 
-    asyncio.run(main())
+    run(main)

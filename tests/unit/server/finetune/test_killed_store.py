@@ -18,24 +18,31 @@ HERE = Path(__file__).parent
 NEVER = 10_000
 
 
-def run(folder: Path, last: int) -> tuple[int, list[str]]:
+def run(folder: Path, *lasts: int) -> list[int]:
+    """The exit codes."""
     path = os.pathsep.join((str(HERE), str(HERE.parents[3])))
     process = subprocess.run(
-        [sys.executable, str(HERE / "killed_store.py"), str(folder), str(last)],
+        [sys.executable, str(HERE / "killed_store.py"), str(folder), *map(str, lasts)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert process.returncode in (0, -signal.SIGKILL), process.stderr
-    return process.returncode, process.stdout.splitlines()
+    codes = [int(line) for line in process.stdout.splitlines()]
+    assert len(codes) == len(lasts), process.stderr
+    assert set(codes) <= {0, -signal.SIGKILL}, process.stderr
+    return codes
+
+
+def said_in(folder: Path) -> list[str]:
+    return (folder / "said").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
 def statements(tmp_path_factory: pytest.TempPathFactory) -> int:
-    code, said = run(tmp_path_factory.mktemp("whole"), NEVER)
-    assert code == 0
-    return int(said[-1].split()[1])
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(folder, NEVER) == [0]
+    return int(said_in(folder / str(NEVER))[-1].split()[1])
 
 
 def finish(store: JobStore, job: Job) -> None:
@@ -57,11 +64,11 @@ def finish(store: JobStore, job: Job) -> None:
 @pytest.mark.timeout(600)
 def test_no_acknowledged_step_is_lost_and_the_job_comes_to_its_end(tmp_path: Path, statements: int) -> None:
     assert statements > 30
-    for last in range(1, statements + 1, 2 if statements > 60 else 1):
+    lasts = range(1, statements + 1)
+    assert set(run(tmp_path, *lasts)) == {-signal.SIGKILL}
+    for last in lasts:
         folder = tmp_path / str(last)
-        folder.mkdir()
-        code, said = run(folder, last)
-        assert code == -signal.SIGKILL
+        said = said_in(folder)
         with opened(folder) as store:
             assert store.connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             job = store.find("ftjob-1", "me")

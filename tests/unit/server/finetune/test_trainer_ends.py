@@ -1,6 +1,5 @@
 """However a trainer process ends, its job goes on from a checkpoint or fails with the reason."""
 
-import asyncio
 import os
 import sqlite3
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from working import at_work, is_running, script, trained, uninterrupted
+from working import Run, Work, is_running
 
 from server.finetune import Status
 from server.finetune.journal import Journal
@@ -28,44 +27,35 @@ def frame_of(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("step", [1, 4, 5])
 def test_a_trainer_that_is_killed_is_followed_by_one_that_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    run: Run, truth: str, step: int
 ) -> None:
-    truth = uninterrupted(tmp_path, monkeypatch)
-    script(tmp_path, monkeypatch, signal_at=step, signal="SIGKILL")
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.succeeded(job)
+        assert work.weights(job) == truth
+        said = await work.said(job)
+        assert sum("The trainer was killed (SIGKILL" in text for text in said) == 1
+        assert sum(text.startswith("Step ") for text in said) == 6
+        assert work.jobs.stats.crashes == 1
+        counts = Counter(work.trained())
+        assert max(counts.values()) <= 2  # at most checkpoint_every steps are done again
+        assert sum(counts.values()) <= 6 + 2
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert done.status is Status.SUCCEEDED
-            assert work.weights(job) == truth
-            said = await work.said(job)
-            assert sum("The trainer was killed (SIGKILL" in text for text in said) == 1
-            assert sum(text.startswith("Step ") for text in said) == 6
-            assert work.jobs.stats.crashes == 1
-            counts = Counter(trained(tmp_path))
-            assert max(counts.values()) <= 2  # at most checkpoint_every steps are done again
-            assert sum(counts.values()) <= 6 + 2
-
-    asyncio.run(main())
+    run(main, {"signal_at": step, "signal": "SIGKILL"})
 
 
-def test_a_job_that_kills_every_trainer_fails_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path, monkeypatch, signal_at=3, signal="SIGKILL", always=True)
+def test_a_job_that_kills_every_trainer_fails_with_the_reason(run: Run) -> None:
+    async def main(work: Work) -> None:
+        job = await work.create()
+        failed = await work.failed(job)
+        assert failed.failure.code == "trainer_crashed"
+        assert f"crashed {MAX_CRASHES} times" in failed.failure.message
+        assert "SIGKILL" in failed.failure.message
+        other = await work.create(steps=2)  # the next job is none the worse
+        await work.succeeded(other)
+        await work.wait(job, lambda _: not work.job_folder(job).exists())
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            failed = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert failed.failure is not None
-            assert failed.failure.code == "trainer_crashed"
-            assert f"crashed {MAX_CRASHES} times" in failed.failure.message
-            assert "SIGKILL" in failed.failure.message
-            other = await work.create(steps=2)  # the next job is none the worse
-            assert (await work.until(other, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
-            await work.wait(job, lambda _: not work.job_folder(job).exists())
-
-    asyncio.run(main())
+    run(main, {"signal_at": 3, "signal": "SIGKILL", "always": True})
 
 
 @pytest.mark.parametrize(
@@ -77,20 +67,14 @@ def test_a_job_that_kills_every_trainer_fails_with_the_reason(tmp_path: Path, mo
         ("unsupported", "unsupported_model", "cannot be trained on this server: TinyForCausalLM fails the self-test"),
     ],
 )
-def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, code: str, told: str
-) -> None:
-    script(tmp_path, monkeypatch, raise_at=3, error=error)
+def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(run: Run, error: str, code: str, told: str) -> None:
+    async def main(work: Work) -> None:
+        failed = await work.failed(await work.create())
+        assert failed.failure.code == code
+        assert told in failed.failure.message
+        assert failed.crashes == (MAX_CRASHES - 1 if code == "trainer_crashed" else 0)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            failed = await work.until(await work.create(), Status.SUCCEEDED, Status.FAILED)
-            assert failed.failure is not None
-            assert failed.failure.code == code
-            assert told in failed.failure.message
-            assert failed.crashes == (MAX_CRASHES - 1 if code == "trainer_crashed" else 0)
-
-    asyncio.run(main())
+    run(main, {"raise_at": 3, "error": error})
 
 
 NO_MESSAGES = {
@@ -112,92 +96,69 @@ TORN = {"a header": HEADER.pack(100)[:3], "a body": HEADER.pack(100) + b"x" * 99
     ids=[*NO_MESSAGES, *(f"half of {name}, and it {then}" for name in TORN for then in ("ends", "says no more"))],
 )
 def test_what_no_trainer_would_say_ends_it_and_the_job_goes_on_from_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: bytes, then: str | None
+    run: Run, caplog: pytest.LogCaptureFixture, sent: bytes, then: str | None
 ) -> None:
-    script(tmp_path, monkeypatch, send_at=4, send=sent.hex(), then=then)
     unreadable = ("The trainer sent a message that cannot be read", "The server could not work on")
     # A socket that is closed with something unread is reset: what was sent last may be lost with it.
     reasons = (*unreadable, "The trainer ended without a word (exit status 0)") if then == "ends" else unreadable
     said: list[str] = []
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            begun = time.monotonic()
-            job = await work.create()
-            await work.told(job, "Step 2/6")
-            pid = work.trainer_pid
-            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert done.status is Status.SUCCEEDED
-            assert time.monotonic() - begun < FAILURE_SECONDS  # nobody waited for anything
-            assert pid is not None
-            assert not is_running(pid)
-            assert work.jobs.stats.crashes == 1
-            (told,) = [text for text in await work.said(job) if "crash 1 of" in text]
-            assert told.startswith(reasons)
-            said.append(told)
-            counts = Counter(trained(tmp_path))
-            assert set(counts.values()) <= {1, 2}
-            assert counts[f"{job.id} 1"] == counts[f"{job.id} 2"] == 1  # from the checkpoint
+    async def main(work: Work) -> None:
+        begun = time.monotonic()
+        job = await work.create()
+        pid = await work.trainer(job, step=2)
+        work.go_on()
+        await work.succeeded(job)
+        assert time.monotonic() - begun < FAILURE_SECONDS  # nobody waited for anything
+        assert not is_running(pid)
+        assert work.jobs.stats.crashes == 1
+        (told,) = [text for text in await work.said(job) if "crash 1 of" in text]
+        assert told.startswith(reasons)
+        said.append(told)
+        counts = Counter(work.trained())
+        assert set(counts.values()) <= {1, 2}
+        assert counts[f"{job.id} 1"] == counts[f"{job.id} 2"] == 1  # from the checkpoint
 
-    asyncio.run(main())
+    run(main, {"hold_at": 3, "send_at": 4, "send": sent.hex(), "then": then})
     logged = [record for record in caplog.records if record.levelname == "ERROR" and "ftjob-" in record.getMessage()]
     assert bool(logged) == said[0].startswith(unreadable)
 
 
-def test_a_job_whose_every_trainer_talks_nonsense_fails_and_the_next_one_is_none_the_worse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(tmp_path, monkeypatch, send_at=3, send=NO_MESSAGES["no msgpack"].hex(), then="waits", always=True)
+def test_a_job_whose_every_trainer_talks_nonsense_fails_and_the_next_one_is_none_the_worse(run: Run) -> None:
+    async def main(work: Work) -> None:
+        job = await work.create()
+        failed = await work.failed(job)
+        assert failed.failure.code == "trainer_crashed"
+        assert "sent a message that cannot be read" in failed.failure.message
+        other = await work.create(steps=2)
+        await work.succeeded(other)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            failed = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert failed.failure is not None
-            assert failed.failure.code == "trainer_crashed"
-            assert "sent a message that cannot be read" in failed.failure.message
-            other = await work.create(steps=2)
-            assert (await work.until(other, Status.SUCCEEDED, Status.FAILED)).status is Status.SUCCEEDED
-
-    asyncio.run(main())
+    run(main, {"send_at": 3, "send": NO_MESSAGES["no msgpack"].hex(), "then": "waits", "always": True})
 
 
-def test_a_trainer_that_stands_still_is_killed_and_followed_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script(tmp_path, monkeypatch, signal_at=3, signal="SIGSTOP")
+def test_a_trainer_that_stands_still_is_killed_and_followed_by_another(run: Run) -> None:
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.succeeded(job)
+        assert any("The trainer did not answer any more" in text for text in await work.said(job))
 
-    async def main() -> None:
-        async with at_work(tmp_path, silence_limit=4.0) as work:
-            job = await work.create()
-            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert done.status is Status.SUCCEEDED
-            assert any("The trainer did not answer any more" in text for text in await work.said(job))
-
-    asyncio.run(main())
+    run(main, {"signal_at": 3, "signal": "SIGSTOP"}, silence_limit=4.0)
 
 
-def test_the_trainer_yields_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path, monkeypatch, hold_at=2)
+def test_the_trainer_yields_to_the_server(run: Run) -> None:
+    async def main(work: Work) -> None:
+        job = await work.create()
+        pid = await work.trainer(job, step=1)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == OOM_SCORE
+        await work.jobs.cancel(job.id, "me")
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            await work.told(job, "Step 1/6")
-            pid = work.trainer_pid
-            assert pid is not None
-            assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-            assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == OOM_SCORE
-            await work.jobs.cancel(job.id, "me")
-
-    asyncio.run(main())
+    run(main, {"hold_at": 2})
 
 
 def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    truth = uninterrupted(tmp_path, monkeypatch)
-    script(tmp_path, monkeypatch)
     record, refusals = Journal.record, []
 
     def full(journal: Journal, job_id: str, now: float, step: object, total: int) -> bool:
@@ -209,12 +170,11 @@ def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
     monkeypatch.setattr(Journal, "record", full)
     monkeypatch.setattr("server.finetune.attempt.STORAGE_SECONDS", 0.2)
 
-    async def main() -> None:
-        async with at_work(tmp_path) as work:
-            job = await work.create()
-            done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
-            assert (done.status, len(refusals)) == (Status.SUCCEEDED, 2)
-            assert work.weights(job) == truth
-            assert work.jobs.stats.crashes == 0
+    async def main(work: Work) -> None:
+        job = await work.create()
+        done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+        assert (done.status, len(refusals)) == (Status.SUCCEEDED, 2)
+        assert work.weights(job) == truth
+        assert work.jobs.stats.crashes == 0
 
-    asyncio.run(main())
+    run(main)

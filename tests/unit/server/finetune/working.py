@@ -19,8 +19,11 @@ from server.finetune import FineTuning, Hyperparameters, Job, JobRequest, Status
 MODEL = "base"
 LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
 PAIR = b'{"prompt": "a", "completion": "b"}\n'
+Run = Callable[..., None]
+# On "auto" a trainer imports torch, only to see that there is no GPU.
 CONFIG: dict[str, Any] = {
-    "worker": "scripted_worker", "lease_seconds": 5.0, "beat_seconds": 0.2, "back_off": 0.05, "checkpoint_every": 2,
+    "worker": "scripted_worker", "device": "cpu", "lease_seconds": 5.0, "beat_seconds": 0.2, "back_off": 0.05,
+    "checkpoint_every": 2,
 }  # fmt: skip
 
 
@@ -50,6 +53,17 @@ class Work:
     async def until(self, job: Job, *statuses: Status) -> Job:
         return await self.wait(job, lambda now: now.status in statuses)
 
+    async def succeeded(self, job: Job) -> Job:
+        done = await self.until(job, Status.SUCCEEDED, Status.FAILED)
+        assert done.status is Status.SUCCEEDED, done.failure
+        return done
+
+    async def failed(self, job: Job) -> Job:
+        failed = await self.until(job, Status.SUCCEEDED, Status.FAILED)
+        assert failed.status is Status.FAILED
+        assert failed.failure is not None
+        return failed
+
     async def wait(self, job: Job, condition: Callable[[Job], Any]) -> Job:
         deadline = time.monotonic() + LIMIT
         while not condition(now := await self.jobs.get(job.id, job.owner)):
@@ -66,6 +80,12 @@ class Work:
             assert time.monotonic() < deadline, await self.said(job)
             await asyncio.sleep(0.02)
 
+    async def trainer(self, job: Job, step: int) -> int:
+        """The process id of who has told this step of `create`'s job."""
+        await self.told(job, f"Step {step}/6")
+        assert self.trainer_pid is not None
+        return self.trainer_pid
+
     @property
     def trainer_pid(self) -> int | None:
         attempt = self.jobs.supervisor.attempts.get("train")
@@ -76,6 +96,14 @@ class Work:
 
     def weights(self, job: Job) -> str:
         return (self.folder / "finetune" / "adapters" / job.id / "weights").read_text()
+
+    def go_on(self) -> None:
+        """To a trainer that holds."""
+        (self.folder / "go").touch()
+
+    def trained(self) -> list[str]:
+        """Every step that any trainer of this test has computed."""
+        return (self.folder / "trained").read_text().splitlines()
 
 
 def put(files: FileStore, content: bytes, owner: str) -> str:
@@ -100,11 +128,6 @@ def script(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: Any) -> Path:
     return folder / "go"
 
 
-def trained(folder: Path) -> list[str]:
-    """Every step that any trainer of this test has computed."""
-    return (folder / "trained").read_text().splitlines()
-
-
 @asynccontextmanager
 async def at_work(folder: Path, *, max_live_jobs: int = 100, start: bool = True, **changes: Any) -> AsyncIterator[Work]:
     files = FileStore(folder / "files", FileLimits(2**20, 2**22, 100))
@@ -120,15 +143,13 @@ async def at_work(folder: Path, *, max_live_jobs: int = 100, start: bool = True,
         files.close()
 
 
-def uninterrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The weights of the same job when nothing happens to it."""
-    apart = folder / "uninterrupted"
-    apart.mkdir()
-    script(apart, monkeypatch)
+def uninterrupted(folder: Path, steps: int = 6) -> str:
+    """The weights of a job of so many steps to which nothing happens."""
 
     async def main() -> str:
-        async with at_work(apart) as work:
-            job = await work.until(await work.create(), Status.SUCCEEDED, Status.FAILED)
-            return work.weights(job)
+        async with at_work(folder) as work:
+            return work.weights(await work.succeeded(await work.create(steps=steps)))
 
-    return asyncio.run(main())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        script(folder, monkeypatch)
+        return asyncio.run(main())

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from models.training.folder import write_folder
+from server.answering import SignReader
 from server.engine.parent import die_with_parent
 from server.training.calls import Compute, OptimStep
 from server.training.link import WorkerLink
@@ -112,6 +113,11 @@ def main() -> None:
     arguments = msgspec.json.decode(sys.argv[2], type=Arguments)
     die_with_parent(arguments.parent_pid)
     session = ScriptedSession(Path(os.environ["TRAINING_SCRIPT"]))
+    if session.script.get("await_sign"):
+        assert arguments.answering_fd is not None
+        sign, never = SignReader(arguments.answering_fd), threading.Event()
+        while not sign.is_up():
+            never.wait(0.01)
     if session.script.get("unable"):
         link.send(Unable("The base model cannot be trained on this server: no linear head"))
     else:

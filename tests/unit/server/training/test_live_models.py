@@ -16,6 +16,7 @@ from live_training import (
     until,
 )
 
+from server.answering import AnsweringSign
 from server.errors import (
     InvalidRequest,
     LongwaveError,
@@ -45,6 +46,19 @@ def test_calls_run_in_the_process_in_their_order(run: Run) -> None:
         assert work.training.stats.calls["Compute", "succeeded"] == 1
 
     run(main)
+
+
+def test_the_process_sees_whether_answers_are_open(run: Run) -> None:
+    sign = AnsweringSign()
+
+    async def main(work: Work) -> None:
+        creating = asyncio.create_task(work.create())
+        await until(lambda: work.pid is not None)
+        assert not creating.done()
+        sign.show(True)
+        assert isinstance((await creating).creating.outcome, Created)
+
+    run(main, {"await_sign": True}, answering_fd=sign.fd)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""What a decoder layer computes between two attentions, as one operator: of few rows, bound by the weights' bytes,
+which one kernel streams without a break. On a CPU the same in plain torch. No gradients. Knows no model.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_backend.heuristics.layer_chain import MOST_ROWS
+from attention_backend.layers import ACTIVATIONS
+from attention_backend.operators import operator
+from attention_backend.reference import layers as reference
+
+__all__ = ["MOST_ROWS", "ChainOptions", "ChainWeights", "layer_chain", "refuses"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainWeights:
+    """Of an attention's output, the layer's gated MLP and what follows: the next layer's projections, or a head."""
+
+    out: Tensor  # [width, attended_width]
+    norm_mlp: Tensor  # [width]
+    gate_up: Tensor  # [2 * gated_width, width]: the gate's rows, then the others
+    down: Tensor  # [width, gated_width]
+    norm_next: Tensor  # [width]
+    next: Tensor  # [next_width, width]
+    next_bias: Tensor | None = None  # [next_width]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainOptions:
+    """What else decides about the results."""
+
+    activation: str  # of attention_backend.layers.ACTIVATIONS
+    eps_mlp: float
+    eps_next: float
+    unit_offset: bool = False  # norms are times 1 + weight
+
+
+def layer_chain(
+    attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions
+) -> tuple[Tensor, Tensor]:
+    """(total = sum + gated_mlp(norm_mlp(sum)), norm_next(total) next^T + next_bias), sum = residual + attended out^T.
+
+    attended `[rows, attended_width]`, residual `[rows, width]`, up to MOST_ROWS rows; returns `[rows, width]` and
+    `[rows, next_width]`. Rounded where Hugging Face's modules round. Results repeat bitwise.
+    In a CUDA graph the weights are read while the kernels in front still run: they are constants there.
+
+    Raises UnsupportedError on a GPU for what `refuses` names, ValueError for shapes that do not fit.
+    """
+    _check(attended, residual, weights, options)
+    total, out = layer_chain_op(
+        attended, residual, weights.out, weights.norm_mlp, weights.gate_up, weights.down, weights.norm_next,
+        weights.next, weights.next_bias, options.activation, options.eps_mlp, options.eps_next, options.unit_offset,
+    )  # fmt: skip
+    return total, out
+
+
+def refuses(
+    device: torch.device, dtype: torch.dtype, *, attended_width: int, width: int, gated_width: int, rows: int = 1
+) -> str | None:
+    """Why the kernel does not serve so many rows of these widths there, in words; None: it does."""
+    if device.type != "cuda":
+        return "it is a kernel for Hopper GPUs"
+    from attention_backend.kernels import layer_chain as kernel
+
+    return kernel.refuses(device, dtype, attended_width, width, gated_width, rows)
+
+
+@operator("layer_chain")
+def layer_chain_op(
+    attended: Tensor,
+    residual: Tensor,
+    out_weight: Tensor,
+    norm_mlp: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    norm_next: Tensor,
+    next_weight: Tensor,
+    next_bias: Tensor | None,
+    activation: str,
+    eps_mlp: float,
+    eps_next: float,
+    unit_offset: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `layer_chain`."""
+    if attended.is_cuda:
+        from attention_backend.kernels import layer_chain as kernel
+
+        return kernel.layer_chain(
+            attended, residual, out_weight, norm_mlp, gate_up, down, norm_next, next_weight, next_bias, activation,
+            eps_mlp, eps_next, unit_offset=unit_offset, early=torch.cuda.is_current_stream_capturing(),
+        )  # fmt: skip
+    total = residual + F.linear(attended, out_weight)
+    gate, up = F.linear(reference.rms_norm(total, norm_mlp, eps_mlp, unit_offset), gate_up).chunk(2, dim=1)
+    total = total + F.linear(reference.gated_activation(gate, up, activation), down)
+    return total, F.linear(reference.rms_norm(total, norm_next, eps_next, unit_offset), next_weight, next_bias)
+
+
+@layer_chain_op.register_fake
+def _layer_chain_fake(attended: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    next_weight: Tensor = others[5]
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape[0], next_weight.shape[0])
+
+
+def _check(attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions) -> None:
+    if options.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {options.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if attended.dim() != 2 or residual.dim() != 2 or not 0 < attended.shape[0] <= MOST_ROWS:
+        raise ValueError(f"attended and residual must be [rows, ...] of 1 to {MOST_ROWS} rows, got {attended.shape}")
+    (rows, attended_width), width = attended.shape, residual.shape[1]
+    gated_width, next_width = weights.down.shape[-1], weights.next.shape[0]
+    expected = {
+        "residual": (residual, (rows, width)),
+        "out": (weights.out, (width, attended_width)),
+        "norm_mlp": (weights.norm_mlp, (width,)),
+        "gate_up": (weights.gate_up, (2 * gated_width, width)),
+        "down": (weights.down, (width, gated_width)),
+        "norm_next": (weights.norm_next, (width,)),
+        "next": (weights.next, (next_width, width)),
+    }
+    if weights.next_bias is not None:
+        expected["next_bias"] = (weights.next_bias, (next_width,))
+    for name, (x, shape) in expected.items():
+        if x.shape != shape or x.dtype != attended.dtype:
+            raise ValueError(f"{name} must be {attended.dtype} {list(shape)}, got {x.dtype} {list(x.shape)}")

@@ -1,0 +1,75 @@
+"""What lies between a layer's attention and the next one's as one call, in steps of few rows. Knows no attention.
+
+The layer's own parts stay in charge of what this refuses. Every call looks at that, because adapters and hooks come
+after a model was loaded.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attention_backend import layer_chain
+from attention_backend.layer_chain import ChainOptions, ChainWeights
+from models.fusing.linears import JoinedLinears
+from models.fusing.norms import Norm
+
+if TYPE_CHECKING:
+    from models.fusing.decoder import FusedLayer
+
+
+class LayerChain:
+    """Of a layer: its attention's output, its MLP, and the projections that follow, of the next layer or the head's."""
+
+    def __init__(self, layer: "FusedLayer", next_norm: Norm, following: JoinedLinears) -> None:
+        self._layer = layer
+        self._next_norm = next_norm
+        self._out = JoinedLinears((layer.attention.out,), (), pack=False)
+        self._down = JoinedLinears((layer.mlp.down,), (), pack=False)
+        self._following = following
+
+    def refuses(self, device: torch.device, rows: int = 1) -> str | None:
+        """Why so many rows are more than one call there; None: they are one."""
+        if self._layer.after_attention is not None:
+            return "a block's result is normalised before it is added"
+        if not self._layer.before_mlp.fused or not self._next_norm.fused:
+            return "a norm is not the family's, is hooked, or of another dtype"
+        if self._layer.mlp.activation is None:
+            return "its activation is not a fused one"
+        before = (self._out, self._layer.mlp.projections, self._down)
+        reason = next((r for r in (linears.refuses() for linears in (*before, self._following)) if r is not None), None)
+        if reason is not None:
+            return reason
+        if any(linears.modules[0].bias is not None for linears in before):
+            return "the attention's output or the MLP has a bias"
+        out, down = self._out.modules[0], self._down.modules[0]
+        return layer_chain.refuses(
+            device, down.weight.dtype,
+            attended_width=out.in_features, width=down.out_features, gated_width=down.in_features, rows=rows,
+        )  # fmt: skip
+
+    def serves(self, attended: Tensor) -> bool:
+        """Whether these rows, `[rows, heads * head_dim]`, are one call's."""
+        rows = attended.shape[0]
+        few = 0 < rows <= layer_chain.MOST_ROWS
+        return few and self.refuses(attended.device, rows) is None and self._weights() is not None
+
+    def __call__(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """attended `[rows, heads * head_dim]`, residual `[rows, width]` -> the next residual, and `[rows, size]` of
+        each size of the projections that follow. `serves` has said yes."""
+        weights, activation = self._weights(), self._layer.mlp.activation
+        assert weights is not None
+        assert activation is not None
+        before, after = self._layer.before_mlp.options, self._next_norm.options
+        options = ChainOptions(activation, before["eps"], after["eps"], unit_offset=before["unit_offset"])
+        residual, products = layer_chain.layer_chain(attended, residual, weights, options)
+        return residual, self._following.split(products)
+
+    def _weights(self) -> ChainWeights | None:
+        """None: not all of them are where they were packed."""
+        found = [linears.whole for linears in (self._out, self._layer.mlp.projections, self._down, self._following)]
+        if any(each is None for each in found):
+            return None
+        out, gate_up, down, following = (each for each in found if each is not None)
+        norms = (self._layer.before_mlp.weight, self._next_norm.weight)
+        return ChainWeights(out[0], norms[0], gate_up[0], down[0], norms[1], *following)

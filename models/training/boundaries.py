@@ -1,0 +1,56 @@
+"""Where a model that learns may rest: between its decoder layers, forward and backward, and between uses of its head.
+
+Knows the modules of a model, not why it rests.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.training.pacing import Pacer
+from models.training.trainable import TrainableModel
+
+
+def rest_between_layers(model: TrainableModel, pacer: Pacer) -> None:
+    """From now on `pacer` hears of every boundary in the model's forward and backward passes, for the model's life.
+
+    A layer's boundary is its first part and not the layer: transformers recomputes a checkpointed layer by its
+    `forward`, past the hooks of the layer itself.
+    """
+    device = model.device
+
+    def wait_for_device() -> None:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def boundary() -> None:
+        pacer.boundary(wait_for_device)
+
+    for layer in decoder_layers(model.decoder):
+        _watch(next(layer.children(), layer), boundary)
+    _watch(model.head.linear, boundary)
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The members of the decoder's lists, and not those of lists within them (experts, for example)."""
+    found = []
+    for name, module in decoder.named_modules():
+        *parents, last = name.split(".")
+        if last.isdecimal() and not any(part.isdecimal() for part in parents):
+            found.append(module)
+    return found
+
+
+def _watch(module: nn.Module, boundary: Callable[[], None]) -> None:
+    """Before the module runs, which is also when it is recomputed, and when the gradient of its input is known."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        boundary()
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda _gradient: boundary())
+                return
+
+    module.register_forward_pre_hook(before, with_kwargs=True)

@@ -1,0 +1,107 @@
+"""Steps of few rows go from attention to attention in one call: the same answers, and only where it is the same layer.
+
+A CPU has no kernel for it and says so; told that it has, it computes the formula in plain torch.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from fused_models import CONFIGS, logits, made
+from torch import Tensor, nn
+
+from attention_backend import layer_chain
+from models.forward import PagedForward
+from models.fusing import foretell, fuse
+
+SANDWICH = ("gemma2", "gemma3")
+FEW = 2  # rows of the smallest steps
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every call, on a CPU that serves them."""
+    rows: list[int] = []
+    run = layer_chain.layer_chain
+
+    def counted(attended: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        rows.append(attended.shape[0])
+        return run(attended, *others)
+
+    monkeypatch.setattr(layer_chain, "layer_chain", counted)
+    monkeypatch.setattr(layer_chain, "refuses", lambda *_, **__: None)
+    return rows
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SANDWICH])
+@pytest.mark.parametrize("sampled", [False, True], ids=["every row", "sampled rows"])
+def test_logits_are_those_of_the_modules(name: str, sampled: bool, calls: list[int]) -> None:
+    model = made(name)
+    expected = logits(model, PagedForward(model, fused=False), sampled=sampled)
+    torch.testing.assert_close(logits(model, PagedForward(model), sampled=sampled), expected, rtol=1e-5, atol=1e-5)
+    biased = name == "llama with biases"
+    layers = model.config.num_hidden_layers
+    assert calls == ([] if biased else [FEW] * (layers - sampled))  # the last layer's few rows may be fewer still
+
+
+@pytest.mark.parametrize("name", SANDWICH)
+def test_other_layers_are_left_alone(name: str, calls: list[int]) -> None:
+    model = made(name)
+    decoder = fuse(model)
+    logits(model, PagedForward(model))
+    assert calls == []
+    assert {chain.refuses(torch.device("cpu")) for chain in decoder.chains} == {
+        "a block's result is normalised before it is added"
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "layers"),
+    [
+        ("model.layers.1.self_attn.o_proj", [0, 2]),
+        ("model.layers.1.self_attn.v_proj", [1, 2]),
+        ("model.layers.1.mlp.up_proj", [0, 2]),
+        ("model.layers.1.mlp.down_proj", [0, 2]),
+        ("model.layers.1.mlp.act_fn", [0, 2]),
+        ("model.layers.1.input_layernorm", [1, 2]),
+        ("model.layers.1.post_attention_layernorm", [0, 2]),
+        ("model.norm", [0, 1]),
+        ("lm_head", [0, 1]),
+    ],
+)
+def test_what_was_hooked_since_is_called_as_the_module_it_is(path: str, layers: list[int], calls: list[int]) -> None:
+    def doubled(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        return 2 * output
+
+    model = made("qwen3")
+    forward = PagedForward(model)
+    decoder = fuse(model)
+    hook = model.get_submodule(path).register_forward_hook(doubled)
+    expected = logits(model, PagedForward(model, fused=False))
+    torch.testing.assert_close(logits(model, forward), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == len(layers)
+    reasons = [chain.refuses(torch.device("cpu")) for chain in decoder.chains]
+    assert [i for i, reason in enumerate(reasons) if reason is None] == layers
+    hook.remove()
+    assert not any(chain.refuses(torch.device("cpu")) for chain in decoder.chains)
+
+
+def test_weights_that_moved_are_seen(calls: list[int]) -> None:
+    model = made("llama")
+    forward = PagedForward(model)
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj.weight = nn.Parameter(torch.randn_like(mlp.gate_proj.weight), requires_grad=False)
+    expected = logits(model, PagedForward(model, fused=False))
+    torch.testing.assert_close(logits(model, forward), expected, rtol=1e-5, atol=1e-5)
+    assert calls == [FEW] * (model.config.num_hidden_layers - 1)
+
+
+def test_a_report_for_a_gpu_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, cuda = "layers' chain of few rows", torch.device("cuda")
+    monkeypatch.setattr(layer_chain, "refuses", lambda *_, **__: "it is a kernel for sm_90a, not for sm_80")
+    assert foretell(made("llama"), cuda).unfused[part] == "it is a kernel for sm_90a, not for sm_80"
+    assert foretell(made("gemma2"), cuda).unfused[part] == "a block's result is normalised before it is added"
+    assert foretell(made("llama with biases"), cuda).unfused[part] == "the attention's output or the MLP has a bias"
+    monkeypatch.setattr(layer_chain, "refuses", lambda *_, **__: None)
+    assert part in foretell(made("llama"), cuda).fused
+    assert part not in str(foretell(made("llama"), torch.device("cpu")))

@@ -1,0 +1,58 @@
+"""What is prepared for later steps is prepared between requests, one thing at a time."""
+
+import random
+from dataclasses import replace
+
+from cranked_engine import Engine, ListLink, tokens
+from fake_runner import expected
+
+from server.engine.messages import RequestFailed, ToEngine
+
+
+class TimedLink(ListLink):
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float] = []
+
+    def receive(self, timeout: float) -> list[ToEngine | RequestFailed]:
+        self.timeouts.append(timeout)
+        return super().receive(timeout)
+
+
+def engine_with(count: int) -> tuple[Engine, TimedLink, list[bool]]:
+    """With so many things to prepare, and whether there was work when each call came."""
+    engine = Engine()
+    link = engine.link = engine.core.link = TimedLink()
+    calls: list[bool] = []
+
+    def prepare() -> bool:
+        calls.append(engine.core.has_work)
+        return len(calls) <= count
+
+    engine.core.loaded = replace(engine.core.loaded, prepare=prepare)
+    return engine, link, calls
+
+
+def test_one_thing_is_prepared_a_turn_without_waiting_until_all_is_there() -> None:
+    engine, link, calls = engine_with(3)
+    for turn in range(1, 8):
+        engine.turn()
+        assert len(calls) == min(turn, 4)
+    assert link.timeouts[:4] == [0.0] * 4
+    engine.now -= 7.0  # the next statistics are not due
+    engine.turn()
+    assert link.timeouts[-1] > 0
+
+
+def test_nothing_is_prepared_while_there_is_work() -> None:
+    engine, _, calls = engine_with(100)
+    engine.turn()
+    prompt = tokens(random.Random(0), 40)
+    engine.add("r", prompt)
+    engine.run(until=lambda: "r" in engine.reasons)
+    assert engine.tokens["r"] == expected(prompt, 8)
+    before = len(calls)
+    assert before < engine.num_turns
+    engine.turn()
+    assert len(calls) == before + 1
+    assert not any(calls)

@@ -1,0 +1,61 @@
+"""What a start does first, and what it says of its time."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from scripted_engine import ScriptedEngine, live_server
+
+from server import process
+from server.engine.messages import EngineReady
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import sys
+from server.engine.client import EngineClient
+async def start(self):
+    print(sorted({"torch", "transformers", "fastapi"} & set(sys.modules)), flush=True)
+    raise SystemExit
+EngineClient.start = start
+from server.cli import app
+app(["serve", "--port", "0"])
+"""
+
+
+def test_the_engine_is_started_before_anything_slow_is_imported() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_a_process_knows_when_it_began() -> None:
+    before = time.monotonic()
+    code = "import time; from server import process; now = time.monotonic(); print(process.began(), now)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, check=True
+    )
+    began, imported = map(float, done.stdout.split())
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    assert before - 2 * tick <= began < imported <= time.monotonic()
+    assert process.began() < before
+
+
+class TimedEngine(ScriptedEngine):
+    async def ready(self) -> EngineReady:
+        return msgspec.structs.replace(await super().ready(), stages={"imports": 0.26, "weights": 1.5})
+
+
+def test_a_ready_server_says_where_its_time_went(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "longwave")
+    with live_server(engine=TimedEngine()):
+        said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ready in ")]
+    assert len(said) == 1
+    assert ": before the engine 0." in said[0]
+    assert ", imports 0.3, weights 1.5, after it " in said[0]
