@@ -178,14 +178,20 @@ def test_those_that_never_ran_are_found_by_their_age() -> None:
 
 
 @pytest.mark.parametrize("tenants", [1, 100])
-def test_a_step_costs_little_with_ten_thousand_waiting(tenants: int) -> None:
+def test_a_step_costs_no_more_with_ten_thousand_waiting(tenants: int) -> None:
+    few, many = _aged(300, tenants), _aged(10_000, tenants)
+    pairs = [(_seconds(few), _seconds(many)) for _ in range(60)]
+    assert min(seconds for _, seconds in pairs) < 3 * min(seconds for seconds, _ in pairs)
+
+
+def _aged(num_waiting: int, tenants: int) -> Queue:
+    """A queue in which nobody is new."""
     queue = Queue()
-    for number in range(10_000):
+    for number in range(num_waiting):
         queue.add(64, b"%d" % (number % tenants))
     while queue.waiting._newcomers:
         assert len(queue.admit(64)) == 1
-    best = min(_seconds(queue) for _ in range(30))
-    assert best < 0.002
+    return queue
 
 
 def _seconds(queue: Queue) -> float:
