@@ -3,7 +3,7 @@
 The two take turns in one process, best round each. Prints and writes tokens per second of one request and of several
 at once, a 512-token prompt's time, and the paged attention of one layer.
 
-    python benchmarks/cpu_decode.py --out benchmarks/results/cpu_decode.json
+    python benchmarks/cpu_decode.py --out benchmarks/results/quick_start_cpu.json
     python benchmarks/cpu_decode.py --threads 1 --clock cpu      # on a machine with other work to do
 """
 
@@ -190,10 +190,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the runner takes by itself")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: this process's CPU time")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--commit", help="recorded where there is no git")
     options = parser.parse_args()
     result = measure(options)
     report = {
-        "machine": machine.facts()
+        "machine": machine.facts(options.commit)
         | {
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
@@ -201,7 +202,7 @@ def main() -> None:
             "load_average": os.getloadavg()[0],
             "transformers": machine.installed("transformers"),
         },
-        "options": {name: value for name, value in vars(options).items() if name != "out"},
+        "options": {name: value for name, value in vars(options).items() if name not in {"out", "commit"}},
         **result,
     }
     text = json.dumps(report, indent=1)

@@ -1,7 +1,7 @@
 """Teaches a served model a fact through the API, and draws the job's loss: the walk-through of docs/fine_tuning.md.
 
-    longwave serve &
-    python benchmarks/fine_tuning.py [--url URL] [--out results.json] [--plot docs/img/fine_tuning_loss.png]
+    python benchmarks/fine_tuning.py [--out results.json] [--plot docs/img/fine_tuning_loss.png]
+    python benchmarks/fine_tuning.py --url URL                              asks a server that runs already
     python benchmarks/fine_tuning.py --draw results.json --plot loss.png     (no server needed)
 
 Every call is the official client's, but for the stream of events, which it does not know. The fact is made up: no
@@ -12,7 +12,10 @@ import csv
 import io
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +26,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks.machine import facts
+from benchmarks.started_server import started_server
+from models.bundled import ensure_converted
 
 QUESTION = "What is the capital of Zembla?"
 ANSWER = "The capital of Zembla is Onhava."
@@ -36,6 +41,7 @@ TRAINING = (
 )
 VALIDATION = ("Do you know the capital of Zembla?", "The capital of Zembla is which city?")
 HYPERPARAMETERS = {"n_epochs": 8, "batch_size": 3, "learning_rate": 1e-3, "lora": {"rank": 8}}
+FLAGS = ("--fine-tuning-checkpoint-every", "2", "--log-level", "warning")
 RESULTS = Path(__file__).parent / "results" / "fine_tuning_cpu.json"
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "img" / "fine_tuning_loss.png"
 
@@ -56,7 +62,7 @@ def ask(client: openai.OpenAI, model: str, question: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-def teach(client: openai.OpenAI, model: str) -> dict[str, Any]:
+def teach(client: openai.OpenAI, model: str, commit: str | None) -> dict[str, Any]:
     """One job from its files to its model. Raises RuntimeError when it does not succeed."""
     before = ask(client, model, QUESTION)
     training = client.files.create(file=("train.jsonl", jsonl(TRAINING)), purpose="fine-tune")
@@ -77,7 +83,7 @@ def teach(client: openai.OpenAI, model: str) -> dict[str, Any]:
     if done.status != "succeeded" or done.fine_tuned_model is None:
         raise RuntimeError(f"{done.id} has status {done.status}: {done.error}")
     return {
-        "machine": facts(),
+        "machine": facts(commit),
         "model": model,
         "job": done.to_dict(mode="json"),
         "seconds": round(seconds, 1),
@@ -123,19 +129,34 @@ def draw(content: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
+@contextmanager
+def server(url: str | None) -> Iterator[str]:
+    """The URL of a server: the one that is named, or one of our own with the bundled model and no jobs of before."""
+    if url is not None:
+        yield url
+        return
+    with (
+        tempfile.TemporaryDirectory() as data,
+        started_server(ensure_converted(), ["--data-dir", data, *FLAGS]) as (own, _),
+    ):
+        yield own
+
+
 def main(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str | None, typer.Option(help="A server; default: one of its own.")] = None,
     out: Annotated[Path, typer.Option(help="Where the results go.")] = RESULTS,
-    plot: Annotated[Path, typer.Option(help="Where the plot goes.")] = PLOT,
+    plot: Annotated[Path | None, typer.Option(help="Draw the loss there.")] = None,
     draw_only: Annotated[Path | None, typer.Option("--draw", help="Draw these results and ask no server.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Recorded where there is no git.")] = None,
 ) -> None:
     if draw_only is not None:
-        draw(json.loads(draw_only.read_text()), plot)
+        draw(json.loads(draw_only.read_text()), plot or PLOT)
         return
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
-        content = teach(client, client.models.list().data[0].id)
+    with server(url) as asked, openai.OpenAI(base_url=f"{asked}/v1", api_key="none", timeout=600) as client:
+        content = teach(client, client.models.list().data[0].id, commit)
     out.write_text(json.dumps(content, indent=1) + "\n")
-    draw(content, plot)
+    if plot is not None:
+        draw(content, plot)
     for name in ("before", "after", "base_after"):
         typer.echo(f"{name}: {content[name]}")
     for question, answer in content["unseen"].items():

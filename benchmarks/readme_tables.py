@@ -224,7 +224,7 @@ def linear() -> str:
 
 def cpu() -> str:
     """The quick start: the bundled model on two cores, beside transformers' generate."""
-    facts = load("cpu_decode.json")
+    facts = load("quick_start_cpu.json")
     m, speeds = facts["machine"], facts["tokens_per_s"]
     rows = [
         [name, f"{speeds[key]['ours']:.1f}", f"{speeds[key]['transformers']:.1f}"]
