@@ -31,6 +31,7 @@ from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
 from server.middleware import Authentication, RequestContext
+from server.settings import ConfigurationError, Settings
 from server.training import Training
 
 
@@ -48,6 +49,7 @@ class Application(FastAPI):
 
 
 def create_app(lifecycle: Lifecycle) -> FastAPI:
+    """Raises ConfigurationError for folders that cannot be what they are to be."""
     settings = lifecycle.settings
     limits = FileLimits(settings.max_file_bytes, settings.max_total_file_bytes, settings.max_files)
     store = FileStore(settings.data_folder / "files", limits)
@@ -112,10 +114,19 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         pause=settings.body_timeout,
         timeout=settings.upload_timeout,
     )
-    secret = None if settings.kv_offload_dir is None else block_files.secret(settings.kv_offload_dir)
-    app.add_middleware(Authentication, keys=[key.get_secret_value() for key in settings.api_key], secret=secret)
+    keys = [key.get_secret_value() for key in settings.api_key]
+    app.add_middleware(Authentication, keys=keys, secret=_secret(settings))
     app.add_middleware(RequestContext, metrics=lifecycle.metrics)
     return app
+
+
+def _secret(settings: Settings) -> bytes | None:
+    """Of tenants' salts; None: a new one each time. Raises ConfigurationError."""
+    folder = settings.kv_offload_dir
+    try:
+        return None if folder is None else block_files.secret(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError([f"kv-offload-dir: {folder} cannot hold KV blocks: {error}"]) from error
 
 
 def longwave_version() -> str:

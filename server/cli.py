@@ -3,6 +3,7 @@ runs."""
 
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -128,10 +129,11 @@ def serve(
         settings = load_settings(flags)
     except ConfigurationError as error:
         _refuse(error.problems, error.exit_code)
-    raise typer.Exit(_serve(settings))
+    _serve(settings)
 
 
-def _serve(settings: Settings) -> int:
+def _serve(settings: Settings) -> NoReturn:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container would not hear it
     from models import registry
     from models.errors import ModelLoadError
     from server import process
@@ -158,7 +160,11 @@ def _serve(settings: Settings) -> int:
         lambda: _load_tokenizer(source),
         began=process.began(),
     )
-    return process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: _announce(lifecycle, port))
+    try:
+        code = process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: _announce(lifecycle, port))
+    except ConfigurationError as error:
+        _refuse(error.problems, error.exit_code)
+    process.end(code)
 
 
 def _make_app(lifecycle: "Lifecycle") -> "FastAPI":

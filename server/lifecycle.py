@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from models.errors import ModelLoadError
 from models.stages import Stages
 from server.answering import AnsweringSign
+from server.daemon_thread import in_daemon_thread
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
@@ -81,7 +82,7 @@ class Lifecycle:
         engine.times = self.metrics.observe_times
 
     async def start_engine(self) -> None:
-        """Once; `lifespan` does it where nobody did before."""
+        """Once; `lifespan` does it where nobody did before. Raises EngineUnavailable."""
         if not self._engine_started:
             self._engine_started = time.monotonic()
             await self.engine.start()
@@ -186,19 +187,10 @@ class Lifecycle:
     async def _come_up(self) -> None:
         try:
             ready, tokenizer = await asyncio.gather(
-                self.engine.ready(), asyncio.to_thread(lambda: TextTokenizer(self._load_tokenizer()))
+                self.engine.ready(), in_daemon_thread(lambda: TextTokenizer(self._load_tokenizer()))
             )
             for name, folder in self.settings.lora_folders.items():
                 await self.engine.load_adapter(name, str(folder))
-        except asyncio.CancelledError:
-            raise
-        except LongwaveError as error:
-            await self._fail(error.message)
-        except ModelLoadError as error:
-            await self._fail(str(error))
-        except Exception as error:  # whatever a model's files can do to a tokenizer
-            await self._fail(f"{type(error).__name__}: {error}")
-        else:
             admission = Admission.of(self.settings.engine_config())
             admission.learn(ready)
             self.metrics.learn(ready)
@@ -213,6 +205,13 @@ class Lifecycle:
             )
             for prepare in self.preparations:
                 await prepare()
+        except LongwaveError as error:
+            await self._fail(error.message)
+        except ModelLoadError as error:
+            await self._fail(str(error))
+        except Exception as error:  # whatever a model's files can do to a tokenizer
+            await self._fail(f"{type(error).__name__}: {error}")
+        else:
             if self.phase is Phase.STARTING:
                 self._log_stages(ready)
                 await self._enter(Phase.SERVING)
@@ -226,8 +225,10 @@ class Lifecycle:
         logger.info("ready in %.1f s: %s", now - self._began, stages)
 
     async def _fail(self, message: str) -> None:
-        logger.critical("cannot serve: %s", message)
-        await self._enter(Phase.FAILED)
+        """Of the start; what fails because the server is ending already is no failure."""
+        if self.phase is Phase.STARTING:
+            logger.critical("cannot serve: %s", message)
+            await self._enter(Phase.FAILED)
 
     async def _enter(self, phase: Phase) -> None:
         async with self.changed:

@@ -2,21 +2,27 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.errors import EngineUnavailable
 from server.lifecycle import Lifecycle, Phase
 from server.settings import Settings
 
+logger = logging.getLogger("longwave")
+
 KEEP_ALIVE = 75  # seconds an idle connection is kept
+BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
 CLOSE_GRACE = 5  # seconds uvicorn waits for handlers after the drain
 EXIT_FAILED = 1
 _STAT = Path("/proc/self/stat")
@@ -73,13 +79,24 @@ class Server(uvicorn.Server):
         yield
 
 
+def end(code: int) -> NoReturn:
+    """Of this process, at once: threads that still import or tokenise have nothing to tidy."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """Binds before anything is loaded, so that a taken port is known at once. Raises OSError."""
+    """Before anything is loaded, so that a taken port is known at once. Listens, too: two processes may bind one port
+    as long as neither does. Who connects before uvicorn is there waits for it. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -110,17 +127,21 @@ def serve(
 async def _serve(
     make_app: Callable[[], Any], lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]
 ) -> int:
+    ending = _EndOnSignals(lifecycle)  # first: what is begun below has to be ended
     try:
         await lifecycle.start_engine()  # before all that is imported for the application: the engine takes longest
         server = Server(uvicorn_config(make_app(), lifecycle.settings))
-        ending = _EndOnSignals(server, lifecycle)
+        ending.take(server)
         watching = asyncio.create_task(_watch(server, lifecycle, on_ready))
         try:
             await server.serve(sockets=[listener])
         finally:
             watching.cancel()
-            await ending.finish()
+    except EngineUnavailable as error:
+        logger.critical("cannot serve: %s", error.message)
+        return EXIT_FAILED
     finally:
+        await ending.finish()
         await lifecycle.engine.shutdown(0.0)  # after a forced exit uvicorn leaves that to us
     return EXIT_FAILED if lifecycle.phase is Phase.FAILED or not server.started else 0
 
@@ -136,8 +157,9 @@ async def _watch(server: Server, lifecycle: Lifecycle, on_ready: Callable[[], No
 class _EndOnSignals:
     """The first SIGTERM or SIGINT drains, the second ends at once."""
 
-    def __init__(self, server: Server, lifecycle: Lifecycle) -> None:
-        self._server = server
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._server: Server | None = None  # until there is an application to serve
+        self._is_over = self._at_once = False
         self._lifecycle = lifecycle
         self._draining: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
@@ -148,13 +170,28 @@ class _EndOnSignals:
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
         else:
+            self._at_once = True
             self._draining.cancel()
-            self._server.should_exit = True
-            self._server.force_exit = True
+            self._end()
 
     async def _drain(self) -> None:
-        await self._lifecycle.drain()
-        self._server.should_exit = True
+        try:
+            await self._lifecycle.drain()
+        except Exception:
+            logger.exception("shutting down failed: ending now")
+        finally:
+            self._end()
+
+    def take(self, server: Server) -> None:
+        """What there is to end; the signal may have come before it."""
+        self._server = server
+        if self._is_over:
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        if self._server is not None:
+            self._server.should_exit, self._server.force_exit = True, self._at_once
 
     async def finish(self) -> None:
         loop = asyncio.get_running_loop()

@@ -64,7 +64,8 @@ class EngineClient:
         self._deaths = Deaths(max_deaths, death_window)
 
     async def start(self) -> None:
-        """Spawns the engine process; its sockets are bound when this returns, its model is not loaded."""
+        """Spawns the engine process; its sockets are bound when this returns, its model is not loaded. Raises
+        EngineUnavailable."""
         self._ready = asyncio.get_running_loop().create_future()
         self._engine = EngineProcess(self.config)
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
@@ -156,9 +157,11 @@ class EngineClient:
                 logger.error("engine ended (%s); starting it again", self._failure)
                 self._failure = ENDED
                 self._engine = EngineProcess(self.config)
+        except EngineUnavailable as error:
+            self._failure = error.message.rstrip(".")
+            logger.critical("the engine stays down: %s", self._failure)
         except Exception:
             logger.critical("the engine's supervisor failed", exc_info=True)
-            raise
         finally:
             self._engine = None
             self._lose()

@@ -33,26 +33,33 @@ class EngineProcess:
     """Call from the event loop's thread: the engine ends when the thread that started it does."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Raises EngineUnavailable when no process or no sockets can be had."""
+        try:
+            self.directory = Path(tempfile.mkdtemp(prefix="longwave-"))  # mode 0700
+        except OSError as error:
+            raise EngineUnavailable(f"The engine's sockets need a folder: {error}.") from error
         self.ended = asyncio.Event()
-        self.directory = Path(tempfile.mkdtemp(prefix="longwave-"))  # mode 0700
         self._context = zmq.Context(io_threads=1)
         self._outbox = self._context.socket(zmq.PUSH)
         self._inbox: Any = zmq.asyncio.Socket(self._context, zmq.PULL)  # Any: its stubs are those of the blocking one
         self._monitor: Any = self._inbox.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connections = 0  # to the inbox, so far as the monitor's events were read
-        self._bind(self._outbox, TO_ENGINE)
-        self._bind(self._inbox, FROM_ENGINE)
         self._loop = asyncio.get_running_loop()
-        # The child holds the only write end: end-of-file says that it is gone, however it went.
-        self._sentinel, childs_end = os.pipe()
         try:
-            self.process = self._spawn(config, childs_end)
-        except BaseException:
-            os.close(self._sentinel)
+            self._bind(self._outbox, TO_ENGINE)
+            self._bind(self._inbox, FROM_ENGINE)
+            # The child holds the only write end: end-of-file says that it is gone, however it went.
+            self._sentinel, childs_end = os.pipe()
+            try:
+                self.process = self._spawn(config, childs_end)
+            except OSError:
+                os.close(self._sentinel)
+                raise
+            finally:
+                os.close(childs_end)
+        except (OSError, zmq.ZMQError) as error:
             self._close_sockets()
-            raise
-        finally:
-            os.close(childs_end)
+            raise EngineUnavailable(f"The engine's process cannot be started: {error}.") from error
         self._loop.add_reader(self._sentinel, self._on_end)
 
     @property
@@ -113,6 +120,7 @@ class EngineProcess:
             env={**os.environ, **cache, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             pass_fds=(childs_end,),
+            process_group=0,  # Ctrl-C in a terminal is the API process's alone: it says when the engine is to end
         )
 
     def _bind(self, socket: Any, name: str) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,10 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **sampling: Any) 
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 2 * LIMIT))
 
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
@@ -265,6 +267,34 @@ async def test_an_engine_that_can_not_start_says_why_and_is_not_tried_again() ->
     await until(lambda: not client.alive)
     assert client.num_deaths == 1
     await client.shutdown()
+
+
+@in_loop
+async def test_an_engine_without_room_for_its_sockets_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    far_away = tmp_path / ("x" * zmq.IPC_PATH_MAX_LEN)
+    far_away.mkdir()
+    for folder in (far_away, tmp_path / "missing"):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        client = EngineClient(config())
+        with pytest.raises(EngineUnavailable, match="engine"):
+            await client.start()
+        await client.shutdown()
+    assert not list(far_away.iterdir())
+
+
+@in_loop
+async def test_an_engine_that_cannot_be_started_again_stays_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with engine() as client:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: not client.alive)
+        with pytest.raises(EngineUnavailable, match="missing"):
+            await client.ready()
 
 
 @in_loop
