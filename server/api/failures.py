@@ -37,7 +37,7 @@ def _on_disconnect(_request: Request, _error: Exception) -> Response:
 def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _reply(RouteNotFound("Unknown request URL. Please check the URL for typos."))
+        return _reply(RouteNotFound("Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."))
     if error.status_code == 405:
         allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "")
         return _reply(MethodNotAllowed(f"Not allowed to {request.method} on this URL."), {"allow": allowed})
@@ -50,9 +50,10 @@ def _on_invalid(_request: Request, error: Exception) -> Response:
 
 
 def invalid_request(details: Any, body: Any) -> InvalidRequest:
-    """The most telling of pydantic's complaints: of a union's branches, the one that came furthest into the body."""
+    """The most telling of pydantic's complaints: of a union's branches, the one whose JSON type is the body's, if there
+    is one, and of several the one that came furthest into the body."""
     paths = [(_path(detail, body), detail) for detail in details]
-    path, detail = max(paths, key=lambda pair: len(pair[0]))
+    path, detail = max(paths, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
     param = _spell(path)
     return InvalidRequest(_message(detail, param), param=param)
 
@@ -92,5 +93,7 @@ def _message(detail: Any, param: str | None) -> str:
         return f"Unrecognized request argument supplied: {param}"
     if kind == "missing":
         return f"Missing required parameter: '{param}'." if param else "The request body is missing."
-    said = detail["msg"].removeprefix("Value error, ")
+    if param is None and kind == "model_attributes_type":
+        return "The request body must be a JSON object."
+    said = detail["msg"].removeprefix("Value error, ").replace(" after validation", "")
     return f"Invalid value for '{param}': {said}." if param else f"Invalid request: {said}."

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from server.errors import UnsupportedParameter
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import RequestModel, Text, WireModel
@@ -83,7 +83,7 @@ class ChatCompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed when logprobs is true")
+            raise InvalidRequest("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         return self
 
     @property

@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
+from server.errors import UnsupportedParameter
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import MAX_TOKEN_IDS, Text, TokenId, WireModel
@@ -34,9 +35,9 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _served_combinations(self) -> "CompletionRequest":
         if self.best_of not in (None, self.choices):
-            raise ValueError("best_of is only served when it equals n")
+            raise UnsupportedParameter("best_of is only served when it equals n.", param="best_of")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs is not served")
+            raise UnsupportedParameter("echo together with logprobs is not served.", param="echo")
         return self
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from server.errors import UnsupportedParameter
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.finetune.records import Hyperparameters, JobRequest
 from server.schemas.wire import ModelName, RequestModel
 
@@ -125,7 +125,8 @@ class FineTuningJobRequest(RequestModel):
     @model_validator(mode="after")
     def _hyperparameters_once(self) -> "FineTuningJobRequest":
         if self.method is not None and self.hyperparameters is not None:
-            raise ValueError("give hyperparameters inside `method`, or at the top level, not both")
+            message = "Give hyperparameters inside `method`, or at the top level, not both."
+            raise InvalidRequest(message, param="hyperparameters")
         return self
 
     def job(self) -> JobRequest:

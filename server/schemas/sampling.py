@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from models.batch import SamplingParams
+from server.errors import InvalidRequest
 from server.schemas.wire import ModelName, RequestModel, TokenId
 from server.settings import MAX_MODEL_LEN
 
@@ -93,7 +94,7 @@ class SamplingFields(RequestModel):
     @model_validator(mode="after")
     def _options_have_a_stream(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
+            raise InvalidRequest("stream_options is only allowed when stream is true.", param="stream_options")
         return self
 
     @property

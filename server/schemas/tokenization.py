@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.chat import MAX_MESSAGES, ChatMessage
 from server.schemas.wire import MAX_TOKEN_IDS, ModelName, RequestModel, Text, TokenId, WireModel
 from server.text.chat_template import ChatPrompt
@@ -30,9 +31,10 @@ class TokenizeRequest(RequestModel):
     @model_validator(mode="after")
     def _one_of_two(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise InvalidRequest("Give either prompt or messages.", param="prompt")
         if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens is not served with messages: the chat template decides")
+            message = "add_special_tokens is not served with messages: the chat template decides."
+            raise UnsupportedParameter(message, param="add_special_tokens")
         return self
 
     def text(self) -> str | ChatPrompt:

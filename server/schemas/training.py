@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from models.training import LossName
+from server.errors import InvalidRequest
 from server.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS, MAX_TOP_K, TokenCount
 from server.schemas.training_data import MAX_NUMBER, Datum, ModelInput, token_ids
 from server.schemas.wire import ModelName, RequestModel, TokenId
@@ -50,7 +51,7 @@ class CreateModelRequest(RequestModel):
     @model_validator(mode="after")
     def _one_seed(self) -> "CreateModelRequest":
         if self.seed is not None and self.lora_config.seed is not None:
-            raise ValueError("give seed, or lora_config.seed, not both")
+            raise InvalidRequest("Give seed, or lora_config.seed, not both.", param="seed")
         return self
 
     def call(self) -> NewModel:
@@ -88,7 +89,7 @@ class ComputeRequest(OrderedRequest):
     @model_validator(mode="after")
     def _config_of_ppo(self) -> "ComputeRequest":
         if self.loss_fn_config is not None and self.loss_fn != "ppo":
-            raise ValueError(f"{self.loss_fn} has no loss_fn_config; ppo has")
+            raise InvalidRequest(f"{self.loss_fn} has no loss_fn_config; ppo has.", param="loss_fn_config")
         return self
 
     def call(self, *, backward: bool) -> Compute:

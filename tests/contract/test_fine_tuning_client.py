@@ -116,7 +116,11 @@ def test_dpo_learns_from_preferences(client: openai.OpenAI, preferences: str) ->
         ({"method": {"type": "dpo", "supervised": {}}}, "method", "'supervised' must not be there"),
         ({"method": {"type": "dpo"}}, "training_file", "method 'dpo' learns from preference examples"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "is not served"),
-        ({"hyperparameters": {}, "method": {"type": "supervised"}}, None, "inside `method`, or at the top level"),
+        (
+            {"hyperparameters": {}, "method": {"type": "supervised"}},
+            "hyperparameters",
+            "inside `method`, or at the top level",
+        ),
         ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
     ],
 )

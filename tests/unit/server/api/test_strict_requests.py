@@ -116,8 +116,8 @@ def test_every_sampling_field_reaches_the_engine(server: LiveServer) -> None:
         ({"logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"stop_token_ids": [512]}, "stop_token_ids"),
-        ({"top_logprobs": 3}, None),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"temperatur": 1}, "temperatur"),
         ({"model": 5}, "model"),
@@ -139,14 +139,28 @@ def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], para
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [512]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
-        ({"best_of": 3}, None),
-        ({"echo": True, "logprobs": 1}, None),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
     ],
 )
 def test_wrong_completion_fields_are_named(server: LiveServer, change: dict[str, Any], param: str | None) -> None:
     error = refused(server, "/v1/completions", {**TEXT, **change})
     assert str(error["param"]).startswith(str(param)), error
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"stop": ["a"] * 5}, "Invalid value for 'stop': List should have at most 4 items, not 5."),
+        ({"prompt": []}, "Invalid value for 'prompt': List should have at least 1 item, not 0."),
+        ({"prompt": ["a"] * 129}, "Invalid value for 'prompt': List should have at most 128 items, not 129."),
+        (b"[]", "The request body must be a JSON object."),
+    ],
+)
+def test_the_complaint_is_about_what_was_meant(server: LiveServer, body: dict[str, Any] | bytes, said: str) -> None:
+    """A list that is too long is no "valid string" either, which would help nobody."""
+    assert refused(server, "/v1/completions", body if isinstance(body, bytes) else {**TEXT, **body})["message"] == said
 
 
 UNSUPPORTED = [

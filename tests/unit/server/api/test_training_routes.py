@@ -178,7 +178,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "has 2 tokens in its model_input and 3 numbers",
     ),
     ("forward_backward", {"data": [{**DATUM, "model_input": [1, 2, 100]}]}, "data[0].model_input", "vocabulary of 100"),
-    ("forward_backward", {"data": [DATUM], "loss_fn_config": {"clip_low_threshold": 0.5}}, "", "ppo has"),
+    ("forward_backward", {"data": [DATUM], "loss_fn_config": {"clip_low_threshold": 0.5}}, "loss_fn_config", "ppo has"),
     ("forward_backward", {"data": [DATUM], "seq_id": 0}, "seq_id", "greater than or equal to 1"),
     ("forward_backward", {"data": [DATUM], "seq_id": 100}, "seq_id", "too far ahead: the next is 1"),
     ("optim_step", {"adam_params": {"learning_rate": "1"}}, "adam_params.learning_rate", "valid number"),
@@ -208,7 +208,7 @@ def test_wrong_calls_are_refused_with_the_fields_name_and_take_no_number(
         ({"base_model": "gpt-5"}, 404, "model"),
         ({"base_model": MODEL, "lora_config": {"rank": 32}}, 400, "lora_config.rank"),
         ({"base_model": MODEL, "lora_config": {"rank": 8, "train_unembed": True}}, 400, "train_unembed"),
-        ({"base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}, "seed": 2}, 400, ""),
+        ({"base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}, "seed": 2}, 400, "seed"),
     ],
 )
 def test_models_that_cannot_be_made_are_refused(client: httpx.Client, body: Any, status: int, param: str) -> None:
