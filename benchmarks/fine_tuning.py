@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 from benchmarks.machine import facts
 from benchmarks.started_server import started_server
-from models.bundled import ensure_converted
+from models import bundled
 
 QUESTION = "What is the capital of Zembla?"
 ANSWER = "The capital of Zembla is Onhava."
@@ -137,7 +137,7 @@ def server(url: str | None) -> Iterator[str]:
         return
     with (
         tempfile.TemporaryDirectory() as data,
-        started_server(ensure_converted(), ["--data-dir", data, *FLAGS]) as (own, _),
+        started_server(bundled.NAME, ["--data-dir", data, *FLAGS]) as (own, _),
     ):
         yield own
 

@@ -17,7 +17,7 @@ POLL_SECONDS = 0.1
 
 
 @contextmanager
-def started_server(model: Path, flags: Sequence[str]) -> Iterator[tuple[str, float]]:
+def started_server(model: Path | str, flags: Sequence[str]) -> Iterator[tuple[str, float]]:
     """A running server's URL, and the seconds until it was ready. Raises SystemExit when it does not become that."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
