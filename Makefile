@@ -20,8 +20,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed-$(GPU)
 DEV_STAMP := $(VENV)/.installed-dev-$(GPU)
 
-# One thread each: the tests run in as many processes as there are cores.
+# One thread each: the tests run in as many processes as there are cores. A file's tests stay in one process, as they
+# share servers and models; files go in their order (pytest-xdist alone would leave the few long tests to the end).
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help serve install install-dev test test-gpu test-fast sanitize lint format bench kernels clean
 
@@ -36,10 +38,10 @@ install: $(STAMP)  ## the virtual environment alone
 install-dev: $(DEV_STAMP)  ## with what the tests and linters need
 
 test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and every kernel compiled for every architecture
-	$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-fast: $(DEV_STAMP)  ## without the slow ones
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not slow" $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not slow" $(ARGS)
 
 test-gpu: $(DEV_STAMP)  ## the tests that need an NVIDIA GPU
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi -L fails)" >&2; exit 1; }

@@ -1,5 +1,5 @@
-"""What every test shares: GPU tests skip without a GPU, the bundled model, groups that stay in one process, and HTTP
-clients that are made at once."""
+"""What every test shares: GPU tests skip without a GPU, the bundled model, and HTTP clients that are made at
+once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,28 +7,8 @@ from pathlib import Path
 import certifi
 import pytest
 import torch
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
-#: Tests that take every core: one process has all of them.
-WHOLE = "tests/compile/"
-#: Files whose tests share servers, or follow each other: each file stays in one process.
-FILES = ("tests/integration/", "tests/unit/server/finetune/test_killed_finish.py")
-
-
-class GroupScheduling(LoadScopeScheduling):
-    """pytest-xdist's own groups are written into node ids, which pytest 9.2 does not let it change any more."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(WHOLE):
-            return WHOLE
-        return nodeid.partition("::")[0] if nodeid.startswith(FILES) else nodeid
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling | None:
-    return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
