@@ -57,7 +57,7 @@ __device__ __forceinline__ float2 unpack2(uint32 word) {
 struct Group {
   int phase, row, column;
   bool here, is_rest, has_rest;
-  uint32 before;  // two elements of the residual
+  uint32 before;  // two elements of the residual; in phase 2 their word, if it was there
   float4 rest;    // of another block
 
   __device__ __forceinline__ Group(const ChainParams& p, const Exchange& exchange, int phase, int first_column,
@@ -68,7 +68,7 @@ struct Group {
     if (!here || is_rest) return;
     if (phase % 2 == 0 && column < p.width)
       before = phase == 0 ? __ldcg(reinterpret_cast<const uint32*>(p.residual) + word(p.width))
-                          : ~read_word(exchange.sum + word(p.width));
+                          : read_word(exchange.sum + word(p.width));
     if (has_rest) {
       uint4* const share = exchange.share(p, phase, blockIdx.x + 1) + lane;
       uint4 x;
@@ -108,7 +108,10 @@ struct Group {
       if (column < p.next_width) out[0] = from_float(p.bias ? v.x + to_float(p.bias[column]) : v.x);
       if (column + 1 < p.next_width) out[1] = from_float(p.bias ? v.y + to_float(p.bias[column + 1]) : v.y);
     } else if (column < p.width) {
-      const float2 old = unpack2(before);
+      // That words are there which were computed from this one proves nothing: relaxed accesses have an order at one address.
+      uint32 at_last = before;
+      while (phase == 2 && !at_last) at_last = read_word(exchange.sum + word(p.width));
+      const float2 old = unpack2(phase == 2 ? ~at_last : at_last);
       const uint32 after = pack2(old.x + rounded(v.x), old.y + rounded(v.y));
       write_word((phase == 0 ? exchange.sum : exchange.total) + word(p.width), ~after);
       if (phase == 2) {
