@@ -104,7 +104,7 @@ class Lifecycle:
     @property
     def is_live(self) -> bool:
         """Whether a restart of this process would not help: the loop answers, and the engine is heard or coming."""
-        return self.phase is not Phase.FAILED and self.engine.alive and self.engine.heartbeat_age < HEARTBEAT_LIMIT
+        return self.phase is not Phase.FAILED and self.engine.alive and self._is_heard
 
     @property
     def is_started(self) -> bool:
@@ -112,7 +112,11 @@ class Lifecycle:
 
     @property
     def is_ready(self) -> bool:
-        return self.phase is Phase.SERVING and self.engine.is_ready
+        return self.phase is Phase.SERVING and self.engine.is_ready and self._is_heard
+
+    @property
+    def _is_heard(self) -> bool:
+        return self.engine.heartbeat_age < HEARTBEAT_LIMIT
 
     @property
     def max_model_len(self) -> int | None:
@@ -145,6 +149,8 @@ class Lifecycle:
             raise EngineUnavailable("The model is still loading. Try again later.")
         if not self.engine.alive:
             raise EngineUnavailable("The engine failed too often and stays down: the server needs a restart.")
+        if not self._is_heard:
+            raise EngineUnavailable("The engine does not answer. Try again later.")
         return self.generator
 
     async def load_adapter(self, name: str, folder: Path, owner: str = "") -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from functools import partial
 
 from server.engine.adapter_registry import AdapterInfo, AdapterRegistry
 from server.engine.config import EngineConfig
@@ -29,6 +29,8 @@ from server.engine.messages import (
 )
 from server.engine.open_streams import OpenStreams
 from server.engine.process import EngineProcess
+from server.engine.reading import read_to_the_end
+from server.engine.silence import MAX_SILENCE
 from server.errors import EngineUnavailable, from_code
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class EngineClient:
         times: Callable[[RequestTimes], None] | None = None,
         max_deaths: int = MAX_DEATHS,
         death_window: float = DEATH_WINDOW,
+        max_silence: float = MAX_SILENCE,
     ) -> None:
         self.config = config
         self.times = times
@@ -62,6 +65,7 @@ class EngineClient:
         self._stopping = False
         self._failure = ENDED
         self._deaths = Deaths(max_deaths, death_window)
+        self._max_silence = max_silence
 
     async def start(self) -> None:
         """Spawns the engine process; its sockets are bound when this returns, its model is not loaded. Raises
@@ -171,26 +175,18 @@ class EngineClient:
 
     async def _live(self, engine: EngineProcess) -> None:
         """One engine from its first message to its last; everything of it is gone when this returns."""
-        reader = asyncio.create_task(self._read(engine), name="engine-reader")
-        end = asyncio.create_task(engine.ended.wait())
         try:
-            await asyncio.wait((reader, end), return_when=asyncio.FIRST_COMPLETED)
-            if not end.done():
-                reader.result()  # the reader never returns: raises what stopped it
-            await _cancel(reader)  # first: two readers of one socket would take each other's frames
-            async for messages in engine.rest():
-                self._dispatch(messages, engine)
+            take = partial(self._dispatch, engine)
+            if await read_to_the_end(engine, take, self._last_word, self._max_silence):
+                self._failure = f"it said nothing for {self._max_silence:.0f} s"
         finally:
-            await _cancel(reader, end)
             self._lose()
             await engine.close()
 
-    async def _read(self, engine: EngineProcess) -> None:
-        while True:
-            self._dispatch(await engine.receive(), engine)
-            await asyncio.sleep(0)  # a socket that always has something to read must not hold the loop
+    def _last_word(self) -> float | None:
+        return self._last_message if self.is_ready and not self._stopping else None
 
-    def _dispatch(self, messages: list[FromEngine], engine: EngineProcess) -> None:
+    def _dispatch(self, engine: EngineProcess, messages: list[FromEngine]) -> None:
         self._last_message = time.monotonic()
         for message in messages:
             match message:
@@ -244,9 +240,3 @@ class EngineClient:
             logger.critical("the engine ended %s and stays down", self._deaths)
             return False
         return True
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)

@@ -49,7 +49,8 @@ def test_a_failed_start_is_never_live() -> None:
 def test_a_silent_or_dead_engine_is_not_live() -> None:
     with live_server() as server, server.client() as client:
         server.engine.heartbeat_age = 31.0
-        assert probes(client)["live"] == 503
+        assert probes(client) == {"live": 503, "ready": 503, "startup": 200}
+        assert client.post("/v1/chat/completions", json=CHAT).status_code == 503
         server.engine.heartbeat_age = 0.0
         server.engine.alive = False
         assert probes(client)["live"] == 503

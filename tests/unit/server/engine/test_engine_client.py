@@ -214,6 +214,22 @@ def test_a_dead_engine_fails_every_stream_within_a_second_and_comes_back(how: st
     asyncio.run(asyncio.wait_for(test(), 2 * LIMIT))
 
 
+@in_loop
+async def test_an_engine_that_hangs_fails_its_streams_and_is_replaced() -> None:
+    client = EngineClient(config(), max_silence=4.0)
+    await client.start()
+    await client.ready()
+    stream = client.generate(request("a", [1], FOREVER))
+    await anext(stream)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(EngineUnavailable):
+        await drain(stream)
+    await client.ready()
+    assert await collect(client, request("again", [1])) == expected([1], 8, stop=())
+    await client.shutdown()
+
+
 async def drain(stream: AsyncIterator[TokenDelta]) -> None:
     async for _ in stream:
         pass
