@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -65,8 +65,8 @@ def serve(
     cache_dir: Annotated[Path | None, Flag(help="For compiled kernels and the converted bundled model.")] = None,
     data_dir: Annotated[Path | None, Flag(help="For uploaded files and fine-tuning.")] = None,
     served_model_name: Annotated[list[str] | None, Flag(help="Name(s) clients ask for.")] = None,
-    host: Annotated[str | None, Flag(help="Default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, Flag(help="Default: 8000.")] = None,
+    host: Annotated[str | None, Flag(help="Address to listen on.")] = None,
+    port: Annotated[int | None, Flag(help="Port to listen on.")] = None,
     api_key: Annotated[list[str] | None, Flag(help="Key(s) clients must send; or LONGWAVE_API_KEY.")] = None,
     load_format: Annotated[str | None, Flag(help="auto, or dummy: random weights.")] = None,
     dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
@@ -81,6 +81,7 @@ def serve(
     num_gpu_blocks_override: Annotated[int | None, Flag(help="Number of KV blocks, instead of what fits.")] = None,
     block_size: Annotated[int | None, Flag(help="Tokens of a KV block: 16, 32, 64 or 128.")] = None,
     enable_prefix_caching: Annotated[bool | None, Flag(help="Keep and share the KV of common beginnings.")] = None,
+    enforce_eager: Annotated[bool | None, Flag(help="Run steps without CUDA graphs.")] = None,
     num_speculative_tokens: Annotated[int | None, Flag(help="Most tokens guessed by prompt lookup; 0: none.")] = None,
     prompt_lookup_max: Annotated[int | None, Flag(help="Most tokens of a match in prompt lookup.")] = None,
     prompt_lookup_min: Annotated[int | None, Flag(help="Least tokens of a match in prompt lookup.")] = None,
@@ -116,7 +117,8 @@ def serve(
     shutdown_timeout: Annotated[float | None, Flag(help="Seconds running answers get after SIGTERM.")] = None,
     log_level: Annotated[str | None, Flag(help="critical, error, warning, info or debug.")] = None,
 ) -> None:
-    """Serve a model behind an OpenAI-compatible API. Every flag is also a variable: --port is LONGWAVE_PORT."""
+    """Serve a model behind an OpenAI-compatible API. Every flag is also a variable: --port is LONGWAVE_PORT.
+    Defaults are in brackets."""
     flags = {name: value for name, value in locals().items() if name != "positional_model" and value is not None}
     if positional_model is not None:
         if model not in (None, positional_model):
@@ -132,11 +134,24 @@ def serve(
     _serve(settings)
 
 
+def _write_defaults_into_help() -> None:
+    """From Settings, their only home: a flag that is not given is None, so that its variable counts."""
+    for name, hint in get_type_hints(serve, include_extras=True).items():
+        default = Settings.model_fields[name].default if name in Settings.model_fields else None
+        if default not in (None, ()):
+            shown = default if not isinstance(default, bool) else "on" if default else "off"
+            get_args(hint)[1].help += f" [{shown}]"
+
+
+_write_defaults_into_help()
+
+
 def _serve(settings: Settings) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container would not hear it
     from models import registry
     from models.errors import ModelLoadError
     from server import process
+    from server.announcement import announce
     from server.engine.client import EngineClient
     from server.lifecycle import Lifecycle
 
@@ -161,7 +176,7 @@ def _serve(settings: Settings) -> NoReturn:
         began=process.began(),
     )
     try:
-        code = process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: _announce(lifecycle, port))
+        code = process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: announce(lifecycle, port))
     except ConfigurationError as error:
         _refuse(error.problems, error.exit_code)
     process.end(code)
@@ -180,33 +195,13 @@ def _load_tokenizer(source: "ModelSource") -> "PreTrainedTokenizerBase":
     return load_tokenizer(source)
 
 
-def _announce(lifecycle: "Lifecycle", port: int) -> None:
-    settings, generator = lifecycle.settings, lifecycle.generator
-    assert generator is not None  # it is ready
-    ready = generator.ready
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-    url = f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
-    name = settings.model_names[0]
-    kernels = ", ".join(f"{layer}: {kernel}" for layer, kernel in sorted(ready.kernels.items()))
-    body = json.dumps(
-        {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
-    )
-    key = ' -H "Authorization: Bearer $LONGWAVE_API_KEY"' if settings.api_key else ""
-    quoted = body.replace("'", "'\\''")
-    typer.echo(
-        f"Longwave serves {name} on {url} ({ready.device}, {ready.dtype}, {ready.max_model_len} tokens; {kernels})"
-    )
-    typer.echo("Try it:")
-    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
-
-
 @app.command()
 def chat(
     url: Annotated[str, Flag(help="The server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, Flag(help="Default: LONGWAVE_API_KEY.")] = None,
     model: Annotated[str | None, Flag(help="Default: the server's first.")] = None,
     system: Annotated[str | None, Flag(help="Instructions for the whole conversation.")] = None,
-    temperature: Annotated[float, Flag(min=0, max=2, help="Small models ramble when it is high.")] = 0.2,
+    temperature: Annotated[float, Flag(min=0, max=2, help="Small models ramble when it is high.")] = 0.0,
 ) -> None:
     """Talk to a server in the terminal. Ctrl-C stops an answer, Ctrl-D or /exit ends."""
     from server.terminal import ChatError, Conversation, connect, first_model, talk

@@ -27,26 +27,30 @@ class Conversation:
     model: str
     temperature: float = 1.0
     messages: list[dict[str, str]] = field(default_factory=list)
+    cut_off: bool = False  # whether the last answer ended because it had no tokens left
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Pieces of the answer. An answer that is given up or fails leaves no trace in the conversation."""
         question = {"role": "user", "content": text}
         pieces = []
         body = {"model": self.model, "messages": [*self.messages, question], "temperature": self.temperature}
-        for piece in _stream(self.client, {**body, "stream": True}):
-            pieces.append(piece)
-            yield piece
+        self.cut_off = False
+        for event in _stream(self.client, {**body, "stream": True}):
+            self.cut_off |= any(choice.get("finish_reason") == "length" for choice in event.get("choices", ()))
+            pieces.append(_text(event))
+            yield pieces[-1]
         self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def connect(url: str, api_key: str | None) -> httpx.Client:
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     timeout = httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT)
+    url = url if "://" in url else f"http://{url}"
     return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
 
 
 def first_model(client: httpx.Client) -> str:
-    with _explained():
+    with _explained(client):
         reply = client.get("/v1/models")
         _check(reply)
         return str(reply.json()["data"][0]["id"])
@@ -84,6 +88,8 @@ def _answer(conversation: Conversation, line: str, console: Console) -> bool:
         for piece in answer:
             console.file.write(piece.translate(NOT_SHOWN))
             console.file.flush()
+        if conversation.cut_off:
+            console.file.write(" [cut off: no tokens left]")
     except KeyboardInterrupt:
         answer.close()  # hangs up, which ends the server's work
         console.file.write(" [stopped]")
@@ -95,8 +101,8 @@ def _answer(conversation: Conversation, line: str, console: Console) -> bool:
     return True
 
 
-def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
-    with _explained(), client.stream("POST", "/v1/chat/completions", json=body) as reply:
+def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with _explained(client), client.stream("POST", "/v1/chat/completions", json=body) as reply:
         if reply.is_error:
             reply.read()
             _check(reply)
@@ -106,7 +112,7 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
                 continue
             if data == "[DONE]":
                 return
-            yield _text(json.loads(data))
+            yield json.loads(data)
     raise ChatError("the answer broke off")
 
 
@@ -126,9 +132,9 @@ def _check(reply: httpx.Response) -> None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(client: httpx.Client) -> Iterator[None]:
     """Turns a broken connection into one sentence."""
     try:
         yield
     except httpx.HTTPError as error:
-        raise ChatError(f"cannot reach the server: {error}") from error
+        raise ChatError(f"cannot reach the server {client.base_url}: {error}") from error

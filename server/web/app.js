@@ -134,6 +134,7 @@ function showMeasures(start, first, usage, reason) {
 
 async function send(text) {
   const mine = conversation;
+  for (const old of document.querySelectorAll(".turn.failed")) old.remove();
   messages.push({ role: "user", content: text });
   const question = addTurn("user", text);
   const turn = addTurn("assistant", "");
@@ -184,6 +185,9 @@ $("message").addEventListener("keydown", (event) => {
   $("composer").requestSubmit();
 });
 $("stop").addEventListener("click", () => running?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !event.isComposing) running?.abort();
+});
 $("clear").addEventListener("click", () => {
   running?.abort();
   conversation += 1;

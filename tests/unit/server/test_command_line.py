@@ -38,6 +38,8 @@ def test_every_name_of_a_flag_is_whole_in_a_narrow_terminal(monkeypatch: pytest.
     text = runner.invoke(app, ["serve", "--help"]).stdout
     for name in serve.__annotations__.keys() - {"positional_model", "return"}:
         assert f"--{name.replace('_', '-')}" in text
+    assert "Port to listen on. [8000]" in text
+    assert "Serve LoRA adapters beside the model. [off]" in text
 
 
 def test_the_version_is_one_line() -> None:
@@ -74,7 +76,7 @@ def test_chat_says_what_the_server_refused_and_exits_1() -> None:
 def test_chat_with_nobody_there_is_one_sentence() -> None:
     result = runner.invoke(app, ["chat", "--url", "http://127.0.0.1:1"], input="hi\n")
     assert result.exit_code == 1
-    assert "cannot reach the server" in result.stderr
+    assert "cannot reach the server http://127.0.0.1:1" in result.stderr
     assert "Traceback" not in result.output
 
 
@@ -84,6 +86,13 @@ def test_chat_reports_a_failure_in_the_middle(server: LiveServer) -> None:
     assert result.exit_code == 1
     assert result.stdout == "hello\n"
     assert "The engine stopped." in result.stderr
+
+
+def test_chat_takes_an_address_without_a_scheme_and_says_that_an_answer_was_cut(server: LiveServer) -> None:
+    server.engine.script = Script(ends=False)
+    result = runner.invoke(app, ["chat", "--url", server.url.removeprefix("http://")], input="hi\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.endswith(" [cut off: no tokens left]\n")
 
 
 @pytest.mark.parametrize("word", ["/exit", "/bye"])
@@ -163,10 +172,10 @@ def test_kernels_of_an_unknown_architecture_are_refused() -> None:
 def test_the_curl_line_works(capsys: pytest.CaptureFixture[str]) -> None:
     import shlex
 
-    from server.cli import _announce
+    from server.announcement import announce
 
     with live_server() as server:
-        _announce(server.lifecycle, server.port)
+        announce(server.lifecycle, server.port)
         command = shlex.split(capsys.readouterr().out.splitlines()[-1])
         assert command[0] == "curl"
         body = json.loads(command[command.index("-d") + 1])

@@ -14,6 +14,8 @@ pytestmark = [
 TURNS = "[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])"
 MEASURES = "document.querySelector('#measures').textContent"
 
+ESCAPE = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', bubbles: true }))"
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
@@ -45,12 +47,13 @@ def test_a_question_is_answered_and_measured(page: Page, server: LiveServer) -> 
     assert page.problems() == []
 
 
-def test_an_answer_can_be_stopped(page: Page, server: LiveServer) -> None:
+@pytest.mark.parametrize("stop", ["document.querySelector('#stop').click()", ESCAPE], ids=["button", "escape"])
+def test_an_answer_can_be_stopped(page: Page, server: LiveServer, stop: str) -> None:
     server.engine.script = Script(ends=False)
     visit(page, server)
     ask(page, "for ever")
     wait_until(lambda: page.evaluate("document.querySelector('.turn.assistant')?.textContent.length > 5"))
-    page.evaluate("document.querySelector('#stop').click()")
+    page.evaluate(stop)
     wait_until(lambda: page.evaluate(MEASURES) == "Stopped.")
     wait_until(lambda: len(server.engine.aborted) == 1)
     assert page.evaluate("document.querySelector('#stop').hidden") is True
@@ -65,6 +68,10 @@ def test_a_refused_question_goes_back_to_where_it_can_be_changed(page: Page, ser
     assert who == "failed"
     assert "temperature" in message
     assert page.evaluate("document.querySelector('#message').value") == "hot"
+    page.evaluate("document.querySelector('#temperature').value = 0")
+    ask(page, "")
+    wait_until(lambda: "generated" in page.evaluate(MEASURES))
+    assert [who for who, _ in page.evaluate(TURNS)] == ["user", "assistant"]  # the complaint is out of date
 
 
 def test_a_server_with_a_key_asks_for_it(page: Page) -> None:

@@ -1,0 +1,27 @@
+"""What a server prints once it serves: where, on which kernels, a command to try it. Knows no flags."""
+
+import json
+
+import typer
+
+from server.lifecycle import Lifecycle
+
+
+def announce(lifecycle: Lifecycle, port: int) -> None:
+    settings, generator = lifecycle.settings, lifecycle.generator
+    assert generator is not None  # it is ready
+    ready = generator.ready
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
+    url = f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}"
+    name = settings.model_names[0]
+    kernels = ", ".join(f"{layer}: {kernel}" for layer, kernel in sorted(ready.kernels.items()))
+    body = json.dumps(
+        {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    )
+    key = ' -H "Authorization: Bearer $LONGWAVE_API_KEY"' if settings.api_key else ""
+    quoted = body.replace("'", "'\\''")
+    typer.echo(
+        f"Longwave serves {name} on {url} ({ready.device}, {ready.dtype}, {ready.max_model_len} tokens; {kernels})"
+    )
+    typer.echo("Try it:")
+    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
