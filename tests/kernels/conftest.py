@@ -1,4 +1,5 @@
-"""The device under test. Without a GPU `gpu` tests skip, or run on the CPU with LONGWAVE_KERNEL_TESTS_ON_CPU=1.
+"""The device under test. Without a GPU `gpu` tests skip, or run on the CPU with LONGWAVE_KERNEL_TESTS_ON_CPU=1, or run
+the kernels themselves there (python -m tests.emulator).
 
 The seed of the random inputs is fresh in every session and printed with a failure; LONGWAVE_TEST_SEED repeats one.
 """
@@ -12,6 +13,7 @@ import torch
 from .problems import SESSION_SEED, Case
 
 ON_CPU = os.environ.get("LONGWAVE_KERNEL_TESTS_ON_CPU") == "1"
+EMULATED = os.environ.get("LONGWAVE_KERNEL_TESTS_EMULATED") == "1"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,7 +24,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available() or ON_CPU:
+    if torch.cuda.is_available() or ON_CPU or EMULATED:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -52,6 +54,15 @@ def device() -> torch.device:
 @pytest.fixture
 def cuda() -> torch.device:
     """For bodies that make no sense elsewhere (streams, graphs, tensors of several GB)."""
+    if EMULATED:
+        return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA itself, not only a device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def hopper(cuda: torch.device) -> torch.device:
+    if torch.cuda.get_device_capability(cuda) != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return cuda

@@ -17,13 +17,6 @@ KERNEL = "flash_bwd_sm90"
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (72, 104), (128, 64), (32, 256))
 
 
-@pytest.fixture
-def hopper(cuda: torch.device) -> torch.device:
-    if torch.cuda.get_device_capability(cuda) != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    return cuda
-
-
 def many_tiles(dim: int, dim_v: int) -> Case:
     """About 1,600 tiles of keys, most of them of lengths that most sequences do not have."""
     return Case(190, 700, batch=40, heads=8, kv_heads=8, dim=dim, dim_v=dim_v, layout="varlen")

@@ -27,12 +27,7 @@ SIZES = (
 )
 OPTIONS = ChainOptions("silu", 1e-5, 1e-6)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Chain:
@@ -80,9 +75,9 @@ def doubles(w: ChainWeights) -> ChainWeights:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
 def test_errors_are_those_of_plain_torch(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, rows: int, cuda: torch.device
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, rows: int, hopper: torch.device
 ) -> None:
-    chain = Chain(cuda, dtype, sizes, bias=rows % 2 == 0)
+    chain = Chain(hopper, dtype, sizes, bias=rows % 2 == 0)
     x = chain.rows(rows)
     with poisoned_memory():
         ours = layer_chain(*x, chain.weights, OPTIONS)
@@ -92,8 +87,8 @@ def test_errors_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize(("activation", "unit_offset"), [("gelu", False), ("gelu_tanh", True)])
-def test_activations_and_norms_of_other_families(activation: str, unit_offset: bool, cuda: torch.device) -> None:
-    chain = Chain(cuda, torch.bfloat16, SIZES[1])
+def test_activations_and_norms_of_other_families(activation: str, unit_offset: bool, hopper: torch.device) -> None:
+    chain = Chain(hopper, torch.bfloat16, SIZES[1])
     options = replace(OPTIONS, activation=activation, unit_offset=unit_offset)
     x = chain.rows(3)
     truth = plain(*(t.double() for t in x), doubles(chain.weights), options)
@@ -104,8 +99,8 @@ def test_activations_and_norms_of_other_families(activation: str, unit_offset: b
 
 
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
-def test_every_run_gives_the_same_bits(sizes: tuple[int, int, int, int], cuda: torch.device) -> None:
-    chain = Chain(cuda, torch.bfloat16, sizes)
+def test_every_run_gives_the_same_bits(sizes: tuple[int, int, int, int], hopper: torch.device) -> None:
+    chain = Chain(hopper, torch.bfloat16, sizes)
     attended, residual = chain.rows(MOST_ROWS)
     first = layer_chain(attended, residual, chain.weights, OPTIONS)
     for _ in range(100):
@@ -113,8 +108,8 @@ def test_every_run_gives_the_same_bits(sizes: tuple[int, int, int, int], cuda: t
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
-def test_weights_may_be_parts_of_larger_ones(cuda: torch.device) -> None:
-    chain = Chain(cuda, torch.bfloat16, SIZES[1])
+def test_weights_may_be_parts_of_larger_ones(hopper: torch.device) -> None:
+    chain = Chain(hopper, torch.bfloat16, SIZES[1])
     wide = torch.cat([chain.weights.down, chain.weights.down], dim=1)
     part = replace(chain.weights, down=wide[:, : chain.weights.down.shape[1]])
     x = chain.rows(2)
@@ -123,10 +118,10 @@ def test_weights_may_be_parts_of_larger_ones(cuda: torch.device) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, MOST_ROWS])
-def test_a_graph_of_layers_follows_its_inputs(rows: int, cuda: torch.device) -> None:
+def test_a_graph_of_layers_follows_its_inputs(rows: int, hopper: torch.device) -> None:
     """Several layers behind each other, each of which starts while the one before it runs."""
     sizes = (1024, 1024, 2816, 1024)
-    layers = [Chain(cuda, torch.bfloat16, sizes) for _ in range(4)]
+    layers = [Chain(hopper, torch.bfloat16, sizes) for _ in range(4)]
     attended, residual = layers[0].rows(rows)
 
     def work() -> Tensor:
@@ -147,8 +142,8 @@ def test_a_graph_of_layers_follows_its_inputs(rows: int, cuda: torch.device) -> 
     assert torch.equal(out, work())
 
 
-def test_weights_that_change_between_replays_are_read(cuda: torch.device) -> None:
-    chain = Chain(cuda, torch.bfloat16, SIZES[1])
+def test_weights_that_change_between_replays_are_read(hopper: torch.device) -> None:
+    chain = Chain(hopper, torch.bfloat16, SIZES[1])
     x = chain.rows(2)
     graph, out = captured(lambda: layer_chain(*x, chain.weights, OPTIONS)[1])
     for _ in range(3):
@@ -157,9 +152,9 @@ def test_weights_that_change_between_replays_are_read(cuda: torch.device) -> Non
         assert torch.equal(out, layer_chain(*x, chain.weights, OPTIONS)[1])
 
 
-def test_streams_run_beside_each_other(cuda: torch.device) -> None:
+def test_streams_run_beside_each_other(hopper: torch.device) -> None:
     """All blocks of a launch wait for each other: two launches at once must not each hold a part of the GPU."""
-    chain = Chain(cuda, torch.bfloat16, SIZES[1])
+    chain = Chain(hopper, torch.bfloat16, SIZES[1])
     x = chain.rows(1)
     expected = layer_chain(*x, chain.weights, OPTIONS)
     torch.cuda.synchronize()
@@ -173,11 +168,11 @@ def test_streams_run_beside_each_other(cuda: torch.device) -> None:
     assert all(torch.equal(a, b) for found in results for a, b in zip(found, expected, strict=True))
 
 
-def test_what_it_refuses_raises(cuda: torch.device) -> None:
-    chain = Chain(cuda, torch.bfloat16, (64, 64, 60, 64))
+def test_what_it_refuses_raises(hopper: torch.device) -> None:
+    chain = Chain(hopper, torch.bfloat16, (64, 64, 60, 64))
     with pytest.raises(attention_backend.UnsupportedError, match="multiples of 8"):
         layer_chain(*chain.rows(1), chain.weights, OPTIONS)
-    assert chains.refuses(cuda, torch.float32, attended_width=64, width=64, gated_width=64) is not None
+    assert chains.refuses(hopper, torch.float32, attended_width=64, width=64, gated_width=64) is not None
     for rows, gated_width in ((1, 100_000), (3, 40_000), (MOST_ROWS + 1, 64)):
         widths = {"attended_width": 64, "width": 64, "gated_width": gated_width}
-        assert chains.refuses(cuda, torch.bfloat16, **widths, rows=rows) is not None
+        assert chains.refuses(hopper, torch.bfloat16, **widths, rows=rows) is not None

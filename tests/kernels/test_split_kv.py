@@ -111,13 +111,6 @@ def compiled(request: pytest.FixtureRequest) -> None:
     first_calls.run_all(request, Chunks, lambda case: attend(build(case, torch.device("cuda", 0)), 2))
 
 
-@pytest.fixture
-def hopper(cuda: torch.device) -> torch.device:
-    if torch.cuda.get_device_capability(cuda) != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    return cuda
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,0 +1,163 @@
+"""A GPU that is none: inside `emulated_device`, kernels' launchers run on tensors of a CPU, and their kernels there.
+
+What is real: the launchers, the planners, the parameters, the text of the kernels. What is not: the device's facts, the
+driver, time. Launches run one after another, each to its end.
+"""
+
+import ctypes
+import functools
+import itertools
+import pkgutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+
+import attention_backend.kernels
+from attention_backend import backward, dispatch
+from attention_backend.capabilities import Capability
+from attention_backend.jit import launch
+from attention_backend.jit.launch import Dim3, Parameters
+from attention_backend.jit.spec import KERNELS_DIR, KernelVariant, arch_for
+from attention_backend.kernels import tensor_map
+
+from .compile import EmulatorError, emulated, runtime
+from .driver import EmulatedDriver
+from .memory import GuardedAllocations
+
+_MOST_THREADS = 4096  # at once, of all blocks
+_MAX_SMEM = 227 * 1024
+_ALIGNMENT = 64
+
+
+class Settings(NamedTuple):
+    """`seed` decides in what order threads run and copies land."""
+
+    capability: tuple[int, int] = (9, 0)
+    num_sms: int = 4
+    seed: int = 0
+
+
+class EmulatedKernel:
+    """`jit.launch.Kernel` on a CPU: takes the same parameters. Raises EmulatorError."""
+
+    max_smem = _MAX_SMEM
+
+    def __init__(self, variant: KernelVariant, settings: Settings, directory: Path = KERNELS_DIR) -> None:
+        self.variant, self._settings = variant, settings
+        self._entry = ctypes.cast(emulated(variant, directory).emulated, ctypes.c_void_p)
+        self._launches = itertools.count(settings.seed)
+
+    def __call__(
+        self,
+        grid: Dim3,
+        block: Dim3,
+        params: Parameters,
+        smem_bytes: int = 0,
+        *,
+        early: bool = False,
+        cooperative: bool = False,
+    ) -> None:
+        if smem_bytes > self.max_smem:
+            raise EmulatorError(f"{self.variant} asks for {smem_bytes} bytes of shared memory")
+        held = [_bytes(x) for x in (params if isinstance(params, tuple) else (params,))]
+        pointers = (ctypes.c_void_p * len(held))(*(x.address for x in held))
+        threads = block[0] * block[1] * block[2]
+        at_once = (
+            self._settings.num_sms if cooperative else max(1, min(2 * self._settings.num_sms, _MOST_THREADS // threads))
+        )
+        library = runtime()
+        failed = library.emu_launch(
+            self._entry, (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), smem_bytes, pointers, at_once,
+            int(cooperative), next(self._launches),
+        )  # fmt: skip
+        if failed:
+            library.emu_message.restype = ctypes.c_char_p
+            raise EmulatorError(f"{self.variant}, grid {grid}, block {block}: {library.emu_message().decode()}")
+
+
+class _Held(NamedTuple):
+    address: int
+    memory: Any
+
+
+def _bytes(x: Any) -> _Held:
+    """A parameter's bytes, aligned as tensor maps want them."""
+    if isinstance(x, torch.Tensor):
+        x = ctypes.c_void_p(x.data_ptr())
+    elif x is None:
+        x = ctypes.c_void_p(None)
+    raw = x.tobytes() if isinstance(x, np.generic) else bytes(x)
+    memory = ctypes.create_string_buffer(len(raw) + _ALIGNMENT)
+    address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
+    ctypes.memmove(address, raw, len(raw))
+    return _Held(address, memory)
+
+
+class _Kernels(dict[tuple[KernelVariant, int], EmulatedKernel]):
+    """What `jit.launch.load` finds loaded: everything."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def get(self, key: tuple[KernelVariant, int], default: Any = None) -> EmulatedKernel:  # type: ignore[override]
+        if key not in self:
+            self[key] = EmulatedKernel(key[0], self._settings)
+        return self[key]
+
+
+@contextmanager
+def emulated_device(settings: Settings) -> Iterator[None]:
+    """Inside, tensors of a CPU say that they are a GPU's, and what is allocated is guarded (see `memory`)."""
+    arch_for(settings.capability)
+    modules = [
+        import_module(f"attention_backend.kernels.{found.name}")
+        for found in pkgutil.iter_modules(attention_backend.kernels.__path__)
+    ]
+    facts = {
+        "current_device": lambda: 0,
+        "get_device_capability": lambda _=None: settings.capability,
+        "get_device_properties": lambda _=None: SimpleNamespace(multi_processor_count=settings.num_sms),
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda _=None: None,
+    }
+    with ExitStack() as stack:
+        for name, fact in facts.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fact))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", True))
+        stack.enter_context(mock.patch.object(launch, "_loaded", _Kernels(settings)))
+        stack.enter_context(mock.patch.object(tensor_map, "_driver", EmulatedDriver))
+        for room in (dispatch, backward):
+            stack.enter_context(mock.patch.object(room, "TABLE", tuple(_gpu_lines(room.TABLE))))
+        stack.enter_context(GuardedAllocations())
+        _forget(modules)
+        stack.callback(_forget, modules)
+        yield
+
+
+def _default_stream(_: int | None) -> int:
+    return 0
+
+
+def _gpu_lines(table: tuple[Capability, ...]) -> Iterator[Capability]:
+    """What serves tensors of a GPU, for tensors of a CPU."""
+    for line in table:
+        if line.device == "cuda":
+            yield replace(line, device="cpu")
+
+
+def _forget(modules: list[Any]) -> None:
+    """Kernels, maps and facts that launchers keep are those of one device."""
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()

@@ -1,0 +1,161 @@
+// Shared memory, and all that threads of a warp or of a block wait for each other with.
+#include "state.h"
+
+namespace emu {
+void* dynamic_shared() { return me()->block->base + me()->block->dynamic_begin; }
+
+void* static_shared(const void* key, size_t bytes, size_t alignment) {
+  Block& block = *me()->block;
+  const auto found = block.statics.find(key);
+  if (found != block.statics.end()) return block.base + found->second;
+  const uint32_t at = (block.static_end + alignment - 1) / alignment * alignment;
+  block.static_end = at + bytes;
+  if (block.static_end > block.dynamic_begin) fail("more than 31 KB of static shared memory");
+  block.statics[key] = at;
+  return block.base + at;
+}
+
+uint32_t shared_address(const void* p) {
+  const Block& block = *me()->block;
+  const ptrdiff_t at = static_cast<const char*>(p) - block.base;
+  if (at < 0 || at > block.dynamic_end) fail("an address that is not in shared memory is taken for one");
+  return static_cast<uint32_t>(at);
+}
+
+char* shared_of(Block& block, uint32_t address, size_t bytes) {
+  const bool in_statics = address >= 1024 && address + bytes <= block.static_end;
+  if (!in_statics && (address < block.dynamic_begin || address + bytes > block.dynamic_end))
+    fail("shared memory %u .. %zu: dynamic is %u .. %u", address, address + bytes, block.dynamic_begin,
+         block.dynamic_end);
+  return block.base + address;
+}
+char* shared_pointer(uint32_t address, size_t bytes) {
+  if (address % bytes) fail("shared address %u is misaligned for %zu bytes", address, bytes);
+  return shared_of(*me()->block, address, bytes);
+}
+
+unsigned lane_index() { return me()->lane; }
+
+void meet(unsigned mask, const char* what, void* mine, Finish finish) {
+  Fiber& fiber = *me();
+  std::vector<Meeting>& meetings = fiber.warp->meetings;
+  if (!(mask >> fiber.lane & 1)) fail("%s by a lane outside of its mask %08x", what, mask);
+  size_t i = 0;
+  while (i < meetings.size() && meetings[i].mask != mask) i++;
+  if (i == meetings.size()) {
+    Meeting fresh;
+    fresh.mask = mask, fresh.what = what;
+    meetings.push_back(fresh);
+  }
+  Meeting& meeting = meetings[i];
+  if (meeting.what != what) fail("lanes meet in %s and in %s", meeting.what, what);
+  meeting.arrived |= 1u << fiber.lane;
+  meeting.mine[fiber.lane] = mine;
+  if (meeting.arrived != mask) return wait(what);
+  Meeting whole = meeting;
+  meetings.erase(meetings.begin() + i);
+  finish(whole.mine, mask);
+  for (unsigned lane = 0; lane < 32; lane++)
+    if (lane != fiber.lane && mask >> lane & 1) wake(fiber.warp->lanes[lane]);
+}
+
+namespace {
+struct Shuffled {
+  uint64_t given, taken;
+  int lane;
+};
+struct Vote {
+  bool predicate;
+  unsigned votes;
+};
+}  // namespace
+
+uint64_t shuffle(unsigned mask, uint64_t x, int lane) {
+  Shuffled mine{x, 0, lane};
+  meet(mask, "a shuffle", &mine, [](void** lanes, unsigned mask) {
+    for (int i = 0; i < 32; i++) {
+      if (!(mask >> i & 1)) continue;
+      Shuffled& to = *static_cast<Shuffled*>(lanes[i]);
+      if (!(mask >> to.lane & 1)) fail("a shuffle from lane %d, which takes no part", to.lane);
+      to.taken = static_cast<Shuffled*>(lanes[to.lane])->given;
+    }
+  });
+  return mine.taken;
+}
+
+unsigned ballot(unsigned mask, bool predicate) {
+  Vote mine{predicate, 0};
+  meet(mask, "a vote", &mine, [](void** lanes, unsigned mask) {
+    unsigned votes = 0;
+    for (int i = 0; i < 32; i++)
+      if (mask >> i & 1) votes |= static_cast<unsigned>(static_cast<Vote*>(lanes[i])->predicate) << i;
+    for (int i = 0; i < 32; i++)
+      if (mask >> i & 1) static_cast<Vote*>(lanes[i])->votes = votes;
+  });
+  return mine.votes;
+}
+
+void barrier(int id, int threads, bool waits) {
+  if (id < 0 || id > 15) fail("there is no barrier %d", id);
+  if (threads <= 0 || threads % 32) fail("barrier %d of %d threads", id, threads);
+  NamedBarrier& b = me()->block->barriers[id];
+  if (b.arrived && b.expected != threads) fail("barrier %d of %d and of %d threads", id, b.expected, threads);
+  b.expected = threads;
+  b.arrived++;
+  if (b.arrived == threads) {
+    b.arrived = 0;
+    wake_all(b.waiting);
+    if (!waits) launch->idle = 0;
+  } else if (waits) {
+    static const char* const names[16] = {
+        "barrier 0", "barrier 1", "barrier 2", "barrier 3", "barrier 4", "barrier 5", "barrier 6", "barrier 7",
+        "barrier 8", "barrier 9", "barrier 10", "barrier 11", "barrier 12", "barrier 13", "barrier 14", "barrier 15"};
+    b.waiting.push_back(me());
+    wait(names[id]);
+  }
+}
+
+namespace {
+MBarrier& mbarrier_at(uint32_t address) {
+  Block& block = *me()->block;
+  const auto found = block.mbarriers.find(address);
+  if (found == block.mbarriers.end()) fail("an mbarrier at %u that was not made", address);
+  return found->second;
+}
+}  // namespace
+
+void complete(Block&, MBarrier& barrier) {
+  if (barrier.pending || barrier.bytes) return;
+  barrier.phase++;
+  barrier.pending = barrier.arrivals;
+  launch->idle = 0;
+  wake_all(barrier.waiting);
+}
+
+void mbarrier_init(uint32_t address, uint32_t arrivals) {
+  shared_pointer(address, 8);
+  MBarrier fresh;
+  fresh.arrivals = arrivals, fresh.pending = arrivals;
+  me()->block->mbarriers[address] = fresh;
+}
+void mbarrier_arrive(uint32_t address, uint32_t bytes) {
+  MBarrier& barrier = mbarrier_at(address);
+  barrier.bytes += bytes;
+  if (--barrier.pending < 0) fail("more than %u arrivals at the mbarrier at %u", barrier.arrivals, address);
+  complete(*me()->block, barrier);
+  step();
+}
+void mbarrier_wait(uint32_t address, uint32_t parity) {
+  MBarrier& barrier = mbarrier_at(address);
+  if (parity > 1) fail("a parity of %u", parity);
+  while ((barrier.phase & 1) == parity) {
+    barrier.waiting.push_back(me());
+    wait("an mbarrier");
+  }
+}
+bool mbarrier_test(uint32_t address, uint32_t parity) {
+  if ((mbarrier_at(address).phase & 1) != parity) return true;
+  spin();
+  return false;
+}
+}  // namespace emu

@@ -1,0 +1,1 @@
+// Kernels include this for their element types; types.h has them here.

@@ -1,0 +1,91 @@
+"""Kernels without a GPU: the tests that run on one, here on small problems and with threads in several orders.
+
+`python -m tests.emulator` runs all of them, which takes hours.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention_backend.kernels import workspace
+from attention_backend.problem import AttentionArgs
+from tests.kernels import backward_oracle, error_rule, test_kv_store, test_layer_chain, test_layers, test_merge
+from tests.kernels.problems import Case, build
+
+from .device import Settings, emulated_device
+
+CPU = torch.device("cpu")
+BF16, FP16 = torch.bfloat16, torch.float16
+AMPERE, HOPPER = Settings((8, 0)), Settings((9, 0))
+SMALL = Case(70, 150, batch=2, heads=4, kv_heads=2)
+
+
+@contextmanager
+def left_at_zero(settings: Settings) -> Iterator[None]:
+    """A device whose kernels leave their counters at zero."""
+    with emulated_device(settings):
+        yield
+        assert not workspace.counters(CPU, 1).any()
+
+
+def test_layers_around_attention() -> None:
+    with emulated_device(HOPPER):
+        test_layers.test_rms_norm(576, BF16, True, CPU)
+        test_layers.test_rotary_and_store_are_bitwise_plain_torchs((5, 5), 80, 32, BF16, True, CPU)
+        test_layers.test_heads_norms_before_rotary((9, 3), 64, 64, False, CPU)
+        test_kv_store.check_store(70, 48, (80, 64), BF16, CPU, packed=True)
+        test_merge.test_states_of_every_head_dim_merge(9, 64, "fp16", CPU)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 7])
+def test_a_chain_of_layers_exchanges_words(num_sms: int) -> None:
+    for seed in range(3):
+        with left_at_zero(Settings(num_sms=num_sms, seed=seed)):
+            for rows, sizes in ((1, (256, 136, 264, 72)), (2, (520, 1032, 8, 8)), (3, (136, 520, 1032, 41))):
+                test_layer_chain.test_errors_are_those_of_plain_torch(sizes, BF16, rows, CPU)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        (replace(SMALL, layout="varlen", score="softcap", sinks=True), AMPERE),
+        (replace(SMALL, sq=1, layout="paged", page=16, keys="leftpad"), AMPERE),
+        (replace(SMALL, sq=2, sk=300, layout="paged"), HOPPER),
+        (replace(SMALL, layout="varlen", mask="chunk"), HOPPER),
+    ],
+    ids=str,
+)
+def test_forward(case: Case, settings: Settings) -> None:
+    for seed in range(2):
+        with left_at_zero(settings._replace(seed=seed)):
+            error_rule.check(build(case, CPU))
+
+
+@pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)
+def test_backward(settings: Settings) -> None:
+    with left_at_zero(settings):
+        args = build(replace(SMALL, layout="varlen", mask="sliding"), CPU)
+        for kernel in backward_oracle.kernels_for(args):
+            backward_oracle.check(args, kernel, with_lse=True)
+
+
+def test_deterministic_backward_of_shared_out_groups() -> None:
+    """One key head: the group's parts are summed by a kernel of their own."""
+    args = replace(build(replace(SMALL, sk=100, batch=1, heads=8, kv_heads=1), CPU), deterministic=True)
+    gradients = [_hopper_gradients(args, seed) for seed in range(3)]
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+def _hopper_gradients(args: AttentionArgs, seed: int) -> tuple[torch.Tensor, ...]:
+    from attention_backend import backward, dispatch
+
+    with left_at_zero(HOPPER._replace(seed=seed)):
+        if seed == 0:
+            backward_oracle.check(args, "flash_bwd_sm90")
+        out, lse = dispatch.run(args)
+        result = backward.run(args, out, lse, torch.ones_like(out), None, kernel="flash_bwd_sm90")
+    return result.dq, result.dk, result.dv
