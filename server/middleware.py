@@ -21,7 +21,7 @@ logger = logging.getLogger("longwave")
 OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/health/startup", "/", "/web/app.js", "/web/style.css"}
 )
-POLLED = ("/health", "/metrics")  # asked every few seconds: logged when they say no
+POLLED = ("/health", "/metrics")  # asked every few seconds: logged when the answer is another than before
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -31,6 +31,7 @@ class RequestContext:
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
         self.metrics = metrics
+        self._last_polled: dict[str, int] = {}  # route -> status
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +63,10 @@ class RequestContext:
         route = getattr(scope.get("route"), "path", "unmatched")
         self.metrics.observe_http(route, scope["method"] if route != "unmatched" else "any", status, seconds)
         # The route and never the raw path or query: they are the caller's text.
-        level = logging.DEBUG if route.startswith(POLLED) and status < 400 else logging.INFO
+        level = logging.INFO
+        if route.startswith(POLLED):
+            level = logging.DEBUG if self._last_polled.get(route, 200) == status else logging.INFO
+            self._last_polled[route] = status
         access_log.log(level, "%s %s %d %.3fs %s", scope["method"], route, status, seconds, request_id)
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -155,28 +155,31 @@ async def _watch(server: Server, lifecycle: Lifecycle, on_ready: Callable[[], No
 
 
 class _EndOnSignals:
-    """The first SIGTERM or SIGINT drains, the second ends at once."""
+    """The first SIGTERM or SIGINT drains, the second cuts what still runs, the third waits for nothing."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._server: Server | None = None  # until there is an application to serve
         self._is_over = self._at_once = False
         self._lifecycle = lifecycle
         self._draining: asyncio.Task[None] | None = None
+        self._cutting: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if self._draining is None:
-            self._draining = asyncio.create_task(self._drain())
+            self._draining = asyncio.create_task(self._then_end(self._lifecycle.drain))
+        elif self._cutting is None:
+            self._draining.cancel()
+            self._cutting = asyncio.create_task(self._then_end(self._lifecycle.cut))
         else:
             self._at_once = True
-            self._draining.cancel()
             self._end()
 
-    async def _drain(self) -> None:
+    async def _then_end(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self._lifecycle.drain()
+            await work()
         except Exception:
             logger.exception("shutting down failed: ending now")
         finally:
@@ -197,7 +200,7 @@ class _EndOnSignals:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        if self._draining is not None:
-            self._draining.cancel()
+        for task in filter(None, (self._draining, self._cutting)):
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._draining
+                await task

@@ -239,13 +239,14 @@ def test_prompts_keys_and_queries_are_not_logged(locked: LiveServer, caplog: pyt
         assert "first-key" not in text
 
 
-def test_polling_is_logged_only_when_it_says_no(caplog: pytest.LogCaptureFixture) -> None:
+def test_polling_is_logged_only_when_its_answer_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with live_server() as server, server.client() as client:
         for path in ("/health/live", "/health/ready", "/metrics"):
             assert client.get(path).status_code == 200
-        server.engine.alive = False
-        assert client.get("/health/live").status_code == 503
-    wait_until(lambda: "503" in caplog.text)
+        for alive, status in ((False, 503), (False, 503), (True, 200), (True, 200)):
+            server.engine.alive = alive
+            assert client.get("/health/live").status_code == status
+    wait_until(lambda: "200" in caplog.text)
     ours = [record.getMessage() for record in caplog.records if record.name == "longwave.access"]
-    assert [line.split()[1:3] for line in ours] == [["/health/live", "503"]]
+    assert [line.split()[1:3] for line in ours] == [["/health/live", "503"], ["/health/live", "200"]]
