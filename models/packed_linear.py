@@ -14,6 +14,8 @@ _TYPICAL_ROWS = 8
 class PackedLinear(nn.Module):
     """Inference only: y = x W^T + b, float32, CPU."""
 
+    WHY = "on a CPU each layer is laid out for oneDNN by itself"  # and so not with its neighbours
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features

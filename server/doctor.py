@@ -40,7 +40,7 @@ def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosi
         layers=_reported(lambda: _layers(config), [], problems),
         fused=_reported(lambda: _fused(config), "", problems),
         adapters=_reported(lambda: adapter_report.report(config, lora_folders, problems), {}, problems),
-        problems=problems,
+        problems=list(dict.fromkeys(problems)),  # what stops one look at the model stops the others
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.fusing.plain import is_plain
+from models.packed_linear import PackedLinear
 
 
 class JoinedLinears:
@@ -34,6 +35,8 @@ class JoinedLinears:
         """Why these are not one product; None: they can be."""
         for module in self.modules:
             if not is_plain(module, nn.Linear):
+                if type(module) is PackedLinear:
+                    return PackedLinear.WHY
                 kind = type(module).__name__
                 return f"{kind} with hooks or an adapter" if type(module) is nn.Linear else f"they are {kind}"
         first = self.modules[0]

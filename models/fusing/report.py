@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from models.fusing.decoder import FusedDecoder, fuse
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError
+from models.packed_linear import PackedLinear
 
 _CHAIN = "layers' chain of few rows"
 _PACKED = ("packed QKV", "packed gate/up")
@@ -69,6 +70,5 @@ def foretell(model: PreTrainedModel, device: torch.device) -> FusionReport:
         return FusionReport(unfused={"model": str(error)})
     if device.type != "cpu":
         return found
-    ours = "on a CPU each layer is laid out for oneDNN by itself"
     fused = tuple(part for part in found.fused if part not in _PACKED)
-    return FusionReport(fused, found.unfused | dict.fromkeys(_PACKED, ours))
+    return FusionReport(fused, found.unfused | dict.fromkeys(_PACKED, PackedLinear.WHY))

@@ -64,7 +64,7 @@ def serve(
     num_warmups: Annotated[int, Flag(min=0, help="Requests before the clock starts.")] = 0,
     request_timeout: Annotated[float, Flag(min=0.001, help="Seconds one request may take.")] = 6 * 3600.0,
     seed: Annotated[int, Flag(help="Of lengths, tokens and arrivals.")] = 0,
-    goodput: Annotated[list[str] | None, Flag(help="Limits in ms, such as ttft:500 tpot:50 e2el:9000.")] = None,
+    goodput: Annotated[list[str] | None, Flag(help="Limits in ms, such as 'ttft:500 tpot:50'.")] = None,
     percentile_metrics: Annotated[str, Flag(help="Some of ttft,tpot,itl,e2el.")] = ",".join(METRICS),
     metric_percentiles: Annotated[str, Flag(help="Such as 90,99.")] = "90,99",
     save_result: Annotated[bool, Flag("--save-result", help="Write the JSON.")] = False,
@@ -78,6 +78,7 @@ def serve(
     from server.bench.stream_client import StreamClient, Target
     from server.settings import ClientSettings
 
+    base_url = base_url if "://" in base_url else f"http://{base_url}"
     asked = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
 
     def around(length: int) -> Lengths:
