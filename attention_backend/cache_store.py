@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_backend import ops
+from attention_backend import paged_ops
 from attention_backend.checks import FP8, check_device, check_tensor
 
 
@@ -62,12 +62,12 @@ def store_new(
     elif k_cache.dtype != k.dtype or v_cache.dtype != v.dtype:
         raise TypeError(f"k and v are {k.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}")
     if rotary is None:
-        ops.store_kv_op(*rows, k_cache, v_cache, slots, *scales)
+        paged_ops.store_kv_op(*rows, k_cache, v_cache, slots, *scales)
         return q
     steps = torch.arange(max(q.shape[1], k.shape[1]), dtype=torch.int32, device=q.device)
     turning = steps[: q.shape[1]] if rotary.follow else torch.zeros_like(steps[: q.shape[1]])
     q_positions, k_positions = (lengths.unsqueeze(1) + s for s in (turning, steps[: k.shape[1]]))
-    turned: Tensor = ops.rotate_and_store_op(
+    turned: Tensor = paged_ops.rotate_and_store_op(
         q.flatten(0, 1), *rows, k_cache, v_cache, slots, q_positions.flatten(), k_positions.flatten(), rotary.cos,
         rotary.sin, rotary.interleaved, *scales,
     )  # fmt: skip

@@ -6,7 +6,7 @@ Both write new keys and values first, then attend. Knows no scheduler and waits 
 import torch
 from torch import Tensor
 
-from attention_backend import ops
+from attention_backend import paged_ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, store_new
 from attention_backend.checks import FP8, check_tensor, check_window
 from attention_backend.interface import Window, attention_with_lse, default_scale, is_local, window_right
@@ -45,9 +45,9 @@ def paged_attention(
     shared = metadata.shared_decodes is not None or metadata.shared_prefills is not None
     if shared and window_left == UNBOUNDED and chunk_size == 0:
         if k_new is not None and v_new is not None:
-            ops.store_kv_op(k_new, v_new, k_cache, v_cache, metadata.slot_mapping, k_scale, v_scale)
+            paged_ops.store_kv_op(k_new, v_new, k_cache, v_cache, metadata.slot_mapping, k_scale, v_scale)
         return paged_cascade(q, Layer(k_cache, v_cache, k_scale, v_scale, softmax_scale, softcap, sinks), metadata)
-    return ops.paged_attention_op(
+    return paged_ops.paged_attention_op(
         q,
         k_new,
         v_new,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_backend import ops
+from attention_backend import paged_ops
 from attention_backend.operators import operator
 from attention_backend.reference import layers as reference
 
@@ -174,7 +174,7 @@ def rotary_store_op(
             q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
         )
     q, k = reference.rotate(q, k, cos, sin, q_norm, k_norm, eps, unit_offset)
-    ops.store_kv_op(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    paged_ops.store_kv_op(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
 

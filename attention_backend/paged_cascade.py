@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention_backend import ops
+from attention_backend import paged_ops
 from attention_backend.cascade import cascade_attention_op
 from attention_backend.metadata import PagedMetadata, SharedPages
 from attention_backend.problem import UNBOUNDED
@@ -33,7 +33,7 @@ def paged_cascade(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
         return _decodes(q, layer, step)
     out = _prefills(q, layer, step)
     if decodes:
-        ops.put_decodes(out, _decodes(q[:decodes], layer, step), step.decodes_here)
+        paged_ops.put_decodes(out, _decodes(q[:decodes], layer, step), step.decodes_here)
     return out
 
 
@@ -65,7 +65,7 @@ def _prefills(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
 def _plain(
     q: Tensor, layer: Layer, step: PagedMetadata, cu_seqlens: Tensor, lens: Tensor, table: Tensor, num_decodes: int
 ) -> Tensor:
-    out: Tensor = ops.paged_attention_op(
+    out: Tensor = paged_ops.paged_attention_op(
         q, None, None, layer.k_cache, layer.v_cache, cu_seqlens, lens, table, step.slot_mapping, num_decodes,
         step.max_seqlen_q, step.max_seqlen_k, layer.softmax_scale, UNBOUNDED, 0, layer.softcap, layer.sinks,
         layer.k_scale, layer.v_scale,

@@ -19,6 +19,7 @@ from attention_backend import (
     flash_attn_with_kvcache,
     ops,
     paged_attention,
+    paged_ops,
 )
 from attention_backend.interface import with_plain_strides
 from attention_backend.reference import rotary, standard
@@ -173,9 +174,9 @@ def test_operators_keep_torch_librarys_contract() -> None:
     flat = [x.detach() if isinstance(x, Tensor) else x for x in operator_arguments(args)]
     torch.library.opcheck(ops.attention_backward_op.overload, (out, lse, out, lse, *flat))
     call, m, _ = step()
-    torch.library.opcheck(ops.store_kv_op.overload, (*call[1:], m.slot_mapping))
+    torch.library.opcheck(paged_ops.store_kv_op.overload, (*call[1:], m.slot_mapping))
     torch.library.opcheck(
-        ops.paged_attention_op.overload,
+        paged_ops.paged_attention_op.overload,
         (*call, m.cu_seqlens_q, m.seq_lens, m.block_table, m.slot_mapping, 2, 5, 49, 0.25, -1, 0, 0.0, None),
     )
 
