@@ -1,6 +1,6 @@
-"""Weights, pages and sampler behind one call: a StepBatch in, sampled tokens out. Knows no queue and no text."""
+"""A loaded model made ready for steps: kernels, self-test, pages, graphs. Knows no queue and no text, and not how a
+step is run (step_launcher.py)."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,12 +11,12 @@ from attention_backend.heuristics.decode import DECODE_ROWS
 from attention_backend.preparation import StepLayer, prepare_step_kernels
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
-from models.batch import NO_ADAPTER, SamplingParams, StepBatch, StepOutput
+from models.batch import NO_ADAPTER
 from models.chosen_kernels import chosen_kernels
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
-from models.graphs import StepGraphs, has_adapters
-from models.inputs import StepInputs, StepTensors
+from models.graphs import StepGraphs
+from models.inputs import StepInputs
 from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import (
     FP8,
@@ -34,18 +34,15 @@ from models.loader import LoadedModel
 from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
 from models.prefix_groups import sharing_limits
 from models.rehearsals import Rehearsals
-from models.sampling import LaunchedSample, Sampler
+from models.sampling import Sampler
 from models.self_test import check_engine_path
 from models.stages import Stages
-from models.step_rows import StepRows
+from models.step_launcher import StepLauncher
 from models.step_shapes import StepShape, chunk_shapes, decode_shapes, draft_shapes
 
 
-class ModelRunner:
-    """A slot (< max_num_seqs) belongs to one request from `add_request` to `remove_request`.
-
-    `num_blocks` counts block 0, the dummy page, which no request may own: the engine hands out 1 .. num_blocks - 1.
-    """
+class ModelRunner(StepLauncher):
+    """`num_blocks` counts block 0, the dummy page, which no request may own: the engine has 1 .. num_blocks - 1."""
 
     def __init__(
         self,
@@ -95,11 +92,11 @@ class ModelRunner:
         if self._kv_scales is not None:
             check_engine_path(loaded.model, self._sites, block_size=block_size, scales=self._kv_scales)
         self._stages.end("self-test")
-        self._forward = PagedForward(loaded.model)
-        self.adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
+        forward = PagedForward(loaded.model)
+        adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
         #: When prefixes that requests share are worth passes of their own; None: no layer could.
         self.sharing_limits = sharing_limits(self._sites, self._kv_dtype, block_size, self.device.type)
-        self._inputs = StepInputs(
+        inputs = StepInputs(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_blocks_per_seq=self._blocks_for(max_model_len),
@@ -107,16 +104,15 @@ class ModelRunner:
             device=self.device,
             max_group_rows=0 if self.sharing_limits is None else self.sharing_limits.max_group_rows,
         )
-        self._sampler = Sampler(
+        sampler = Sampler(
             max_num_seqs=max_num_seqs,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             device=self.device,
         )
+        super().__init__(forward, inputs, sampler, adapters)
         self._offloads = kv_offload_bytes > 0
         self._warm = False
-        self._graphs: StepGraphs | None = None
-        self._kv_caches: KVCaches = []
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
         self.num_blocks = num_blocks
@@ -168,10 +164,6 @@ class ModelRunner:
             shapes += chunk_shapes(self._max_num_seqs, self._max_tokens)
         return shapes
 
-    def _logits(self, step: StepTensors, every_row: bool) -> torch.Tensor:
-        forward = self._forward.every_row if every_row else self._forward.sampled_rows
-        return forward(step, self._kv_caches)
-
     def _rehearse_all(self) -> None:
         """Once."""
         if self._warm:
@@ -190,62 +182,6 @@ class ModelRunner:
                 self._rehearse(batch)
         self._warm = True
         self._stages.end("rehearsals")
-
-    def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        """Raises ValueError for sampling parameters that name tokens outside of the vocabulary."""
-        self._sampler.add_request(slot, sampling, prompt_token_ids)
-        self._inputs.forget(slot)
-
-    def append_known(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Tokens that the request had generated before it was preempted: penalties count them."""
-        self._sampler.append_known(slot, token_ids)
-
-    def remove_request(self, slot: int) -> None:
-        self._sampler.remove_request(slot)
-        self._inputs.forget(slot)
-
-    def execute(self, batch: StepBatch) -> StepOutput:
-        """As `launch`, and waits."""
-        return self.launch(batch).collect()
-
-    @torch.inference_mode()
-    def launch(self, batch: StepBatch) -> LaunchedSample:
-        """Queues the step on the device and waits for nothing, unless this CPU is the device."""
-        rows = StepRows.of(batch)
-        try:
-            shape = None if self._graphs is None else self._graphs.shape_of(batch, rows)
-            if self._graphs is None or shape is None:
-                return self._run(batch, rows)
-            if not self._graphs.record(shape, shares=bool(batch.sharing.decodes), adapted=has_adapters(rows)):
-                return self._run(batch, rows)
-            return self._replay(self._graphs, shape, batch, rows)
-        except BaseException:
-            for slot in rows.slots.tolist():  # what was to be written to their tables may not have been
-                self._inputs.forget(slot)
-            raise
-
-    def _run(self, batch: StepBatch, rows: StepRows, *, short: bool = False) -> LaunchedSample:
-        step = self._inputs.build(batch, rows)
-        if short:
-            step = step.with_short_contexts()
-        if self.adapters is not None:
-            self.adapters.select(step.adapter_rows, step.num_adapter_slots)
-        elif step.adapter_rows is not None:
-            raise ValueError("a step names an adapter's slot, but this runner was made without adapters")
-        logits = self._forward.sampled_rows(step, self._kv_caches)
-        token_ids, launched = self._sampler.launch(logits, step.sample_slots, step.sample_positions)
-        self._inputs.note(step.sample_slots_on_device, token_ids)
-        return launched
-
-    def _replay(self, graphs: StepGraphs, shape: StepShape, batch: StepBatch, rows: StepRows) -> LaunchedSample:
-        self._inputs.update_tables(batch, rows)
-        arrays = self._inputs.arrays(batch, rows)
-        slots, positions = arrays.sample_slots, arrays.sample_positions
-        choice = self._sampler.choice_parameters(slots, positions)
-        out = graphs.replay(shape, batch.sharing.decodes, arrays, rows, *choice)
-        launched = self._sampler.complete(out.logits, out.token_ids, out.finite, slots, positions)
-        self._inputs.note(out.slots, out.token_ids)
-        return launched
 
     def _make_adapter_slots(self, model: PreTrainedModel, lora: LoraLimits) -> AdapterSlots:
         linears = find_linears(model)
@@ -297,17 +233,6 @@ class ModelRunner:
         taken = torch.cuda.memory_reserved(self.device) - before
         graphs.drop()
         return taken
-
-    def _rehearse(self, batch: StepBatch) -> None:
-        """Runs a batch of dummy sequences that sample in the most expensive way. No request may be present. Memory and
-        kernels follow shapes, which are those of the whole contexts; their keys are not worth the time to read them."""
-        sampling = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, logprobs=20, seed=0)
-        for seq in batch.seqs:
-            self.add_request(seq.slot, sampling, [0])
-        with torch.inference_mode():
-            self._run(batch, StepRows.of(batch), short=not batch.sharing.prefills).collect()
-        for seq in batch.seqs:
-            self.remove_request(seq.slot)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
