@@ -70,7 +70,7 @@ def _request(engine: Engine, prompt: list[int]) -> kv_cache.Request:
     return kv_cache.Request(message, sequence_number=10**6, eos_token_ids=(), max_model_len=100_000, now=0.0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("turns", [0, 2])
 @pytest.mark.parametrize("with_disk", [False, True])
 def test_answers_do_not_depend_on_where_prefixes_were(seed: int, turns: int, with_disk: bool, tmp_path: Path) -> None:
