@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention_results, plots, readme_tables
+from benchmarks import attention_results, attention_tables, plots, readme_tables
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_grid import decode_cells, forward_cells
 from benchmarks.attention_report import Record, Report, Result
@@ -64,17 +64,16 @@ def test_nothing_is_drawn_of_nothing(tmp_path: Path) -> None:
     assert plots.draw(tmp_path, tmp_path / "img") == []
 
 
-def test_tables_name_the_best_peer_and_every_goal(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme_tables, "RESULTS", results)
-    forward = readme_tables.forward()
+def test_tables_name_the_best_peer_and_every_goal(results: Path) -> None:
+    forward = attention_tables.forward(results)
     assert forward is not None
     assert "| 64 | causal | 512 | 32 x 32 |" in forward
     assert "| cuDNN " in forward
-    decode = readme_tables.decode()
+    decode = attention_tables.decode(results)
     assert decode is not None
     assert "ours / FlashInfer | ours / FA3 | ours / FA4 | ours / cuDNN, contiguous |" in decode
     assert "| 1.30 | 1.10 | 1.10 | 0.95 |" in decode
-    goals = readme_tables.goals()
+    goals = attention_tables.goals(results)
     assert goals is not None
     assert "| forward over the best of cudnn, fa3 | ≥ 1 | 1.100 | 1.100 | 48 | yes |" in goals
 

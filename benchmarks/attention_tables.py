@@ -1,0 +1,111 @@
+"""The README's tables of attention functions beside their peers. Every function takes the folder of results."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import attention_results
+from benchmarks.attention_goal import Rule, number
+from benchmarks.attention_report import Report
+from benchmarks.markdown import load, origin, table
+
+FORWARD_SEQLENS = (512, 2048, 16384)
+DECODE_PEERS = ("flashinfer", "fa3", "fa4", "cudnn", "fa2")
+LINEAR_HEAD_DIM, LINEAR_FROM = 128, 8192
+TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
+GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
+
+
+def origins(reports: Sequence[Report]) -> str:
+    """Of several runs, each once."""
+    return "; ".join(dict.fromkeys(origin({"machine": report.machine}) for report in reports))
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def forward(results: Path) -> str | None:
+    """TFLOP/s of the forward beside the best peer of each cell."""
+    return beside_peers(results, "forward", "Forward")
+
+
+def backward(results: Path) -> str | None:
+    """TFLOP/s of the whole backward beside the best peer of each cell."""
+    return beside_peers(results, "backward", "Backward, all its kernels")
+
+
+def beside_peers(results: Path, section: str, what: str) -> str | None:
+    reports = attention_results.with_section(attention_results.runs(results), section)
+    lines: list[list[str]] = []
+    timed: set[str] = set()
+    for row in attention_results.rows(reports, section):
+        cell, best = row.cell, row.best_peer()
+        if cell.seqlen_k not in FORWARD_SEQLENS or cell.heads != cell.kv_heads or best is None:
+            continue
+        shape = [str(cell.head_dim), cell.mask, str(cell.seqlen_k), f"{cell.batch} x {cell.heads}"]
+        peer = f"{attention_results.LABELS.get(best, best)} {row.peer(best):.0f}"
+        lines.append([*shape, f"{row.ours:.0f}", peer, f"{row.ratios[best]:.2f}", times(row.ratios.get("cudnn"))])
+        timed |= row.ratios.keys()
+    if not lines:
+        return None
+    header = ["head_dim", "mask", "length", "batch x heads", "ours", "best peer", "ours / best", "ours / cuDNN"]
+    peers = ", ".join(label for name, label in attention_results.LABELS.items() if name in timed)
+    return f"{what}, TFLOP/s; peers timed: {peers} ({origins(reports)}):\n\n" + table(header, lines)
+
+
+def decode(results: Path) -> str | None:
+    """TB/s of keys and values read by a decode step over shuffled pages of 64 tokens."""
+    reports = attention_results.with_section(attention_results.runs(results), "decode")
+    rows = attention_results.rows(reports, "decode")
+    if not rows:
+        return None
+    peers = [name for name in DECODE_PEERS if any(name in row.ratios for row in rows)]
+    lines = [
+        [
+            str(row.cell.batch),
+            str(row.cell.seqlen_k),
+            f"{row.ours:.2f}",
+            f"{100 * row.share_of_copy:.0f} %" if row.share_of_copy else "-",
+            *(times(row.ratios.get(name)) for name in peers),
+        ]
+        for row in rows
+    ]
+    what = (
+        "Decode, one query row, 32 query heads over 8 key heads, head_dim 128, TB/s of keys and values read, from CUDA"
+    )
+    over = [f"ours / {attention_results.LABELS[name]}" + (CONTIGUOUS if name in TORCH else "") for name in peers]
+    header = ["batch", "context", "ours, over pages", "of copy", *over]
+    return f"{what}\ngraphs ({origins(reports)}):\n\n" + table(header, lines)
+
+
+def goals(results: Path) -> str | None:
+    """Every goal of the attention kernels that a run measured."""
+    reports = attention_results.runs(results)
+    lines = [
+        [
+            goal.name,
+            f"{GOAL_SIGNS[goal.rule]} {goal.goal:g}",
+            number(goal.values[goal.worst]),
+            number(goal.mean),
+            str(len(goal.values)),
+            "yes" if goal.met else "no",
+        ]
+        for goal in attention_results.all_goals(reports)
+    ]
+    if not lines:
+        return None
+    return f"Goals ({origins(reports)}):\n\n" + table(["what", "goal", "worst", "mean", "cells", "met"], lines)
+
+
+def linear(results: Path) -> str:
+    """Linear attention's cost over the length; shorter ones are the host's time to launch."""
+    facts = load(results / "linear_attention_h200.json")
+    rows = []
+    for cell in facts["cells"]:
+        if cell["head_dim"] == LINEAR_HEAD_DIM and cell["seqlen"] >= LINEAR_FROM:
+            softmax, ours = (cell["results"][name]["ms"] for name in ("softmax", "linear"))
+            mask = "causal" if cell["causal"] else "full"
+            rows.append([mask, f"{cell['seqlen']:,}", f"{softmax:.2f} ms", f"{ours:.2f} ms", f"{softmax / ours:.0f}"])
+    what = f"Linear attention beside softmax attention (both ours), 16 heads, head_dim {LINEAR_HEAD_DIM}"
+    header = ["mask", "length", "softmax", "linear", "times as fast"]
+    return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)

@@ -1,0 +1,101 @@
+"""The README's tables of whole models: served, trained, on a CPU. Every function takes the folder of results."""
+
+from pathlib import Path
+
+from benchmarks.markdown import load, origin, table
+from benchmarks.serving_goals import GOALS
+
+SERVING_ROWS = (  # case, figure, what a reader calls it, digits
+    ("ttft_32k", "ms", "time to first token of 32,768 tokens, ms", 0),
+    ("ttft_131k", "ms", "time to first token of 131,072 tokens, ms", 0),
+    ("tpot_b1_1024", "p50", "time per token after 1,024 tokens, ms", 2),
+    ("tpot_b1_131072", "p50", "time per token after 131,072 tokens, ms", 2),
+    ("32x32k_128", "total_tok_s", "32 prompts of 32,768 at once: tokens/s, prompts included", 0),
+    ("shared_100k_x64", "out_tok_s", "64 questions on one 100,000-token document: tokens/s", 0),
+    ("shared_100k_x64", "itl_p50", "the same: time between tokens, ms", 1),
+    ("64x8k_256", "out_tok_s", "64 prompts of 8,192 at once: tokens/s", 0),
+    ("chats_under_131k_prefill", "ttft_p99", "chats beside a 131,072-token prompt: p99 time to first token, ms", 0),
+    ("chats_under_131k_prefill", "tpot_p99", "the same: p99 time per token, ms", 1),
+    ("chats_under_131k_prefill", "long_ttft_ms", "the same: the long prompt's first token, ms", 0),
+    ("start", "s", "process started to ready, s", 0),
+)
+
+
+SIGNS = {"<=": "≤", ">=": "≥"}
+
+
+def serving(results: Path) -> str:
+    """The engine beside vLLM, both in process, without HTTP, one after the other on one card."""
+    facts = load(results / "serving_h200.json")
+    ours, peer = (next(run for run in facts["runs"] if (run["engine"] == "ours") == mine) for mine in (True, False))
+    asked = {(goal.case, goal.figure): goal for goal in GOALS if goal.of in ("peer", "absolute") and goal.factor}
+    rows = []
+    for case, figure, name, digits in SERVING_ROWS:
+        mine, theirs = (run["rows"][case][figure] for run in (ours, peer))
+        goal = asked.get((case, figure))
+        text = "-" if goal is None else f"{SIGNS[goal.sense]} {goal.factor:g}" + (" x" if goal.of == "peer" else "")
+        met = "" if goal is None else ("no", "yes")[bool(goal.is_met(mine, theirs if goal.of == "peer" else 1.0))]
+        rows.append([name, f"{mine:,.{digits}f}", f"{theirs:,.{digits}f}", f"{mine / theirs:.2f}", text, met])
+    version = peer["rows"]["start"]["version"]
+    text = (
+        f"The engine beside vLLM {version} ({peer['variant']}), both in process, one after the other on one card,\n"
+        f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts)}):\n\n"
+    )
+    return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
+
+
+def longcontext(results: Path) -> str:
+    """One prompt through the HTTP server."""
+    facts = load(results / "longcontext_h200.json")
+    rows = [
+        [f"{case['prompt_tokens']:,}", f"{case['ttft_ms'] / 1e3:.2f} s", f"{case['tpot_ms']:.1f} ms"]
+        for case in facts["cases"]
+    ]
+    memory = facts["gpu_memory_peak_mib"] / 1024
+    text = (
+        f"One prompt of random tokens through the HTTP server, the shape of Llama-3.1-8B with random bf16 weights\n"
+        f"({origin(facts)}; ready after {facts['ready_s']:.0f} s, {memory:.0f} GiB of GPU memory at the peak, KV pool "
+        "included):\n\n"
+    )
+    return text + table(["prompt", "time to first token", "time per output token"], rows)
+
+
+def training(results: Path) -> str:
+    """A step of LoRA training, whose contenders differ in attention and loss alone."""
+    facts = load(results / "training_h200.json")
+    found = facts["contenders"]
+    ours = found["longwave"]
+    rows = [
+        [
+            name,
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['peak_gib']:.1f} GiB",
+            f"{ours['tokens_per_s'] / one['tokens_per_s']:.2f}",
+        ]
+        for name, one in found.items()
+    ]
+    text = (
+        f"LoRA training (rank {facts['lora_rank']}) on {facts['tokens']:,} tokens at once, Llama-3.1-8B's shape,\n"
+        'beside the usual peft + transformers loop; "+ chunks": with our loss, whose logits never exist whole\n'
+        f"({origin(facts)}):\n\n"
+    )
+    return text + table(["attention and loss", "tokens/s", "peak memory", "ours is times as fast"], rows)
+
+
+def cpu(results: Path) -> str:
+    """The quick start: the bundled model on two cores, beside transformers' generate."""
+    facts = load(results / "quick_start_cpu.json")
+    m, speeds = facts["machine"], facts["tokens_per_s"]
+    rows = [
+        [name, f"{speeds[key]['ours']:.1f}", f"{speeds[key]['transformers']:.1f}"]
+        for name, key in (("one", "one_request"), ("eight at once", "8_requests"))
+    ]
+    alone = speeds["8_requests"]["ours_over_transformers_alone"]
+    same = "the same" if facts["same_greedy_tokens"] else "NOT the same"
+    text = (
+        f"The bundled model on {m['cores']} cores of an {m['cpu']}, float32, tokens per second, beside transformers'\n"
+        f"own generate with eager attention, {same} greedy tokens\n"
+        f"(torch {m['torch']}, transformers {m['transformers']}, commit {m['commit'][:10]}, {m['date'][:10]};\n"
+        f"eight at once give {alone:.1f} times what generate gives one):\n\n"
+    )
+    return text + table(["requests", "ours", "transformers"], rows)

@@ -1,0 +1,26 @@
+"""A table in Markdown, and the words for where its numbers are from. Knows no result file's contents but `machine`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Facts = dict[str, Any]
+
+
+def load(file: Path) -> Facts:
+    facts: Facts = json.loads(file.read_text())
+    return facts
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def origin(facts: Facts) -> str:
+    m = facts["machine"]
+    return (
+        f"{m['gpu']}, driver {m['driver']}, torch {m['torch']}, CuPy {m['cupy']}, "
+        f"commit {m['commit'][:10]}, {m['date'][:10]}"
+    )
