@@ -20,7 +20,7 @@ import torch
 import typer
 
 from benchmarks import machine, model_folder
-from benchmarks.step_profile import ListLink
+from benchmarks.list_link import ListLink
 from models import bundled, registry
 from models.batch import SamplingParams
 from models.loader import load_tokenizer

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine, model_folder
+from benchmarks.list_link import ListLink
 from models import loader, registry
 from models.attention_sites import find_attention_sites
 from models.batch import SamplingParams, ScheduledSeq, StepBatch
@@ -27,7 +28,7 @@ from models.transfers import Transfers
 from server.engine.core import EngineCore
 from server.engine.disk_tier import DiskTier
 from server.engine.limits import SchedulerConfig
-from server.engine.messages import AddRequest, FromEngine, RequestFailed, ToEngine, TokenDelta
+from server.engine.messages import AddRequest, TokenDelta
 from server.engine.offload import Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.runner import LoadedRunner
@@ -43,21 +44,6 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 ONE_TOKEN = SamplingParams(1, temperature=0.0, ignore_eos=True)
 
 
-class Link:
-    """Messages in lists."""
-
-    def __init__(self) -> None:
-        self.inbox: list[ToEngine] = []
-        self.sent: list[FromEngine] = []
-
-    def receive(self, timeout: float) -> list[ToEngine | RequestFailed]:  # noqa: ARG002
-        received, self.inbox = self.inbox, []
-        return list(received)
-
-    def send(self, messages: list[FromEngine]) -> None:
-        self.sent += messages
-
-
 class Engine:
     """An engine in this process over a runner that goes on living; its prefix cache begins empty."""
 
@@ -65,7 +51,7 @@ class Engine:
         self.offload = Offload(memory, disk, min_blocks=4, ready=0.0)
         self.cache = OffloadingKVCache(runner.num_blocks, BLOCK_SIZE, self.offload)
         self.disk = disk
-        self.link = Link()
+        self.link = ListLink()
         limits = SchedulerConfig(DECODES, STEP_TOKENS, length, vocab_size, ())
         loaded = LoadedRunner(
             runner, "bench", "", "", length, STEP_TOKENS, vocab_size, (), overlaps=runner.device.type == "cuda"

@@ -11,7 +11,6 @@ queue a step on a GPU that has nothing else to do. A chunk may have decodes besi
 """
 
 import json
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -23,11 +22,11 @@ import torch
 import typer
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import machine, model_folder
-from models import loader, registry
-from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
+from benchmarks import machine
+from benchmarks.engine_steps import BLOCK_SIZE, PROFILED, STEPS, Steps, make_runner
+from benchmarks.list_link import ListLink
+from models.batch import SamplingParams
 from models.runner import ModelRunner
-from models.sampling import LaunchedSample
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
 from server.engine.messages import AddRequest, TokenDelta
@@ -35,100 +34,9 @@ from server.engine.runner import LoadedRunner
 from server.engine.token_ids import TokenIds
 from server.engine.worker import make_scheduler
 
-BLOCK_SIZE = 64
-SAMPLING = SamplingParams(temperature=1.0, seed=0, ignore_eos=True)
-STEPS = 20
-PROFILED = 5
-LAUNCHES = 10
 CHUNKS = "8192@0,8192@24576,256@8192,512@131072+32x4096"
 DECODES = 100  # tokens of a request
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
-
-
-def make_runner(max_model_len: int, step_tokens: int, **options: Any) -> ModelRunner:
-    with tempfile.TemporaryDirectory() as folder:
-        model_folder.write(Path(folder), max_position_embeddings=262144)
-        loaded = loader.load(registry.resolve(folder), dtype="bfloat16", device="cuda:0", load_format="dummy")
-    runner = ModelRunner(
-        loaded, block_size=BLOCK_SIZE, max_num_seqs=64, max_num_batched_tokens=step_tokens,
-        max_model_len=max_model_len, **options,
-    )  # fmt: skip
-    runner.warm_up()
-    return runner
-
-
-class Steps:
-    """Steps of `decodes` (rows, context) and, beside them, the same chunk (tokens, context) of one prompt each time.
-
-    Sequences have blocks of their own, as many as there are.
-    """
-
-    def __init__(
-        self, runner: ModelRunner, decodes: tuple[int, int] = (0, 0), chunk: tuple[int, int] | None = None
-    ) -> None:
-        self.runner = runner
-        self.rows, self.context = decodes
-        longest = self.context + 2 * STEPS + PROFILED + LAUNCHES
-        self.blocks = [self._blocks(row * -(-longest // BLOCK_SIZE), longest) for row in range(self.rows)]
-        self.step = 0
-        self.chunk: tuple[ScheduledSeq, ...] = ()
-        if chunk is not None:
-            tokens, before = chunk
-            prompt = torch.randint(10, 100_000, (tokens,)).tolist()
-            self.chunk = (ScheduledSeq(self.rows, prompt, before, self._blocks(0, tokens + before), False),)
-        for slot in range(self.rows + len(self.chunk)):
-            runner.add_request(slot, SAMPLING, [1])
-
-    def _blocks(self, first: int, tokens: int) -> list[int]:
-        return [1 + (first + i) % (self.runner.num_blocks - 1) for i in range(-(-tokens // BLOCK_SIZE))]
-
-    def launch(self) -> LaunchedSample:
-        token = [IN_FLIGHT] if self.step else [1]
-        at = self.context + self.step
-        seqs = tuple(ScheduledSeq(row, token, at, self.blocks[row], True) for row in range(self.rows))
-        self.step += 1
-        return self.runner.launch(StepBatch(seqs + self.chunk))
-
-    def run(self, steps: int) -> None:
-        before = None
-        for _ in range(steps):
-            launched = self.launch()
-            if before is not None:
-                before.collect()
-            before = launched
-        if before is not None:
-            before.collect()
-
-    def launch_ms(self) -> float:
-        """Median."""
-        times = []
-        for _ in range(LAUNCHES):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            launched = self.launch()
-            times.append((time.perf_counter() - start) * 1e3)
-            launched.collect()
-        return statistics.median(times)
-
-    def end(self) -> None:
-        for slot in range(self.rows + len(self.chunk)):
-            self.runner.remove_request(slot)
-
-
-class ListLink:
-    """The engine's way to the API process, without one."""
-
-    def __init__(self) -> None:
-        self.inbox: list[Any] = []
-        self.sent: list[Any] = []
-
-    def receive(self, timeout: float) -> list[Any]:
-        del timeout
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, messages: list[Any]) -> None:
-        self.sent += messages
 
 
 def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, max_model_len: int) -> dict[str, float]:

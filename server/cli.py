@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 
 from server.bench.cli import bench_app
+from server.client_settings import ClientSettings
 from server.kernels_cli import kernels_app
-from server.settings import BUNDLED_MODEL, ClientSettings, ConfigurationError, Settings, load_settings
+from server.settings import BUNDLED_MODEL, ConfigurationError, Settings, load_settings, unknown_variables
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -160,6 +161,8 @@ def _serve(settings: Settings) -> NoReturn:
     )
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(logging.WARNING)
+    if unknown := unknown_variables():
+        logging.getLogger("longwave").warning("no such setting, and so not used: %s", ", ".join(unknown))
     try:
         source = registry.resolve(settings.model, cache_dir=settings.cache_dir, image_dir=settings.model_image_dir)
         listener = process.listen(settings.host, settings.port)

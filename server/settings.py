@@ -11,13 +11,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server.engine.config import EngineConfig
 from server.finetune.config import TrainerConfig
-from server.setting_types import ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames, Secrets
+from server.setting_types import ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames
 from server.training.config import TrainingConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an operator may name
 FINE_TUNED = "ft:"  # how the names of fine-tuned models begin
 SAVED_WEIGHTS = "longwave://"  # how those of weights begin that low-level training has saved
+
+OTHER_VARIABLES = {"LONGWAVE_KERNEL_IMAGE_DIR"}  # attention_backend.jit's, which works without a server
 
 
 class Settings(BaseSettings):
@@ -216,18 +218,6 @@ class Settings(BaseSettings):
         )
 
 
-class ClientSettings(BaseSettings):
-    """What `longwave chat` takes from the environment: the key a server on this machine would ask for."""
-
-    model_config = SettingsConfigDict(env_prefix="LONGWAVE_", extra="ignore", frozen=True, hide_input_in_errors=True)
-
-    api_key: Secrets = ()
-
-    @property
-    def key(self) -> str | None:
-        return self.api_key[0].get_secret_value() if self.api_key else None
-
-
 class ConfigurationError(Exception):
     """Every problem of a configuration, one line each."""
 
@@ -246,6 +236,17 @@ def load_settings(overrides: Mapping[str, Any]) -> Settings:
         raise ConfigurationError([_line(detail) for detail in error.errors(include_input=False)]) from None
 
 
+def unknown_variables() -> list[str]:
+    """LONGWAVE_* that nobody reads: misspelt, most likely."""
+    known = {f"LONGWAVE_{name}".upper() for name in Settings.model_fields} | OTHER_VARIABLES
+    return sorted(name for name in os.environ if name.upper().startswith("LONGWAVE_") and name.upper() not in known)
+
+
 def _line(detail: Any) -> str:
     name = str(detail["loc"][0]) if detail["loc"] else "settings"
-    return f"{name.replace('_', '-')}: {detail['msg'].removeprefix('Value error, ')}"
+    hint = ""
+    if name == "port" and "://" in os.environ.get("LONGWAVE_PORT", ""):
+        hint = (
+            ". Kubernetes sets LONGWAVE_PORT for a service called longwave: rename it, or set enableServiceLinks: false"
+        )
+    return f"{name.replace('_', '-')}: {detail['msg'].removeprefix('Value error, ')}{hint}"

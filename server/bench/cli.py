@@ -76,7 +76,7 @@ def serve(
     """Load on any OpenAI-compatible server's /v1/completions. Exit code 1 when a request failed."""
     from server.bench.serve import LoadShape, UnreachableError, drive, first_model
     from server.bench.stream_client import StreamClient, Target
-    from server.settings import ClientSettings
+    from server.client_settings import ClientSettings
 
     base_url = base_url if "://" in base_url else f"http://{base_url}"
     asked = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}

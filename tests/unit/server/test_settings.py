@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from server.client_settings import ClientSettings
 from server.engine.config import EngineConfig
-from server.settings import ClientSettings, ConfigurationError, Settings, load_settings
+from server.settings import ConfigurationError, Settings, load_settings, unknown_variables
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,20 @@ def test_one_key_or_several() -> None:
     settings = load_settings({"api_key": "key-1,key-2"})
     assert [key.get_secret_value() for key in settings.api_key] == ["key-1", "key-2"]
     assert "key-1" not in repr(settings)
+
+
+def test_misspelt_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGWAVE_MAX_MODEL_LENGTH", "5")
+    monkeypatch.setenv("LONGWAVE_PORT", "8000")
+    assert "LONGWAVE_MAX_MODEL_LENGTH" in unknown_variables()
+    assert not {"LONGWAVE_PORT", "LONGWAVE_KERNEL_IMAGE_DIR"} & set(unknown_variables())
+
+
+def test_a_port_that_kubernetes_has_set_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGWAVE_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(ConfigurationError, match=r"port: .* enableServiceLinks: false"):
+        load_settings({})
+    assert load_settings({"port": 8001}).port == 8001
 
 
 def test_flags_come_before_variables_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
