@@ -109,7 +109,7 @@ class EngineCollector(Collector):
         for name, text, share in (
             ("kv_offload_cpu_cache_usage_perc", "Share of host slots in use, 0 to 1.", used),
             ("kv_offload_disk_blocks", "KV blocks on disk.", disk.num_blocks),
-            ("kv_offload_disk_full", "1: a write failed, and no more are tried.", float(disk.is_full)),
+            ("kv_offload_disk_full", "1: a write failed, and none is tried for a minute.", float(disk.is_full)),
         ):
             gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
             gauge.add_metric(self._labels, share)

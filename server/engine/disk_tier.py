@@ -3,6 +3,7 @@ write them. Knows no device and no request. A failure of the disk costs copies, 
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from server.engine.prefixes import Prefix
 logger = logging.getLogger(__name__)
 
 READERS = 4  # threads: one alone checks some GB/s
+PAUSE = 60.0  # seconds without writes after one has failed: there may be room again
 
 
 class DiskTierError(Exception):
@@ -43,7 +45,14 @@ class DiskTier:
     """
 
     def __init__(
-        self, directory: Path, *, max_bytes: int, fingerprint: bytes, block_bytes: int, block_size: int
+        self,
+        directory: Path,
+        *,
+        max_bytes: int,
+        fingerprint: bytes,
+        block_bytes: int,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`fingerprint` (32 bytes) stands for all that a block's bytes depend on besides its tokens. Raises
         DiskTierError when the directory is another engine's or cannot be written, or `max_bytes` hold no block."""
@@ -69,7 +78,9 @@ class DiskTier:
         self._readers = ThreadPoolExecutor(READERS, "kv-read")
         self._writer = ThreadPoolExecutor(1, "kv-write")  # one: files are written and deleted in the order asked
         self._read_bytes = self._written_bytes = self._num_damaged = 0
-        self._is_full = False
+        self._clock = clock
+        self._paused_until = 0.0
+        self._has_failed = False  # since the last write that did not
         for block_hash, owner in found.blocks:
             self._adopt(block_hash, owner)
 
@@ -102,7 +113,7 @@ class DiskTier:
     def write(self, prefix: Prefix, memory: memoryview, ticket: int, *, used_ns: int | None = None) -> bool:
         """Begins to write a block that is not here. `used_ns`: when it was used last, since 1970; None: now. False: it
         cannot be written now."""
-        if self._is_full or (taken := self._pool.take()) is None:
+        if self._is_paused or (taken := self._pool.take()) is None:
             return False
         place, was_idle = taken
         if was_idle:
@@ -145,7 +156,11 @@ class DiskTier:
             self._pool.blank(place, owner)
 
     def stats(self) -> DiskStats:
-        return DiskStats(len(self._places), self._read_bytes, self._written_bytes, self._num_damaged, self._is_full)
+        return DiskStats(len(self._places), self._read_bytes, self._written_bytes, self._num_damaged, self._is_paused)
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._clock() < self._paused_until
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless places and names agree. O(places)."""
@@ -193,9 +208,12 @@ class DiskTier:
             self._read_bytes += self._file_bytes
         elif error is None:
             self._written_bytes += self._file_bytes
+            self._has_failed = False
         elif work.is_read:
             self._num_damaged += 1
             logger.warning("a KV block on disk could not be used and is deleted: %s", error)
-        elif not self._is_full:
-            self._is_full = True
-            logger.warning("no more KV blocks are written to disk, since one could not be: %s", error)
+        else:
+            self._paused_until = self._clock() + PAUSE
+            if not self._has_failed:
+                logger.warning("a KV block could not be written to disk, now and then another is tried: %s", error)
+            self._has_failed = True

@@ -9,7 +9,7 @@ class DiskStats:
     read_bytes: int
     written_bytes: int
     num_damaged: int  # files that were not what their names said
-    is_full: bool  # a write failed, and there are no more of them
+    is_full: bool  # a write failed of late, and there are none for a while
 
 
 @dataclass(frozen=True, slots=True)

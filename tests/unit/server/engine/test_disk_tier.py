@@ -3,26 +3,30 @@
 import errno
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from server.engine import block_files
 from server.engine.block_files import BlockFile, file_bytes, owner_of
-from server.engine.disk_tier import DiskResult, DiskTier, DiskTierError
+from server.engine.disk_tier import PAUSE, DiskResult, DiskTier, DiskTierError
 from server.engine.prefixes import Prefix, hash_block, root_hash
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 1000
 FILE_BYTES = file_bytes(BLOCK_BYTES, BLOCK_SIZE)
 
 
-def open_tier(folder: Path, num_blocks: int = 10, fingerprint: int = 0) -> DiskTier:
+def open_tier(
+    folder: Path, num_blocks: int = 10, fingerprint: int = 0, clock: Callable[[], float] = time.monotonic
+) -> DiskTier:
     return DiskTier(
         folder,
         max_bytes=num_blocks * FILE_BYTES,
         fingerprint=bytes([fingerprint]) * 32,
         block_bytes=BLOCK_BYTES,
         block_size=BLOCK_SIZE,
+        clock=clock,
     )
 
 
@@ -140,8 +144,11 @@ def test_every_damaged_bit_is_a_miss(tmp_path: Path) -> None:
     assert file.read(memory)
 
 
-def test_a_full_disk_ends_the_writing_and_not_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier(tmp_path)
+def test_a_full_disk_ends_the_writing_for_a_while_and_not_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    tier = open_tier(tmp_path, clock=lambda: now)
     write(tier, 1)
 
     def no_space(*_: object) -> Path:
@@ -149,14 +156,20 @@ def test_a_full_disk_ends_the_writing_and_not_the_reading(tmp_path: Path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", no_space)
-        assert tier.write(prefix(2), memoryview(content(2)), 2)
-        assert wait(tier) == [DiskResult(2, succeeded=False)]
-    assert tier.stats().is_full
-    assert prefix(2).hash not in tier
-    assert not tier.write(prefix(3), memoryview(content(3)), 3)
-    assert read(tier, prefix(1)) == content(1)
+        for _ in range(2):
+            assert tier.write(prefix(2), memoryview(content(2)), 2)
+            assert wait(tier) == [DiskResult(2, succeeded=False)]
+            assert tier.stats().is_full
+            assert prefix(2).hash not in tier
+            assert not tier.write(prefix(3), memoryview(content(3)), 3)
+            assert read(tier, prefix(1)) == content(1)
+            assert [path.name for path in tmp_path.rglob("*.kv*")] == [f"{prefix(1).hash.hex()}.kv"]
+            now += PAUSE
+    assert len(caplog.records) == 1
+    assert not tier.stats().is_full
+    write(tier, 3)
+    assert read(tier, prefix(3)) == content(3)
     tier.close()
-    assert [path.name for path in tmp_path.rglob("*.kv*")] == [f"{prefix(1).hash.hex()}.kv"]
 
 
 def test_what_is_forgotten_while_it_is_written_is_gone(tmp_path: Path) -> None:
