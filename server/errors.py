@@ -6,6 +6,8 @@ LongwaveError
 │   ├── UnsupportedParameter  400  unsupported_parameter
 │   ├── InvalidFile           400  invalid_file
 │   ├── InvalidAdapter        400  invalid_adapter
+│   ├── NoChatTemplate        400  no_chat_template
+│   ├── InvalidJobStatus      400  invalid_job_status
 │   ├── InvalidApiKey         401  invalid_api_key
 │   ├── ModelNotFound         404  model_not_found
 │   ├── FileMissing           404
@@ -98,6 +100,18 @@ class InvalidAdapter(InvalidRequest):
     """A LoRA adapter that cannot be served beside this model; the message says what is wrong with it."""
 
     code = "invalid_adapter"
+
+
+class NoChatTemplate(InvalidRequest):
+    """A chat with a model that has none: it takes plain prompts only."""
+
+    code = "no_chat_template"
+
+
+class InvalidJobStatus(InvalidRequest):
+    """What cannot be done with a fine-tuning job in its present status."""
+
+    code = "invalid_job_status"
 
 
 class InvalidApiKey(InvalidRequest):
@@ -233,18 +247,3 @@ class TrainingOutOfMemory(LongwaveError):  # noqa: N818
 
 class RequestFailedError(LongwaveError):
     """The request was good and we failed it. The message is for the caller: no details of ours in it."""
-
-
-def _by_code(root: type[LongwaveError]) -> dict[str, type[LongwaveError]]:
-    table = {} if root.code is None else {root.code: root}
-    for child in root.__subclasses__():
-        table = {**_by_code(child), **table}
-    return table
-
-
-def from_code(code: str, message: str) -> LongwaveError:
-    """The error named by a code that crossed a process border (engine messages carry codes only)."""
-    known = _by_code(LongwaveError).get(code)
-    if known is None or known is LongwaveError:
-        return RequestFailedError(message)
-    return known(message)

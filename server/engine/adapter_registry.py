@@ -18,7 +18,8 @@ from server.engine.messages import (
     ToEngine,
     UnloadAdapter,
 )
-from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, LongwaveError, ModelNotFound, from_code
+from server.error_codes import from_code
+from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, LongwaveError, ModelNotFound
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from server.engine.open_streams import OpenStreams
 from server.engine.process import EngineProcess
 from server.engine.reading import read_to_the_end
 from server.engine.silence import MAX_SILENCE
-from server.errors import EngineUnavailable, from_code
+from server.error_codes import from_code
+from server.errors import EngineUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from server.engine.adapter_registry import NAME as ADAPTER_NAME
-from server.errors import InsufficientStorage, InvalidRequest, JobMissing, LongwaveError, QuotaExceeded
+from server.errors import (
+    InsufficientStorage,
+    InvalidJobStatus,
+    InvalidRequest,
+    JobMissing,
+    LongwaveError,
+    QuotaExceeded,
+)
 from server.files.store import FileStore
 from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
@@ -205,9 +212,7 @@ class FineTuning:
         try:
             steered = await self._store(lambda store: act(store, job.id, self._writer.clock()))
         except WrongStatusError as error:
-            raise InvalidRequest(
-                f"Job {job.id} has status '{error.job.status}' and cannot be {verb}.", code="invalid_job_status"
-            ) from None
+            raise InvalidJobStatus(f"Job {job.id} has status '{error.job.status}' and cannot be {verb}.") from None
         await self._changed()
         return steered
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, NoChatTemplate
 from server.text.tokenizer import TextTokenizer
 
 MESSAGE_FRAME = 32  # characters that a template puts around a message, more or less
@@ -79,7 +79,7 @@ def hide_control_text(tokenizer: TextTokenizer, message: Message, hidden: dict[s
 def render_chat(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     """Raises InvalidRequest."""
     if not tokenizer.source.chat_template:
-        raise InvalidRequest("This model has no chat template. Use /v1/completions.", code="no_chat_template")
+        raise NoChatTemplate("This model has no chat template. Use /v1/completions.")
     try:
         return str(
             tokenizer.source.apply_chat_template(

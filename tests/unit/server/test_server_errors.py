@@ -1,7 +1,8 @@
 import pytest
 
 from server import errors
-from server.errors import LongwaveError, from_code
+from server.error_codes import from_code
+from server.errors import LongwaveError
 
 
 def tree(root: type[LongwaveError]) -> list[type[LongwaveError]]:
