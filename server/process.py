@@ -38,14 +38,17 @@ def began() -> float:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, but a connection that takes too long to ask for something is closed."""
+    """uvicorn's HTTP/1.1, but a connection is closed that takes too long to ask for something, or to read what is ready
+    for it: its answer would hold a place among those that are served for as long as the client likes."""
 
     header_timeout: float = 30.0
+    read_timeout: float = 60.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.access_log = False  # uvicorn's would hold raw paths and queries; server.middleware writes ours
         self._asking: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
         self._expect_request()
 
     def data_received(self, data: bytes) -> None:
@@ -55,8 +58,17 @@ class ImpatientProtocol(H11Protocol):
         if not self._is_between_requests():
             self._request_came()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.read_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._was_read()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._request_came()
+        self._was_read()
         super().connection_lost(exc)
 
     def _is_between_requests(self) -> bool:
@@ -69,6 +81,11 @@ class ImpatientProtocol(H11Protocol):
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
+
+    def _was_read(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
 
 class Server(uvicorn.Server):

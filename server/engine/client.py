@@ -183,6 +183,8 @@ class EngineClient:
         finally:
             self._lose()
             await engine.close()
+            if self._failure == ENDED:
+                self._failure = f"{ENDED} {engine.manner_of_end}"
 
     def _last_word(self) -> float | None:
         return self._last_message if self.is_ready and not self._stopping else None

@@ -66,6 +66,12 @@ class EngineProcess:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def manner_of_end(self) -> str:
+        """After close(). Signal 9 that nobody has sent is mostly the kernel's, for want of memory."""
+        code = self.process.returncode
+        return f"with status {code}" if code >= 0 else f"by signal {-code}"
+
     def send(self, message: ToEngine) -> None:
         """Never waits: the queue is as long as admission allows. Raises EngineUnavailable when nobody is there."""
         if self.ended.is_set():

@@ -244,7 +244,7 @@ async def test_an_engine_that_dies_too_often_stays_dead() -> None:
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: not client.is_ready)
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailable, match="ended by signal 9"):
         await client.ready()
     assert not client.alive
     await client.shutdown()
