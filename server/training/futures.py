@@ -87,17 +87,16 @@ class CallSequence:
                     return future
                 self.next_seq_id += 1  # it failed while it waited for its turn
             self._changed.clear()
+            waiting = [future for future in self.pending if future.seq_id > self.next_seq_id]  # others run already
             try:
-                async with asyncio.timeout(gap_seconds if self.pending else None):
+                async with asyncio.timeout(gap_seconds if waiting else None):
                     await self._changed.wait()
             except TimeoutError:
-                self.fail(
-                    InvalidRequest(
-                        f"The call waited {gap_seconds:g} s for the one with seq_id {self.next_seq_id}, which has not "
-                        "come.",
-                        param="seq_id",
-                    )
+                text = (
+                    f"The call waited {gap_seconds:g} s for the one with seq_id {self.next_seq_id}, which has not come."
                 )
+                for future in waiting:
+                    future.end(InvalidRequest(text, param="seq_id"))
 
     def pass_on(self, future: Future) -> None:
         """The next one may run; this one has ended, or ends by itself."""

@@ -118,6 +118,23 @@ def test_a_gap_is_no_reason_to_fail_while_nothing_waits() -> None:
     run(main())
 
 
+def test_what_runs_beside_the_queue_waits_for_nobody_and_does_not_fail_with_those_that_do() -> None:
+    async def main() -> None:
+        calls = sequence()
+        sample = calls.submit(None, call())
+        calls.pass_on(await calls.next(0.01))  # a long sample: it has not ended, and the next may run
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(calls.next(0.01), 0.1)
+        assert sample.outcome is None
+        late = calls.submit(3, call())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(calls.next(0.01), 0.1)
+        assert isinstance(late.outcome, InvalidRequest)
+        assert sample.outcome is None
+
+    run(main())
+
+
 def test_the_queue_is_bounded_in_length_and_in_reach() -> None:
     async def main() -> None:
         calls = sequence(max_pending=3)
