@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from working import Run, Work
+from working import CONFIG, MODEL, Run, Work
 
 from server.errors import InvalidAdapter
-from server.finetune import Status
+from server.finetune import Status, TrainerConfig
 from server.finetune.leases import TRAIN, Leases
 from server.finetune.store import JobStore
 
@@ -44,7 +44,6 @@ def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer is gone by then, and its silence says nothing."""
-    silence, lease = 1.5, 2.0
 
     async def main(work: Work) -> None:
         served, loading = asyncio.Event(), asyncio.Event()
@@ -56,14 +55,16 @@ def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
         monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
         job = await work.create()
         await asyncio.wait_for(loading.wait(), 60)
-        begun = time.time()
+        begun, config = time.time(), TrainerConfig(MODEL, **CONFIG)
+        work.jobs.supervisor.attempts["train"]._heard -= 10 * config.silence_limit
         with contextlib.closing(sqlite3.connect(tmp_path / "finetune" / "jobs.sqlite3")) as store:
             held = "SELECT lease_until FROM jobs WHERE lease_until > ?"
-            await work.wait(job, lambda _: store.execute(held, (begun + silence + 1 + lease,)).fetchone())
+            later = begun + 1 + config.lease_seconds  # after several looks at the silence
+            await work.wait(job, lambda _: store.execute(held, (later,)).fetchone())
         served.set()
         await work.until(job, Status.SUCCEEDED)
 
-    run(main, silence_limit=silence, lease_seconds=lease)
+    run(main)
 
 
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "another server's by then"])
