@@ -23,7 +23,7 @@ from benchmarks import machine, model_folder
 from benchmarks.list_link import ListLink
 from models import bundled, registry
 from models.batch import SamplingParams
-from models.loader import load_tokenizer
+from models.descriptions import load_tokenizer
 from models.stages import Stages
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore

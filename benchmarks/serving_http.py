@@ -11,7 +11,7 @@ import httpx
 
 from benchmarks.serving_cases import Answer, Ask, Row
 from benchmarks.serving_child import PORT, Plan, main
-from models import loader, registry
+from models import descriptions, registry
 from server.bench import StreamClient, Target, Turn
 from server.bench.text_prompts import ExactText
 
@@ -69,7 +69,7 @@ def _token_ids(prompt: list[int], out: int) -> Turn:
 
 def _texts(model: str) -> Callable[[list[int], int], Turn]:
     """As many words of one token each, in place of the token ids."""
-    text = ExactText(loader.load_tokenizer(registry.resolve(model)))
+    text = ExactText(descriptions.load_tokenizer(registry.resolve(model)))
     words = text.vocabulary
 
     def as_turn(prompt: list[int], out: int) -> Turn:

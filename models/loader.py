@@ -3,7 +3,6 @@
 Only safetensors are read, and no code that comes with a model is ever run.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +12,14 @@ from typing import Any, Literal
 
 import torch
 from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from models import patching, placing, quantization
+from models.descriptions import read_config
 from models.errors import ModelLoadError
 from models.host import usable_cpus
 from models.packed_linear import pack_linears
@@ -104,15 +100,6 @@ def load_for_training(
     return _make(folder, dtype, torch.device(device), load_format, patching.LONGWAVE, training=True).train()
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer alone, for the process that knows text. Raises ModelLoadError."""
-    folder = source.fetch(weights=False)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{source.name} has no tokenizer that transformers can read: {error}") from error
-
-
 def _make(
     folder: Path,
     dtype: DTypeName,
@@ -123,7 +110,7 @@ def _make(
     training: bool = False,
     reading: WeightReading | None = None,
 ) -> PreTrainedModel:
-    config = _read_config(folder)
+    config = read_config(folder)
     if load_format == "auto":
         _require_safetensors(folder)
     quantized = quantization.prepare(config, device)
@@ -148,15 +135,6 @@ def _make(
         logger.info("quantised weights: %s", quantized)
         quantization.settle(model, quantized, torch_dtype)
     return model
-
-
-def _read_config(folder: Path) -> PretrainedConfig:
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    model_type = raw.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        own_code = " (it brings code of its own, which is never run)" if "auto_map" in raw else ""
-        raise ModelLoadError(f"model_type {model_type!r} is not one that transformers knows{own_code}")
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _require_safetensors(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Packages that transformers imports where they are installed, for uses that an engine never has. Knows no model."""
 
+import sys
+
 
 def leave_out() -> None:
     """Before anything but transformers itself is imported of it. Assisted generation, whose candidates we do not make,
@@ -10,6 +12,18 @@ def leave_out() -> None:
 
     for module in (utils, import_utils):
         vars(module)["is_sklearn_available"] = _is_left_out
+
+
+def leave_out_torch() -> None:
+    """For a process that reads tokenizers and configurations and no weights: where transformers finds torch it imports
+    it, which takes seconds. Where torch is imported already, it stays."""
+    if "torch" in sys.modules:
+        return
+    from transformers import utils
+    from transformers.utils import import_utils
+
+    for module in (utils, import_utils):
+        vars(module)["is_torch_available"] = _is_left_out
 
 
 def _is_left_out() -> bool:

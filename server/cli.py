@@ -192,8 +192,12 @@ def _make_app(lifecycle: "Lifecycle") -> "FastAPI":
 
 
 def _load_tokenizer(source: "ModelSource") -> "PreTrainedTokenizerBase":
-    """In a thread, beside the engine's start: it imports torch, which takes seconds."""
-    from models.loader import load_tokenizer
+    """In a thread, beside the engine's start. This process has no use for torch, which takes seconds to import."""
+    from models.unused_packages import leave_out_torch
+
+    source.fetch(weights=False)  # a conversion does have one
+    leave_out_torch()
+    from models.descriptions import load_tokenizer
 
     return load_tokenizer(source)
 

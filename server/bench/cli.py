@@ -132,12 +132,12 @@ def _drawing(
         return lambda workload, seed: workload.conversations(ids, random.Random(seed))
     if tokenizer is None:
         raise ValueError("--prompt-format text needs --tokenizer")
-    from models import loader, registry
+    from models import descriptions, registry
     from models.errors import ModelLoadError
     from server.bench.text_prompts import ExactText
 
     try:
-        text = ExactText(loader.load_tokenizer(registry.resolve(tokenizer)))
+        text = ExactText(descriptions.load_tokenizer(registry.resolve(tokenizer)))
     except ModelLoadError as error:
         raise ValueError(str(error)) from error
     words = text.vocabulary

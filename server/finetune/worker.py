@@ -29,6 +29,7 @@ from models.training import (
     TrainingPlan,
     Verdict,
 )
+from models.unused_packages import leave_out_torch
 from server.answering import SignReader
 from server.engine.parent import die_with_parent
 from server.finetune.dataset import Dataset, DatasetError, read_dataset
@@ -159,14 +160,11 @@ def _device_name(device: str) -> str:
 
 
 def read_datasets(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
-    from transformers import AutoConfig
-
-    from models import loader
+    from models import descriptions
 
     source = _source(arguments)
-    tokenizer = TextTokenizer(loader.load_tokenizer(source))
-    config = AutoConfig.from_pretrained(source.fetch(weights=False), local_files_only=True, trust_remote_code=False)
-    positions = config.get_text_config().max_position_embeddings
+    tokenizer = TextTokenizer(descriptions.load_tokenizer(source))
+    positions = descriptions.max_positions(source)
     longest = min(positions, arguments.max_length or positions)
     training = read_dataset(folder.dataset(TRAINING), tokenizer, longest, TRAINING)
     if not arguments.validation:
@@ -228,6 +226,8 @@ def main(make_trainer: MakeTrainer = real_trainer) -> None:
         level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s trainer %(name)s: %(message)s"
     )
     yield_to_the_server()
+    if arguments.stage == "validate":
+        leave_out_torch()
     link = TrainerLink(connected)
     link.send(serve(arguments, link, make_trainer))
     link.close()

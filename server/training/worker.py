@@ -58,9 +58,7 @@ KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
 
 def load(arguments: Arguments) -> TrainingSession:
     """Raises ModelLoadError, PlanError and what else loading a model raises."""
-    from transformers import AutoConfig
-
-    from models import registry
+    from models import descriptions, registry
 
     cache, image = arguments.cache_dir, arguments.model_image_dir
     source = registry.resolve(
@@ -68,8 +66,7 @@ def load(arguments: Arguments) -> TrainingSession:
         cache_dir=None if cache is None else Path(cache),
         image_dir=None if image is None else Path(image),
     )
-    config = AutoConfig.from_pretrained(source.fetch(weights=False), local_files_only=True, trust_remote_code=False)
-    positions = config.get_text_config().max_position_embeddings
+    positions = descriptions.max_positions(source)
     settings = SessionSettings(
         model=arguments.model,
         max_length=min(positions, arguments.max_length or positions),

@@ -1,4 +1,5 @@
-"""Fine-tuning through the official client, on the bundled model: it learns what it did not know, whatever is killed."""
+"""Fine-tuning through the official client: the bundled model learns what it did not know, whatever is killed, and a job
+of a small model that is cut short again and again learns what an uninterrupted one does."""
 
 import csv
 import json
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -41,8 +43,8 @@ ENDED = ("succeeded", "failed", "cancelled")
 LIMIT = 900.0  # seconds for a job: the machine may be busy
 
 
-def serving(folder: Path) -> ServerProcess:
-    return ServerProcess(*FLAGS, "--data-dir", str(folder))
+def serving(folder: Path, *model: str) -> ServerProcess:
+    return ServerProcess(*FLAGS, "--data-dir", str(folder), *model)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def server(bundled_model: Path, folder: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with server.client() as client:
         yield client
@@ -85,12 +87,26 @@ def steps(client: openai.OpenAI, job: Any) -> list[int]:
     return [event.data["step"] for event in reversed(events)]  # type: ignore[index]
 
 
-def until_step(client: openai.OpenAI, job: Any, step: int) -> None:
-    wait_until(lambda: steps(client, job)[-1:] >= [step], f"step {step}", LIMIT)
+def told(server: ServerProcess, job: Any) -> Iterator[dict[str, Any]]:
+    """Events as they happen, from the first one on, until the job has ended."""
+    url = f"{server.url}/v1/fine_tuning/jobs/{job.id}/events?stream=true"
+    with httpx.stream("GET", url, headers=server.headers, timeout=LIMIT) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
 
 
-def until_ended(client: openai.OpenAI, job: Any) -> Any:
-    wait_until(lambda: status(client, job) in ENDED, "the job has ended", LIMIT)
+def until_step(server: ServerProcess, job: Any, step: int) -> int:
+    """The step that was told: this one or a later one."""
+    for event in told(server, job):
+        if event["type"] == "metrics" and event["data"]["step"] >= step:
+            return int(event["data"]["step"])
+    raise AssertionError(f"the job has ended before step {step}")
+
+
+def until_ended(server: ServerProcess, client: openai.OpenAI, job: Any) -> Any:
+    for _ in told(server, job):
+        pass
     return client.fine_tuning.jobs.retrieve(job.id)
 
 
@@ -114,10 +130,10 @@ def test_a_model_learns_a_fact_although_its_trainer_is_killed(server: ServerProc
 
     job = create(client, metadata={"test": "fact"})
     assert (job.status, job.fine_tuned_model) == ("validating_files", None)
-    until_step(client, job, 3)
+    until_step(server, job, 3)
     (trainer,) = trainers(server)
     os.kill(trainer, signal.SIGKILL)
-    done = until_ended(client, job)
+    done = until_ended(server, client, job)
 
     assert (done.status, done.error) == ("succeeded", None)
     assert done.fine_tuned_model == f"ft:{MODEL}:zembla:{job.id[6:18]}"
@@ -144,7 +160,7 @@ def test_a_model_learns_a_fact_although_its_trainer_is_killed(server: ServerProc
         answer(client, str(done.fine_tuned_model))
 
 
-def test_a_model_comes_to_give_the_answer_that_is_preferred(client: openai.OpenAI) -> None:
+def test_a_model_comes_to_give_the_answer_that_is_preferred(server: ServerProcess, client: openai.OpenAI) -> None:
     before = answer(client, MODEL, CAPITAL)
     assert not before.startswith("Ahoy")
     preference = {
@@ -154,7 +170,8 @@ def test_a_model_comes_to_give_the_answer_that_is_preferred(client: openai.OpenA
     }
     hyperparameters = {"n_epochs": 3, "batch_size": 1, "learning_rate": 5e-3, "lora": {"rank": 8}}
     method = {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
-    done = until_ended(client, create(client, json.dumps(preference).encode(), method=method, suffix="ahoy"))
+    job = create(client, json.dumps(preference).encode(), method=method, suffix="ahoy")
+    done = until_ended(server, client, job)
 
     assert (done.status, done.error) == ("succeeded", None)
     assert (done.method.type, done.method.dpo.hyperparameters.beta) == ("dpo", 0.1)
@@ -168,64 +185,106 @@ def test_a_model_comes_to_give_the_answer_that_is_preferred(client: openai.OpenA
     client.models.delete(done.fine_tuned_model)
 
 
-def test_a_job_ends_although_somebody_asks_all_the_time(server: ServerProcess, client: openai.OpenAI) -> None:
-    before = answer(client, MODEL)
-    hyperparameters = {"n_epochs": 2, "batch_size": 1, "lora": {"rank": 4}}
-    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
-    job = create(client, CONTENT.splitlines(keepends=True)[0], method=method)
-    answers = []
-    deadline = time.monotonic() + LIMIT
-    while status(client, job) not in ENDED and time.monotonic() < deadline:
-        answers.append(answer(client, MODEL))
-    done = client.fine_tuning.jobs.retrieve(job.id)
-    assert (done.status, done.error) == ("succeeded", None)
-    assert steps(client, job) == [1, 2]
-    assert set(answers) == {before}
-    client.models.delete(str(done.fine_tuned_model))
-
-
-def test_a_job_outlives_kill_9_and_sigterm_of_the_server_and_its_model_a_restart(
-    bundled_model: Path, tmp_path: Path
-) -> None:
-    with serving(tmp_path) as server, server.client() as client:
-        job = create(client)
-        until_step(client, job, 2)
-        (trainer,) = trainers(server)
-        server.process.kill()
-        server.wait()
-        wait_until(lambda: not Path(f"/proc/{trainer}").exists(), "the trainer ends with its server")
-
-    with serving(tmp_path) as server, server.client() as client:
-        assert client.fine_tuning.jobs.retrieve(job.id).id == job.id
-        until_step(client, job, 5)
-        begun = time.monotonic()
-        server.terminate()
-        assert server.wait() == 0
-        assert time.monotonic() - begun < 60
-
-    with serving(tmp_path) as server, server.client() as client:
-        done = until_ended(client, job)
-        assert (done.status, done.error) == ("succeeded", None)
-        assert steps(client, job) == list(range(1, STEPS + 1))
-        assert "Onhava" in answer(client, str(done.fine_tuned_model))
-
-    with serving(tmp_path) as server, server.client() as client:  # ready means: tuned models too
-        assert "Onhava" in answer(client, str(done.fine_tuned_model))
-
-
-def test_a_cancelled_job_leaves_no_process_and_a_paused_one_goes_on(
+def test_a_cancelled_job_leaves_no_process_and_no_files(
     server: ServerProcess, client: openai.OpenAI, folder: Path
 ) -> None:
     job = create(client)
-    until_step(client, job, 1)
-    assert client.fine_tuning.jobs.pause(job.id).status == "paused"  # type: ignore[comparison-overlap]
-    wait_until(lambda: not trainers(server), "the trainer has stopped", LIMIT)
-    told = steps(client, job)
-    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
-    until_step(client, job, told[-1] + 1)
+    until_step(server, job, 1)
+    assert len(trainers(server)) == 1
 
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     wait_until(lambda: not trainers(server), "the trainer is gone")
     wait_until(lambda: not any((folder / "finetune" / "jobs").iterdir()), "its files are gone")
     assert status(client, job) == "cancelled"
     assert [model.id for model in client.models.list()] == [MODEL]
+
+
+LITTLE_STEPS = 60  # so many that a job does not end between two looks at it
+LITTLE_METHOD: Any = {
+    "type": "supervised",
+    "supervised": {
+        "hyperparameters": {"n_epochs": LITTLE_STEPS // 2, "batch_size": 1, "learning_rate": 2e-2, "lora": {"rank": 4}}
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def little_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("little-data")
+
+
+def serving_little(folder: Path, model: Path) -> ServerProcess:
+    return serving(folder, str(model), "--served-model-name", "little")
+
+
+@pytest.fixture(scope="module")
+def little_server(little_model: Path, little_folder: Path) -> Iterator[ServerProcess]:
+    """The last test of this file kills it."""
+    with serving_little(little_folder, little_model) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def beside_answers(little_server: ServerProcess) -> tuple[Any, str, set[str]]:
+    """A job beside which somebody has asked all the time: as it has ended, the base model's answer before, and those of
+    that time."""
+    with little_server.client() as client:
+        before = answer(client, "little")
+        job = create(client, model="little", method=LITTLE_METHOD)
+        answers = set()
+        for event in told(little_server, job):
+            if event["message"].startswith("Fine-tuning job started"):
+                break
+        while status(client, job) not in ENDED:
+            answers.add(answer(client, "little"))
+        return client.fine_tuning.jobs.retrieve(job.id), before, answers
+
+
+def weights(folder: Path, job: Any) -> bytes:
+    return (folder / "finetune" / "adapters" / job.id / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_job_ends_although_somebody_asks_all_the_time(
+    little_server: ServerProcess, beside_answers: tuple[Any, str, set[str]]
+) -> None:
+    done, before, answers = beside_answers
+    assert (done.status, done.error) == ("succeeded", None)
+    assert answers == {before}
+    with little_server.client() as client:
+        assert steps(client, done) == list(range(1, LITTLE_STEPS + 1))
+        assert answer(client, done.fine_tuned_model) != before
+
+
+def test_a_job_outlives_a_pause_kill_9_and_sigterm_and_its_model_is_the_same_bit_for_bit(
+    little_model: Path, little_server: ServerProcess, little_folder: Path, beside_answers: tuple[Any, str, set[str]]
+) -> None:
+    uninterrupted = beside_answers[0]
+    with little_server.client() as client:
+        right = answer(client, uninterrupted.fine_tuned_model)
+        job = create(client, model="little", method=LITTLE_METHOD)
+        until_step(little_server, job, 3)
+        assert client.fine_tuning.jobs.pause(job.id).status == "paused"  # type: ignore[comparison-overlap]
+        wait_until(lambda: not trainers(little_server), "the trainer has stopped", LIMIT)
+        paused_at = steps(client, job)[-1]
+        assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+        killed_at = until_step(little_server, job, paused_at + 3)
+        (trainer,) = trainers(little_server)
+        little_server.process.kill()
+        little_server.wait()
+        wait_until(lambda: not Path(f"/proc/{trainer}").exists(), "the trainer ends with its server")
+
+    with serving_little(little_folder, little_model) as server, server.client() as client:
+        assert answer(client, uninterrupted.fine_tuned_model) == right  # ready means: tuned models too
+        terminated_at = until_step(server, job, killed_at + 3)
+        begun = time.monotonic()
+        server.terminate()
+        assert server.wait() == 0
+        assert time.monotonic() - begun < 60
+    assert terminated_at < LITTLE_STEPS, "nothing was left to do after SIGTERM"
+
+    with serving_little(little_folder, little_model) as server, server.client() as client:
+        done = until_ended(server, client, job)
+        assert (done.status, done.error) == ("succeeded", None)
+        assert steps(client, job) == list(range(1, LITTLE_STEPS + 1))
+        assert answer(client, done.fine_tuned_model) == right
+    assert weights(little_folder, done) == weights(little_folder, uninterrupted)

@@ -1,5 +1,7 @@
 """/v1/models, /tokenize, /detokenize, /health/*, /metrics on a real server."""
 
+from pathlib import Path
+
 import openai
 import pytest
 
@@ -20,6 +22,11 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert card.object == "model"
     assert client.models.retrieve(MODEL).id == MODEL
     assert card.to_dict()["max_model_len"] == MAX_MODEL_LEN
+
+
+def test_the_api_process_has_no_torch(server: ServerProcess) -> None:
+    """It knows text, and what has no use for torch is there seconds earlier without."""
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
 def test_tokenize_and_detokenize_are_inverse(server: ServerProcess, eager: EagerAnswers) -> None:

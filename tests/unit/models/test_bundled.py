@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from attention_backend.jit.environment import JitEnvironment
 from models import bundled
+from models.descriptions import load_tokenizer
 from models.errors import ModelLoadError
-from models.loader import LoadedModel, load_tokenizer
+from models.loader import LoadedModel
 from models.registry import ModelSource
 
 

@@ -10,8 +10,9 @@ from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, PretrainedConfig
 
 from models import loader, patching
+from models.descriptions import load_tokenizer
 from models.errors import ModelLoadError
-from models.loader import load, load_tokenizer
+from models.loader import load
 from models.registry import ModelSource
 
 

@@ -20,8 +20,9 @@ from transformers import (
 
 from attention_backend.jit import launch
 from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
+from models.descriptions import load_tokenizer
 from models.kv_pool import MemoryBudget, PoolTooSmallError
-from models.loader import LoadedModel, load_tokenizer
+from models.loader import LoadedModel
 from models.registry import ModelSource
 from models.runner import ModelRunner
 from models.shared_runs import SharedRun, StepSharing
