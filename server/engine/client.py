@@ -237,8 +237,7 @@ class EngineClient:
             return False
         too_many = self._deaths.add(time.monotonic())
         if not self._was_ready:
-            logger.critical("the engine could not start: %s", self._failure)
-            return False
+            return False  # `ready` raises, and whoever waits for it says why
         if too_many:
             logger.critical("the engine ended %s and stays down", self._deaths)
             return False
