@@ -92,6 +92,13 @@ class WeightReading:
         return sorted(pieces, key=lambda piece: (piece.file, piece.begin))
 
     def _copy(self, pieces: "_Shared") -> None:
+        try:
+            self._copy_all(pieces)
+        except BaseException:
+            pieces.end()  # one that failed is enough
+            raise
+
+    def _copy_all(self, pieces: "_Shared") -> None:
         on_gpu = self._device.type == "cuda"
         buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(BUFFERS)]
         if not on_gpu:
@@ -128,8 +135,12 @@ class _Shared:
     """Pieces for several threads, each of them once."""
 
     def __init__(self, pieces: Sequence[_Piece]) -> None:
-        self._pieces = iter(pieces)
+        self._pieces: Iterator[_Piece] = iter(pieces)
         self._lock = threading.Lock()
+
+    def end(self) -> None:
+        with self._lock:
+            self._pieces = iter(())
 
     def __iter__(self) -> Iterator[_Piece]:
         while True:

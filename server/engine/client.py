@@ -226,6 +226,7 @@ class EngineClient:
         """From now on nobody is ready, until a next engine says so; what was open has failed."""
         if self.is_ready:
             self._ready = asyncio.get_running_loop().create_future()
+        self.stats = None  # what a dead engine had running, nobody has
         if self._restoring is not None:
             self._restoring.cancel()
         self._adapters.lose()

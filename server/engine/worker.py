@@ -139,7 +139,8 @@ def main() -> None:
     arguments = msgspec.json.decode(sys.argv[1], type=WorkerArguments)
     die_with_parent(arguments.parent_pid)
     gc.set_threshold(50_000, 20, 1_000_000)  # a full one walks through every module, later every request and block
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the API process drains, then tells us
+    # Sent to everybody: the API process drains, then tells us. And a terminal may stop who writes to it unasked.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
         level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"

@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,31 @@ def test_a_file_that_became_shorter_is_an_error_of_the_one_who_waits(tmp_path: P
     cut(tmp_path)
     with pytest.raises(OSError, match="became shorter while it was read"):
         WeightReading(stored, CPU).finish()
+
+
+def test_a_thread_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen gigabytes need not arrive for one that never will."""
+    ended, fills = threading.Event(), []
+    end = weight_reading._Shared.end
+
+    def ends(pieces: Any) -> None:
+        end(pieces)
+        ended.set()
+
+    def fill(*_: Any) -> None:
+        fills.append(threading.get_ident())
+        if len(fills) == 1:
+            raise OSError("broken")
+        ended.wait(2)
+
+    monkeypatch.setattr(weight_reading, "CHUNK", 64)
+    monkeypatch.setattr(weight_reading._Shared, "end", ends)
+    monkeypatch.setattr(WeightReading, "_fill", fill)
+    stored = readable(write(tmp_path, tensors()))
+    assert stored is not None
+    with pytest.raises(OSError, match="broken"):
+        WeightReading(stored, CPU).finish()
+    assert len(fills) <= weight_reading.THREADS
 
 
 @pytest.mark.gpu

@@ -205,6 +205,7 @@ def test_a_dead_engine_fails_every_stream_within_a_second_and_comes_back(how: st
             assert all(isinstance(error, EngineUnavailable) for error in errors)
             assert client.alive
             assert not client.is_ready
+            assert client.stats is None
             with pytest.raises(EngineUnavailable):
                 await collect(client, request("meanwhile", [1]))
             await client.ready()
