@@ -70,6 +70,8 @@ def ensure_converted(cache_dir: Path | None = None, image_dir: Path | None = Non
     folder = cached_folder(cache_dir)
     if _is_complete(folder):
         return folder
+    from safetensors import SafetensorError
+
     from models.progress_bars import without_progress_bars
 
     gguf = _find_gguf()
@@ -79,9 +81,9 @@ def ensure_converted(cache_dir: Path | None = None, image_dir: Path | None = Non
             if not _is_complete(folder):
                 with without_progress_bars():
                     _convert_atomically(gguf, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelLoadError(
-            f"the bundled model cannot be kept in {folder.parent}: {error.strerror or error}; "
+            f"the bundled model cannot be kept in {folder.parent}: {getattr(error, 'strerror', None) or error}; "
             "set LONGWAVE_CACHE_DIR to a directory of your own"
         ) from error
     return folder
@@ -108,7 +110,10 @@ def _find_gguf() -> Path:
 
 
 def _convert_atomically(gguf: Path, folder: Path) -> None:
-    """Written beside its place and renamed into it, so that a folder of this name is always whole."""
+    """Written beside its place and renamed into it, so that a folder of this name is always whole. Under the lock: what
+    lies there unfinished is of a process that was killed."""
+    for unfinished in folder.parent.glob(f".{folder.name}-*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _convert(gguf, temporary)

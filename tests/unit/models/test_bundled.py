@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from attention_backend.jit.environment import JitEnvironment
@@ -59,12 +60,13 @@ def test_a_damaged_folder_is_made_anew(conversions: list[Path], tmp_path: Path) 
     assert len(conversions) == 2
 
 
+@pytest.mark.parametrize("error", [OSError("No space left on device"), SafetensorError("I/O error: No space left")])
 def test_a_conversion_that_fails_leaves_nothing_behind(
-    conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    conversions: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(_gguf: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError("No space left on device")
+        raise error
 
     monkeypatch.setattr(bundled, "_convert", fail)
     with pytest.raises(ModelLoadError, match="No space left"):
@@ -73,6 +75,16 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     assert not folder.exists()
     assert [path.suffix for path in folder.parent.iterdir()] == [".lock"]
     assert conversions == []
+
+
+def test_what_a_killed_conversion_left_is_swept(conversions: list[Path], tmp_path: Path) -> None:
+    folder = bundled.cached_folder(tmp_path)
+    unfinished = folder.with_name(f".{folder.name}-killed")
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_text("half")
+    assert bundled.ensure_converted(tmp_path) == folder
+    assert not unfinished.exists()
+    assert len(conversions) == 1
 
 
 def test_what_an_image_ships_is_used_and_nothing_is_written(conversions: list[Path], tmp_path: Path) -> None:
