@@ -10,7 +10,6 @@ import itertools
 import pkgutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,6 @@ import numpy as np
 import torch
 
 import attention_backend.kernels
-from attention_backend import backward, dispatch
-from attention_backend.capabilities import Capability
 from attention_backend.jit import launch
 from attention_backend.jit.launch import Dim3, Parameters
 from attention_backend.jit.spec import KERNELS_DIR, KernelVariant, arch_for
@@ -30,8 +27,9 @@ from attention_backend.kernels import tensor_map
 
 from .compile import EmulatorError, emulated, runtime
 from .driver import EmulatedDriver
-from .memory import GuardedAllocations
+from .memory import GuardedAllocations, guarded_factories
 
+DEVICE = torch.device("cuda", 0)  # what tensors say that they are on
 _MOST_THREADS = 4096  # at once, of all blocks
 _MAX_SMEM = 227 * 1024
 _ALIGNMENT = 64
@@ -114,9 +112,17 @@ class _Kernels(dict[tuple[KernelVariant, int], EmulatedKernel]):
         return self[key]
 
 
+class _Generator(torch.Generator):
+    """Of the CPU, wherever its numbers are wanted."""
+
+    def __new__(cls, device: object = None) -> "_Generator":  # noqa: ARG004
+        return super().__new__(cls, device="cpu")
+
+
 @contextmanager
 def emulated_device(settings: Settings) -> Iterator[None]:
-    """Inside, tensors of a CPU say that they are a GPU's, and what is allocated is guarded (see `memory`)."""
+    """Inside, tensors of a CPU say that they are on DEVICE, and what is made there is made on the CPU, guarded (see
+    `memory`)."""
     arch_for(settings.capability)
     modules = [
         import_module(f"attention_backend.kernels.{found.name}")
@@ -128,17 +134,19 @@ def emulated_device(settings: Settings) -> Iterator[None]:
         "get_device_properties": lambda _=None: SimpleNamespace(multi_processor_count=settings.num_sms),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda _=None: None,
+        "current_stream": lambda _=None: SimpleNamespace(synchronize=lambda: None),
     }
     with ExitStack() as stack:
         for name, fact in facts.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fact))
         stack.enter_context(mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _default_stream, create=True))
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", True))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "device", property(lambda _: DEVICE)))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(launch, "_loaded", _Kernels(settings)))
         stack.enter_context(mock.patch.object(tensor_map, "_driver", EmulatedDriver))
-        for room in (dispatch, backward):
-            stack.enter_context(mock.patch.object(room, "TABLE", tuple(_gpu_lines(room.TABLE))))
         stack.enter_context(GuardedAllocations())
+        stack.enter_context(guarded_factories())
         _forget(modules)
         stack.callback(_forget, modules)
         yield
@@ -146,13 +154,6 @@ def emulated_device(settings: Settings) -> Iterator[None]:
 
 def _default_stream(_: int | None) -> int:
     return 0
-
-
-def _gpu_lines(table: tuple[Capability, ...]) -> Iterator[Capability]:
-    """What serves tensors of a GPU, for tensors of a CPU."""
-    for line in table:
-        if line.device == "cuda":
-            yield replace(line, device="cpu")
 
 
 def _forget(modules: list[Any]) -> None:

@@ -10,7 +10,7 @@ void* static_shared(const void* key, size_t bytes, size_t alignment) {
   if (found != block.statics.end()) return block.base + found->second;
   const uint32_t at = (block.static_end + alignment - 1) / alignment * alignment;
   block.static_end = at + bytes;
-  if (block.static_end > block.dynamic_begin) fail("more than 31 KB of static shared memory");
+  if (block.static_end > block.dynamic_begin) fail("%u bytes of static shared memory are too many", block.static_end);
   block.statics[key] = at;
   return block.base + at;
 }

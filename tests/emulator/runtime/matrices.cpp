@@ -74,6 +74,7 @@ void mma(Kind kind, int k, float* const (&c)[4], const uint32_t* a, const uint32
     const Mma& first = *static_cast<Mma*>(lanes[0]);
     const int k = first.k;
     float x[16][16], y[16][8];
+    double sums[16][8] = {};
     for (int lane = 0; lane < 32; lane++) {
       const Mma& of = *static_cast<Mma*>(lanes[lane]);
       const int g = lane / 4, t = lane % 4 * 2;
@@ -86,13 +87,13 @@ void mma(Kind kind, int k, float* const (&c)[4], const uint32_t* a, const uint32
         }
       }
     }
+    for (int row = 0; row < 16; row++)
+      for (int j = 0; j < k; j++)
+        for (int column = 0; column < 8; column++) sums[row][column] += static_cast<double>(x[row][j]) * y[j][column];
     for (int lane = 0; lane < 32; lane++)
       for (int i = 0; i < 4; i++) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         float& sum = *static_cast<Mma*>(lanes[lane])->c[i];
-        double exact = sum;
-        for (int j = 0; j < k; j++) exact += static_cast<double>(x[row][j]) * y[j][column];
-        sum = static_cast<float>(exact);
+        sum = static_cast<float>(sum + sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]);
       }
   });
 }
@@ -118,7 +119,8 @@ struct Operand {
   uint32_t start, leading, stride, pitch, mask;
   bool transposed;
   Operand(uint64_t descriptor, bool transposed) : transposed(transposed) {
-    start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+    const auto bytes = [descriptor](int from) { return static_cast<uint32_t>(descriptor >> from & 0x3fff) << 4; };
+    start = bytes(0), leading = bytes(16), stride = bytes(32);
     const int mode = descriptor >> 62;
     if (!mode) fail("a wgmma operand without a swizzle");
     pitch = 256 >> mode, mask = 0x70 & ((pitch - 1) & ~15u);
@@ -168,18 +170,18 @@ void wgmma(const Wgmma& operation) {
     Product product;
     product.operation = *static_cast<const Wgmma*>(group.mine[0]);
     const int registers = product.operation.n / 2;
+    product.registers.reserve(128 * registers);
     for (const void* mine : group.mine) {
       const Wgmma& of = *static_cast<const Wgmma*>(mine);
       if (of.n != 2 * registers || of.descriptor_b != product.operation.descriptor_b ||
           of.descriptor_a != product.operation.descriptor_a || of.accumulate != product.operation.accumulate)
         fail("a warpgroup's threads want different products");
-      product.registers.emplace_back(of.d, of.d + registers);
+      product.registers.insert(product.registers.end(), of.d, of.d + registers);
       if (of.a) product.a.insert(product.a.end(), of.a, of.a + 4);
     }
     std::vector<float>& sums = group.sums[product.key()];
     if (sums.empty()) {  // from now on accumulators may not be touched
-      for (const std::vector<float*>& thread : product.registers)
-        for (float* p : thread) sums.push_back(*p), *p = NAN;
+      for (float* p : product.registers) sums.push_back(*p), *p = NAN;
     } else if (sums.size() != 128u * registers) {
       fail("products of two sizes into the same accumulators");
     }
@@ -224,8 +226,7 @@ void wgmma_wait(int pending) {
       const auto sums = group.sums.find(product.key());
       if (sums == group.sums.end() || under_way(group, product.key())) continue;
       size_t i = 0;
-      for (const std::vector<float*>& thread : product.registers)
-        for (float* p : thread) *p = sums->second[i++];
+      for (float* p : product.registers) *p = sums->second[i++];
       group.sums.erase(sums);
     }
   };

@@ -1,5 +1,6 @@
 // Runs a grid: fibers of all resident blocks by turns, in an order that the seed decides. Fails a launch that accesses
 // what is nobody's, that waits for ever, or that meets where it should not.
+#include <algorithm>
 #include <sys/mman.h>
 
 #include "state.h"
@@ -11,7 +12,8 @@ Launch* launch;
 
 namespace {
 constexpr size_t kPage = 4096, kStack = 128 << 10;
-constexpr uint32_t kStatics = 1024, kDynamic = 32 << 10, kWindow = 288 << 10;  // offsets: 1 KB is the system's
+// Offsets: 1 KB is the system's, then come static and dynamic shared memory, all below what descriptors reach.
+constexpr uint32_t kStatics = 1024, kMostStatics = 49 << 10, kWindow = 256 << 10;
 using Entry = void (*)(void**);
 
 Entry entry;
@@ -61,10 +63,11 @@ void start(Block& block, dim3 index, uint32_t smem) {
   }
   block.mapping = free_windows.back();
   free_windows.pop_back();
-  block.dynamic_begin = kDynamic, block.dynamic_end = kDynamic + smem, block.static_end = kStatics;
   const uint32_t rounded = (smem + 63) / 64 * 64;  // the last byte before the page that nobody may touch, nearly
-  block.base = block.mapping + kWindow - rounded - kDynamic;
-  memset(block.base, 0xff, kDynamic + rounded);
+  const uint32_t begin = std::min(kMostStatics, (kWindow - rounded) / 1024 * 1024);
+  block.dynamic_begin = begin, block.dynamic_end = begin + smem, block.static_end = kStatics;
+  block.base = block.mapping + kWindow - rounded - begin;
+  memset(block.base, 0xff, begin + rounded);
   const unsigned threads = block_dim.x * block_dim.y * block_dim.z;
   block.fibers.resize(threads);
   block.warps.resize((threads + 31) / 32);

@@ -60,9 +60,9 @@ struct MBarrier {
 
 struct Product {  // a wgmma that has been issued
   Wgmma operation;
-  std::vector<std::vector<float*>> registers;  // accumulators of each of the 128 threads
-  std::vector<uint32_t> a;                     // [128][4]
-  float* key() const { return registers[0][0]; }
+  std::vector<float*> registers;  // accumulators of the 128 threads, thread by thread
+  std::vector<uint32_t> a;        // [128][4]
+  float* key() const { return registers[0]; }
 };
 
 struct WarpGroup {
