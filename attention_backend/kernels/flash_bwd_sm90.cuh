@@ -18,12 +18,10 @@
 #include "parts/backward_store.cuh"
 #include "parts/backward_wgmma.cuh"
 #include "parts/mma_sm80.cuh"
+#include "parts/uniform.cuh"
 
 static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
 static_assert(kTileSteps == 2 ? kSlabsK == 1 : kSlabsK == 2, "dQ of a tile of rows is two chunks");
-
-// A value that all lanes hold, as the compiler knows then: descriptors live in uniform registers.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 class Consumer {
  public:

@@ -21,16 +21,13 @@
 #include "parts/seqlen.cuh"
 #include "parts/softmax.cuh"
 #include "parts/tma.cuh"
+#include "parts/uniform.cuh"
 #include "parts/wgmma_sm90.cuh"
 
 #define DENSE_KEYS (!PAGED)  // of forward_work
 #include "parts/forward_loads.cuh"
 #include "parts/forward_masks.cuh"
 #include "parts/forward_rows.cuh"
-
-// A value that all lanes hold, as the compiler knows then: loops over it, barriers and descriptors live in uniform
-// registers. Without, each wgmma waits for its descriptors to be copied there.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint64 a, uint64 b) {
