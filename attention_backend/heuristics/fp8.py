@@ -6,7 +6,7 @@ from dataclasses import dataclass
 HEAD_DIMS = (64, 128, 256)
 #: Keys and values that are worked on at once should stay in the L2 cache (50 MB on an H200).
 _L2_BYTES = 32 << 20
-_STAGES = 2  # flash_fwd_fp8_sm90.cuh: tiles of keys, and of values, in shared memory
+_STAGES = 2  # parts/forward_fp8_tiles.cuh: tiles of keys, and of values, in shared memory
 _MAX_VALUE_PARTS = 32
 _VALUE_PART_ROWS = 256
 

@@ -15,7 +15,7 @@ from attention_backend.kernels.quantize_fp8 import Fp8Tiles
 
 
 class Fp8Params(ctypes.Structure):
-    """flash_fwd_fp8_sm90.cuh"""
+    """parts/forward_fp8_tiles.cuh"""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "out", "lse")),

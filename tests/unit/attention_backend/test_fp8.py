@@ -108,7 +108,7 @@ def test_packed_scores_meet_values_in_the_order_of_keys() -> None:
         # The accumulator layout of m64nNk32: pairs of columns, row g and row g + 8 by turns.
         s = [p[rows[i // 2 % 2], i // 4 * 8 + 2 * c + i % 2] for i in range(keys // 2)]
         for i, j in itertools.product(range(keys // 32), range(4)):
-            at = i * 16 + j // 2 * 8 + j % 2 * 2  # pack_tile of flash_fwd_fp8_sm90.cuh
+            at = i * 16 + j // 2 * 8 + j % 2 * 2  # pack_tile of parts/forward_fp8_rows.cuh
             packed = [s[at], s[at + 1], s[at + 4], s[at + 5]]
             # The operand layout: register j is row g (even) or g + 8 (odd), columns 4c .. 4c + 3 of half j / 2.
             for byte, value in enumerate(packed):
