@@ -29,7 +29,7 @@ _BACKWARD_STRIDES = (
 
 
 class BackwardParams(ctypes.Structure):
-    """flash_bwd_sm80.cuh"""
+    """parts/backward_sm80_tiles.cuh"""
 
     _fields_ = (
         ("sequence", SequenceParams),
