@@ -1,0 +1,46 @@
+// dQ of the Hopper backward for narrow heads: what its consumers hand over, on its way to global memory.
+#pragma once
+
+#include "parts/backward_loads.cuh"
+
+// Adds what the consumers hand over to dQ, in one warp.
+__device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParams& p) {
+  RingPlace<TILE_SLOTS> slot;
+  const bool first_lane = threadIdx.x % 32 == 0;
+#pragma unroll 1
+  for (;; slot.next()) {
+    slot.wait_full(shared.full_tile);
+    const KeyTile& tile = shared.tiles[slot.at];
+    if (tile.tiles < 0) break;
+    Step step(tile);
+#pragma unroll 1
+    for (int left = tile.tiles; left > 0; left--) {
+      const int rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
+#if DETERMINISTIC
+      if (first_lane) await_turn_relaxed(p.turns + rows * 2ll, turn_of(tile, step.m));
+      __syncwarp();
+#endif
+#pragma unroll 1
+      for (int w = 0; w < kConsumers; w++) {
+        named_sync(4 + w, 160);
+        if (first_lane) {
+          bulk_add(p.dq + (rows * kSlabsK + w) * static_cast<int64>(kChunk), shared.handover + w * (kChunk * 4), kChunk * 4);
+          bulk_wait_read();
+          barrier_arrive(shared.free_space + 8 * w);
+        }
+        __syncwarp();
+      }
+#if DETERMINISTIC
+      if (first_lane) {
+        bulk_wait_done();
+        pass_turn_relaxed(p.turns + rows * 2ll);
+      }
+      __syncwarp();
+#endif
+      step.next(kTileSteps, tile);
+    }
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared.empty_tile + 8 * slot.at);
+  }
+  if (first_lane) bulk_wait_done();
+}
