@@ -12,6 +12,7 @@ from torch import Tensor
 from attention_backend import capabilities, dispatch
 from attention_backend.capabilities import Capability, KernelSpec
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.heuristics.sm80_backward import FEWEST_KEYS
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
@@ -34,6 +35,9 @@ def _generic(args: AttentionArgs) -> Iterator[str]:
         yield "keys lie in pages"
     if args.bias is not None:
         yield "it has no gradient of a bias"
+    keys = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
+    if keys > capabilities.MAX_GRID * FEWEST_KEYS:
+        yield f"{keys} keys of a sequence are above {capabilities.MAX_GRID * FEWEST_KEYS}"
     yield from capabilities.tensor_cores(args)
 
 

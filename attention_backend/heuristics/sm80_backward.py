@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 
+#: Keys of a block, at least.
+FEWEST_KEYS = 32
+
 _WALK = 32  # bytes of what a block keeps besides its tiles
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from attention_backend import attention_with_lse, backward, dispatch
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES, SHARED_MEMORY
-from attention_backend.heuristics.sm80_backward import backward_config, group_parts, is_short
+from attention_backend.heuristics.sm80_backward import FEWEST_KEYS, backward_config, group_parts, is_short
 from attention_backend.jit.spec import ARCHS
 from attention_backend.problem import AttentionArgs
 
@@ -120,6 +120,17 @@ def test_a_backward_tile_fits_every_pair_of_widths_on_every_architecture(
     assert config.min_blocks * config.smem_bytes(tile, tile_v) <= SHARED_MEMORY[arch]
     assert 128 % config.block_m == 0
     assert config.fits(tile, tile_v)
+    assert config.block_n >= FEWEST_KEYS
+
+
+@pytest.mark.parametrize(("keys", "served"), [(65535 * 32, True), (65535 * 32 + 1, False)])
+def test_more_key_tiles_than_a_grid_has_are_refused_before_the_launch(keys: int, served: bool) -> None:
+    """Tiles of keys are the grid's second dimension, of at most 65,535 blocks."""
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.float16)
+    k = torch.zeros(1, 1, 1, 16, dtype=torch.float16).expand(1, keys, 1, 16)
+    line = next(line for line in backward.TABLE if line.kernel == "flash_bwd_sm80")
+    reasons = list(line.refusals(AttentionArgs(q, k, k, 1.0)))
+    assert any(f"{keys} keys" in reason for reason in reasons) != served
 
 
 def test_short_sequences_have_smaller_tiles_where_these_were_measured() -> None:
