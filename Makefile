@@ -37,7 +37,7 @@ install: $(STAMP)  ## the virtual environment alone
 
 install-dev: $(DEV_STAMP)  ## with what the tests and linters need
 
-test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and every kernel compiled for every architecture
+test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and kernels compiled for every architecture
 	$(PYTEST) -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-fast: $(DEV_STAMP)  ## without the slow ones
