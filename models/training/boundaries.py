@@ -14,7 +14,8 @@ from models.training.trainable import TrainableModel
 
 
 def rest_between_layers(model: TrainableModel, pacer: Pacer) -> None:
-    """From now on `pacer` hears of every boundary in the model's forward and backward passes, for the model's life.
+    """From now on `pacer` hears of every forward that begins, and of every boundary in the model's forward and backward
+    passes, for the model's life.
 
     A layer's boundary is its first part and not the layer: transformers recomputes a checkpointed layer by its
     `forward`, past the hooks of the layer itself.
@@ -28,6 +29,10 @@ def rest_between_layers(model: TrainableModel, pacer: Pacer) -> None:
     def boundary() -> None:
         pacer.boundary(wait_for_device)
 
+    def begin(*_: object) -> None:
+        pacer.begin()
+
+    model.decoder.register_forward_pre_hook(begin)
     for layer in decoder_layers(model.decoder):
         _watch(next(layer.children(), layer), boundary)
     _watch(model.head.linear, boundary)

@@ -33,6 +33,11 @@ class Pacer:
         self._sleep = sleep
         self._began: float | None = None  # the piece of work since the last boundary; None: nobody was answering there
 
+    def begin(self) -> None:
+        """Work begins. What was before it (a caller that thought, a checkpoint that was written) kept no device busy:
+        no rest follows it."""
+        self._began = None
+
     def boundary(self, synchronise: Callable[[], object]) -> None:
         """Between two pieces of work. `synchronise` returns when the device has done what is queued; it is called only
         while somebody is answering, and what was queued before counts from then on."""

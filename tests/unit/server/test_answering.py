@@ -20,7 +20,10 @@ for _ in sys.stdin:
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_a_process_that_inherits_it_sees_every_change() -> None:
+@pytest.mark.parametrize("system", ["Linux", "others"])
+def test_a_process_that_inherits_it_sees_every_change(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if system == "others":
+        monkeypatch.delattr("os.memfd_create")
     sign = AnsweringSign()
     with subprocess.Popen(
         [sys.executable, "-c", READS, str(sign.fd)],

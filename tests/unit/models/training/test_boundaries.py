@@ -137,6 +137,26 @@ def test_a_run_that_rests_ends_with_the_bits_of_one_that_never_does(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own
+def test_time_between_two_calls_is_not_rested_for(tiny_folder: Path) -> None:
+    """Somebody answers all the time, and whoever trains thinks for an hour."""
+    now, ids = 0.0, torch.arange(3, 24)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    given = Pacer(lambda: True, 0.25, clock=lambda: now, sleep=sleep)
+    settings = SessionSettings(str(tiny_folder), max_length=64, micro_batch_tokens=48)
+    session = TrainingSession(registry.resolve(str(tiny_folder)), settings, "cpu", pacer=given)
+    session.create("train-1", LoraSettings(4, 8), seed=1)
+    for _ in range(2):
+        begun = now
+        session.forward_backward("train-1", [Datum(ids[:-1], ids[1:])], "cross_entropy")
+        assert now == begun  # by this clock, work takes no time
+        now += 3600.0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own
 def test_a_session_that_rests_gives_the_same_bits(tiny_folder: Path) -> None:
     ids = torch.arange(3, 24)
     settings = SessionSettings(str(tiny_folder), max_length=64, micro_batch_tokens=48)

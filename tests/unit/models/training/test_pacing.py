@@ -72,6 +72,16 @@ def test_work_outside_the_device_counts_too() -> None:
     assert day.slept == pytest.approx(1.2)
 
 
+def test_what_was_before_work_begins_is_no_work() -> None:
+    """A client that thinks, a checkpoint that is written."""
+    day = Day(0.25, work=0.1)
+    day.boundaries(1)
+    day.now += 100.0
+    day.pacer.begin()
+    day.boundaries(1)
+    assert day.slept == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])
 def test_a_share_is_above_0_and_at_most_1(share: float) -> None:
     with pytest.raises(ValueError, match="share must be above 0 and at most 1"):
