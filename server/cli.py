@@ -108,6 +108,7 @@ def serve(
     fine_tuning_max_length: Annotated[int | None, Flag(help="Most tokens of a training example.")] = None,
     fine_tuning_batch_tokens: Annotated[int | None, Flag(help="Tokens of one forward in training.")] = None,
     fine_tuning_checkpoint_every: Annotated[int | None, Flag(help="Steps between a job's checkpoints.")] = None,
+    fine_tuning_deterministic: Annotated[bool | None, Flag(help="On a GPU too, jobs repeat bit for bit.")] = None,
     training_gpu_share: Annotated[float | None, Flag(help="Share of time that training takes beside answers.")] = None,
     enable_training: Annotated[bool | None, Flag(help="Serve /v1/training, the low-level calls.")] = None,
     max_training_models: Annotated[int | None, Flag(help="Most live models of low-level training.")] = None,

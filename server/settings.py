@@ -105,12 +105,9 @@ class Settings(BaseSettings):
     fine_tuning_batch_tokens: int = Field(
         4096, ge=2, le=MAX_MODEL_LEN, description="Tokens of one forward in training: examples are packed up to it."
     )
-    fine_tuning_checkpoint_every: int = Field(
-        10, ge=1, le=1_000_000, description="Steps between checkpoints; a crash loses no more."
-    )
-    training_gpu_share: float = Field(
-        0.25, ge=0.01, le=1, description="Share of time that training takes beside answers."
-    )
+    fine_tuning_checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="Steps a crash may lose.")
+    fine_tuning_deterministic: bool = Field(False, description="On a GPU too, jobs repeat bit for bit; slower.")
+    training_gpu_share: float = Field(0.25, ge=0.01, le=1, description="Share of time for training beside answers.")
     enable_training: bool = Field(True, description="Serve /v1/training, the low-level calls.")
     max_training_models: int = Field(4, ge=1, le=1024, description="Most live models of low-level training.")
     max_training_call_tokens: int = Field(65_536, ge=1, le=MAX_MODEL_LEN, description="Most tokens of one such call.")
@@ -197,6 +194,7 @@ class Settings(BaseSettings):
             max_length=self.fine_tuning_max_length,
             micro_batch_tokens=self.fine_tuning_batch_tokens,
             checkpoint_every=self.fine_tuning_checkpoint_every,
+            deterministic=self.fine_tuning_deterministic,
             gpu_share=self.training_gpu_share,
             max_rank=self.max_lora_rank,
         )

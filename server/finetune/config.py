@@ -17,6 +17,7 @@ class TrainerConfig:
     max_length: int | None = None  # tokens an example may have; None: as many as the model has positions
     micro_batch_tokens: int = 4096
     checkpoint_every: int = 10  # steps
+    deterministic: bool = False  # on a GPU too, the same bits again; a CPU gives them anyway
     max_rank: int = 16  # of the adapters that the engine serves
     lease_seconds: float = 15.0
     beat_seconds: float = 3.0  # between two looks at the lease, and at what the owner wants

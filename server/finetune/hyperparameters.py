@@ -47,6 +47,7 @@ def make_plan(
     checkpoint_every: int,
     micro_batch_tokens: int,
     default_rank: int,
+    deterministic: bool = False,
 ) -> TrainingPlan:
     """`micro_batch_tokens`: at least; the longest example has to fit. Raises TooManyStepsError, PlanError."""
     asked = request.hyperparameters
@@ -73,6 +74,7 @@ def make_plan(
         seed=seed,
         checkpoint_every=checkpoint_every,
         dpo_beta=asked.beta or DPO_BETA,
+        deterministic=deterministic,
     )
 
 

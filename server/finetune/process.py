@@ -17,6 +17,8 @@ import msgspec
 from server.finetune.messages import MAX_FRAME_BYTES, Arguments, FromTrainer, ToTrainer, from_trainer
 from server.frames import HEADER, body_size, frame
 
+#: Without it deterministic plans are refused on a GPU. As much memory as torch gives cuBLAS on Hopper (32 MiB).
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
 
 
@@ -108,7 +110,7 @@ def _spawn(arguments: Arguments, worker: str, theirs: socket.socket) -> subproce
     sign = () if arguments.answering_fd is None else (arguments.answering_fd,)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", worker, str(theirs.fileno()), msgspec.json.encode(arguments).decode()],
-        env={**os.environ, **cache, "PYTHONPATH": path},
+        env={**CUBLAS, **os.environ, **cache, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(), *sign),
     )

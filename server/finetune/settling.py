@@ -65,6 +65,7 @@ class Settling:
                 checkpoint_every=config.checkpoint_every,
                 micro_batch_tokens=config.micro_batch_tokens,
                 default_rank=config.default_rank,
+                deterministic=config.deterministic,
             )
         except (PlanError, TooManyStepsError) as error:
             return await self._fail(job, Failure("invalid_hyperparameters", str(error), "hyperparameters"))

@@ -172,8 +172,21 @@ def test_samples_have_the_logprobs_that_training_computes(me: Trainee, live: str
         forward = me.do("forward", model, data=[datum(whole)], loss_fn="cross_entropy")
         trained = forward["loss_fn_outputs"][0]["logprobs"]["data"][len(prompt) - 1 :]
         assert trained == pytest.approx(sampled["logprobs"], abs=2e-3)
+        before, taken = [0.0] * (len(prompt) - 1), len(sampled["tokens"])
+        policy = {"logprobs": before + trained, "advantages": before + [0.5] * taken}
+        clipping = {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
+        metrics = me.do("forward", model, data=[datum(whole, **policy)], **clipping)["metrics"]
+        assert metrics["loss:sum"] == pytest.approx(-0.5 * taken, abs=1e-3)  # on policy, every ratio is 1
+        assert metrics["clipped:sum"] == 0
         me.do("forward_backward", model, data=[datum(whole)], loss_fn="cross_entropy")
         me.do("optim_step", model, adam_params={"learning_rate": 1e-3})
+    ahead = me.post("get_info", {"model_id": model}).json()["next_seq_id"] + 1
+    last: dict[str, Any] = {"adam_params": {"learning_rate": 1e-3}, "seq_id": ahead}
+    stepping = me.submit("optim_step", model, **last)  # before the call that it is behind
+    me.do("forward_backward", model, data=[datum(whole)], loss_fn="cross_entropy", seq_id=ahead - 1)
+    assert me.submit("optim_step", model, **last) == stepping
+    assert me.result(stepping)["metrics"]["step"] == 3
+    assert me.do("optim_step", model, **last)["metrics"]["step"] == 3  # once, however often it is sent
     me.do("unload_model", model)
 
 

@@ -117,6 +117,11 @@ def test_training_has_a_share_of_the_time_and_no_more_than_all(share: Any) -> No
     assert line.startswith("training-gpu-share:")
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_trainers_know_whether_jobs_have_to_repeat(wanted: bool) -> None:
+    assert load_settings({"fine_tuning_deterministic": wanted}).trainer_config().deterministic is wanted
+
+
 @pytest.mark.parametrize("share", [0.01, 0.5, 1])
 def test_every_trainer_gets_its_share(share: float) -> None:
     settings = load_settings({"training_gpu_share": share})

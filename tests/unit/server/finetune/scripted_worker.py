@@ -62,6 +62,7 @@ class ScriptedTrainer:
             if verdict is Verdict.PAUSE:
                 self._save(state)
                 return Outcome(False, number, 0, None)
+        (self.script_folder / "cublas").write_text(os.environ["CUBLAS_WORKSPACE_CONFIG"])  # torch wants it on a GPU
         result = self.folder / "result"
         result.mkdir(exist_ok=True)
         (result / "weights").write_text(state["weights"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from working import Run, Work, at_work, is_running, script
 
+from models.training import TrainingPlan
 from server.finetune import Status
 from server.finetune.database import connect
 from server.finetune.folders import JobFolder
@@ -57,6 +58,17 @@ def test_a_server_that_closes_without_a_drain_leaves_no_process_and_no_lease(run
     (pid,) = trainers
     assert not is_running(pid)
     run(second, start=False)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_jobs_repeat_bit_for_bit_on_a_gpu_where_the_server_says_so(run: Run, wanted: bool) -> None:
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await work.create(steps=1))
+        assert done.plan is not None
+        assert TrainingPlan.from_json(done.plan).deterministic is wanted
+        assert (work.folder / "cublas").read_text() == ":4096:8"
+
+    run(main, deterministic=wanted)
 
 
 def test_two_servers_share_the_jobs_and_train_every_step_once(run: Run, tmp_path: Path) -> None:
