@@ -42,7 +42,7 @@ class TrainingPlan:
     lora: LoraSettings | None = LoraSettings()  # None: full fine-tuning
     max_length: int = 2048  # tokens an example may have; a preference's two answers each
     micro_batch_tokens: int = 4096  # tokens of one forward: examples are packed up to it
-    gradient_checkpointing: bool = True  # layers are computed again in the backward pass
+    gradient_checkpointing: bool = True  # layers are computed again in the backward pass, where it saves enough memory
     recompute_attention: bool = False  # their attention too: slower, half the memory a token, the same bits
     seed: int = 0
     checkpoint_every: int = 10  # steps

@@ -23,6 +23,7 @@ def check_packed_path(model: TrainableModel) -> None:
     prompts = [tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()) for n in _LENGTHS]
     examples = [Example(prompt, (True,) * len(prompt)) for prompt in prompts]
     batch = packing.build(examples, tuple(range(len(examples))), model.device)
+    model.measure(packing.build(examples[-1:], (0,), model.device))
     with model.evaluating():
         ours = model.head(model.hidden(batch)).float().split(_LENGTHS)
         with attention_implementation(model.base, "eager"):

@@ -25,6 +25,7 @@ from models.loader import LoadFormat, load_for_training
 from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
 from models.progress_bars import without_progress_bars
 from models.registry import ModelSource
+from models.training.activations import Checkpointing
 from models.training.errors import PlanError
 from models.training.head import ModelHead
 from models.training.logprobs import chunk_rows, token_logprobs
@@ -60,8 +61,10 @@ class TrainableModel:
         self.base.requires_grad_(plan.lora is None)
         if plan.lora is not None:
             self.adapter = _with_lora(self.base, plan.lora, plan)
+        self._checkpointing: Checkpointing | None = None
         if plan.gradient_checkpointing:
             enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
+            self._checkpointing = Checkpointing(self.base)
         self.parameters: dict[str, Parameter] = {
             name: parameter for name, parameter in self._whole.named_parameters() if parameter.requires_grad
         }
@@ -73,6 +76,16 @@ class TrainableModel:
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """`[tokens, hidden_size]` after the last norm: what the head reads."""
+        if self._checkpointing is not None:
+            self._checkpointing.choose(batch.tokens)
+        return self._decode(batch)
+
+    def measure(self, batch: PackedBatch) -> None:
+        """Learns from a small batch which ones need not be computed again in the backward pass."""
+        if self._checkpointing is not None:
+            self._checkpointing.measure(lambda: self._decode(batch), batch.tokens, self._whole.parameters())
+
+    def _decode(self, batch: PackedBatch) -> Tensor:
         output = self.decoder(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
