@@ -6,14 +6,13 @@ Only safetensors are read, and no code that comes with a model is ever run.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -21,6 +20,7 @@ from transformers import (
 from models import patching, placing, quantization
 from models.descriptions import read_config
 from models.errors import ModelLoadError
+from models.generation_files import eos_token_ids, sampling_defaults
 from models.host import usable_cpus
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
@@ -45,6 +45,7 @@ class LoadedModel:
     vocab_size: int
     name: str
     capturable: bool = True  # by CUDA graphs
+    sampling_defaults: dict[str, float] = field(default_factory=dict)  # of its generation_config.json
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +81,8 @@ def load(
     return LoadedModel(
         model=model,
         config=text_config,
-        eos_token_ids=_eos_token_ids(folder, text_config),
+        eos_token_ids=eos_token_ids(folder, text_config),
+        sampling_defaults=sampling_defaults(folder),
         max_position_embeddings=text_config.max_position_embeddings,
         vocab_size=text_config.vocab_size,
         name=source.name,
@@ -222,13 +224,3 @@ def _seeded(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield
-
-
-def _eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """generation_config.json knows every end token of a chat model; config.json often only one."""
-    ids = config.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id or ids
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)

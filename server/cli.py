@@ -83,6 +83,9 @@ def serve(
     block_size: Annotated[int | None, Flag(help="Tokens of a KV block: 16, 32, 64 or 128.")] = None,
     enable_prefix_caching: Annotated[bool | None, Flag(help="Keep and share the KV of common beginnings.")] = None,
     enforce_eager: Annotated[bool | None, Flag(help="Run steps without CUDA graphs.")] = None,
+    generation_config: Annotated[
+        str | None, Flag(help="Sampling where a request names none: auto (the model's file) or vllm (neutral).")
+    ] = None,
     num_speculative_tokens: Annotated[int | None, Flag(help="Most tokens guessed by prompt lookup; 0: none.")] = None,
     prompt_lookup_max: Annotated[int | None, Flag(help="Most tokens of a match in prompt lookup.")] = None,
     prompt_lookup_min: Annotated[int | None, Flag(help="Least tokens of a match in prompt lookup.")] = None,

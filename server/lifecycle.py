@@ -18,6 +18,7 @@ from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
 from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, ServerDraining
 from server.metrics import Metrics
+from server.schemas.sampling_defaults import SamplingDefaults
 from server.settings import Settings
 from server.text.generator import Generator
 from server.text.tokenizer import TextTokenizer
@@ -73,6 +74,7 @@ class Lifecycle:
         self.phase = Phase.STARTING
         self.changed = asyncio.Condition()
         self.generator: Generator | None = None
+        self.sampling_defaults = SamplingDefaults()
         self.answering = AnsweringSign()  # while a request is open
         self.preparations: list[Callable[[], Awaitable[None]]] = []  # between the engine's readiness and the server's
         self.drains: list[Callable[[], Awaitable[None]]] = []  # what else has to stop in time
@@ -200,6 +202,9 @@ class Lifecycle:
             admission = Admission.of(self.settings.engine_config())
             admission.learn(ready)
             self.metrics.learn(ready)
+            if self.settings.generation_config == "auto" and ready.sampling_defaults:
+                self.sampling_defaults = SamplingDefaults.of(ready.sampling_defaults)
+                logger.info("sampling where a request names none: %s", self.sampling_defaults)
             self.generator = Generator(
                 self.engine,
                 tokenizer,

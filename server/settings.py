@@ -70,6 +70,9 @@ class Settings(BaseSettings):
     num_gpu_blocks_override: int | None = Field(None, ge=2, le=2**31 - 1)
     block_size: BlockSize = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
     enable_prefix_caching: bool = True
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto", description="Sampling where a request names none: auto (generation_config.json's) or vllm (neutral)."
+    )
     enforce_eager: bool = Field(False, description="Run decode steps without CUDA graphs.")
     num_speculative_tokens: int = Field(
         7, ge=0, le=64, description="Most tokens guessed at once where an answer quotes its prompt; 0: none."

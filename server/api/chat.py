@@ -24,7 +24,7 @@ async def create_chat_completion(
     job = Job(
         request_id=origin.new_id("chatcmpl"),
         prompts=(body.prompt(),),
-        sampling=body.sampling_params(body.num_logprobs),
+        sampling=body.sampling_params(body.num_logprobs, lifecycle.sampling_defaults),
         max_tokens=body.token_limit,
         arrival_time=origin.arrival_time,
         n=body.choices,

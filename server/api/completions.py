@@ -24,7 +24,7 @@ async def create_completion(
     job = Job(
         request_id=origin.new_id("cmpl"),
         prompts=body.prompts(),
-        sampling=body.sampling_params(body.logprobs),
+        sampling=body.sampling_params(body.logprobs, lifecycle.sampling_defaults),
         max_tokens=body.token_limit,
         arrival_time=origin.arrival_time,
         n=body.choices,

@@ -67,6 +67,7 @@ class EngineCore:
             num_blocks=self.runner.num_blocks,
             kernels=self.runner.kernels,
             stages=self._stages.seconds,
+            sampling_defaults=loaded.sampling_defaults,
         )
 
     def run(self) -> None:

@@ -61,6 +61,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     kernels: dict[str, str]  # layer type -> kernel that serves it (attention_backend.dispatch's names)
     stages: dict[str, float] = {}  # of its start, in seconds
+    sampling_defaults: dict[str, float] = {}  # what the model's authors ask for
 
 
 class TokenDelta(msgspec.Struct, frozen=True, tag=True):

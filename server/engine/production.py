@@ -70,6 +70,7 @@ def _make(
         tpot_target=config.tpot_target(device.type),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
+        sampling_defaults=model.sampling_defaults,
         overlaps=on_gpu,
         out_of_memory=(torch.OutOfMemoryError, MemoryError),
         probe=torch.cuda.synchronize if on_gpu else _host_is_there,

@@ -2,7 +2,7 @@
 requests: a slot is a row number."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -90,6 +90,7 @@ class LoadedRunner:
     max_num_batched_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: dict[str, float] = field(default_factory=dict)  # by the model's files
     tpot_target: float | None = None  # seconds; None: steps are limited in tokens only
     overlaps: bool = False  # a step is launched while the one before runs: worth it where the device is not this CPU
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)

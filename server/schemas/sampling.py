@@ -6,6 +6,14 @@ from pydantic import Field, model_validator
 
 from models.batch import SamplingParams
 from server.errors import InvalidRequest
+from server.schemas.sampling_defaults import (
+    MinP,
+    RepetitionPenalty,
+    SamplingDefaults,
+    Temperature,
+    TopK,
+    TopP,
+)
 from server.schemas.wire import ModelName, RequestModel, TokenId
 from server.settings import MAX_MODEL_LEN
 
@@ -14,7 +22,6 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
-MAX_TOP_K = 1_000_000
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_MODEL_LEN)]
@@ -62,6 +69,9 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+_SHAPING = tuple(SamplingDefaults.model_fields)
+
+
 class StreamOptions(RequestModel):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
     harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
@@ -76,11 +86,11 @@ class SamplingFields(RequestModel):
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_MODEL_LEN)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOP_K, description="0 or -1: off.")] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
@@ -109,15 +119,16 @@ class SamplingFields(RequestModel):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self, logprobs: int | None) -> SamplingParams:
+    def sampling_params(self, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
         """`max_tokens` is left for whoever knows the prompt's length."""
+        shaped = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in _SHAPING}
         return SamplingParams(
             min_tokens=self.min_tokens or 0,
-            temperature=1.0 if self.temperature is None else float(self.temperature),
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else float(self.top_p),
-            min_p=float(self.min_p or 0),
-            repetition_penalty=1.0 if self.repetition_penalty is None else float(self.repetition_penalty),
+            temperature=float(shaped["temperature"]),
+            top_k=max(shaped["top_k"], 0),
+            top_p=float(shaped["top_p"]),
+            min_p=float(shaped["min_p"]),
+            repetition_penalty=float(shaped["repetition_penalty"]),
             presence_penalty=float(self.presence_penalty or 0),
             frequency_penalty=float(self.frequency_penalty or 0),
             logit_bias={int(token): float(bias) for token, bias in (self.logit_bias or {}).items()},

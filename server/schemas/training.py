@@ -6,7 +6,8 @@ from pydantic import Field, model_validator
 
 from models.training import LossName
 from server.errors import InvalidRequest
-from server.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS, MAX_TOP_K, TokenCount
+from server.schemas.sampling import MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS, TokenCount
+from server.schemas.sampling_defaults import MAX_TOP_K
 from server.schemas.training_data import MAX_NUMBER, Datum, ModelInput, token_ids
 from server.schemas.wire import ModelName, RequestModel, TokenId
 from server.training import Compute, LoadWeights, NewModel, OptimStep, Sample, SaveWeights

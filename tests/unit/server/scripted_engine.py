@@ -76,6 +76,7 @@ class ScriptedEngine:
         self.load = threading.Event()
         self.load.set()
         self.load_failure: LongwaveError | None = None
+        self.sampling_defaults: dict[str, float] = {}  # of the model's files
         self.is_ready = False
         self.alive = True
         self.heartbeat_age = 0.0
@@ -94,7 +95,16 @@ class ScriptedEngine:
             raise self.load_failure
         self.is_ready = True
         return EngineReady(
-            MODEL, "cpu", "float32", MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 64, 100, {"full": "cpu_reference"}
+            MODEL,
+            "cpu",
+            "float32",
+            MAX_MODEL_LEN,
+            VOCAB_SIZE,
+            [EOS],
+            64,
+            100,
+            {"full": "cpu_reference"},
+            sampling_defaults=self.sampling_defaults,
         )
 
     async def load_adapter(
