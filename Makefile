@@ -25,7 +25,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(GPU)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve install install-dev test test-gpu test-fast sanitize lint format bench kernels clean
+.PHONY: help serve install install-dev test test-all test-gpu test-fast sanitize lint format bench kernels clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,10 +38,13 @@ install: $(STAMP)  ## the virtual environment alone
 install-dev: $(DEV_STAMP)  ## with what the tests and linters need
 
 test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and kernels compiled for every architecture
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not thorough" $(ARGS)
+
+test-all: $(DEV_STAMP)  ## make test, and more instants and messages of what it shows
 	$(PYTEST) -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-fast: $(DEV_STAMP)  ## without the slow ones
-	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not slow" $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not slow and not thorough" $(ARGS)
 
 test-gpu: $(DEV_STAMP)  ## the tests that need an NVIDIA GPU
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi -L fails)" >&2; exit 1; }

@@ -4,7 +4,7 @@ Not all for all, which `longwave kernels build` does and which takes ten minutes
 architecture is compiled for another where that could spoil it.
 
 * Options that change scores, whose kernels may spill, are compiled for sm_80, and those of Hopper's own kernels at
-  three widths, of the six that they have.
+  one width, of the six that they have.
 * A variant that has compiled for an architecture before is compiled for the next one if it had few registers to
   spare, or is the first of its kernel. Registers differ little: with NVRTC 13.0, of 291 that are left out so all but
   4 keep within the limit that they would be near, and those 4 are small ones, of blocks that may have 255.
@@ -20,7 +20,7 @@ from attention_backend.jit import ARCHS, KernelVariant, build_variants, check, d
 from attention_backend.jit.build import BuildResult
 
 OPTIONS = "sm_80"
-HOPPER_WIDTHS = (64, 128, 256)
+HOPPER_WIDTHS = (128,)
 SAME_CODE = {"sm_86": "sm_89"}
 #: Each after those that it is compared with.
 ORDER = ("sm_80", "sm_90a", "sm_89", "sm_86", "sm_100", "sm_120", "sm_75")

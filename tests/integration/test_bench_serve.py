@@ -54,7 +54,9 @@ def test_a_prompt_that_cannot_fit_fails_the_run(server: ServerProcess) -> None:
     assert "2 failed: the server replied 400" in done.stdout
 
 
-@pytest.mark.parametrize(("command", "requests"), [("latency", 4), ("throughput", 3)])
+@pytest.mark.parametrize(
+    ("command", "requests"), [("latency", 4), pytest.param("throughput", 3, marks=pytest.mark.thorough)]
+)
 def test_the_engine_alone(bundled_model: Path, tmp_path: Path, command: str, requests: int) -> None:
     load = {
         "latency": ("--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"),

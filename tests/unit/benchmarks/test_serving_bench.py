@@ -81,6 +81,7 @@ def test_vllm_runs_the_same_cases_from_an_import_path_of_its_own(fake_vllm: Peer
     assert not [row for row in rows if "error" in row]
 
 
+@pytest.mark.thorough
 def test_our_engine_runs_the_cases_after_a_cold_and_a_warm_start(plan: Plan, tmp_path: Path) -> None:
     plan = replace(plan, cases=("start_cold", "start_warm", "ttft_32k"))
     rows = list(measure(Peer("ours"), "offline", plan, tmp_path / "caches"))
@@ -99,6 +100,7 @@ def test_random_weights_may_be_files_that_a_start_reads(tmp_path: Path) -> None:
     assert 0.01 < model.get_input_embeddings().weight.std() < 0.03
 
 
+@pytest.mark.thorough
 def test_starts_find_bytecode_where_python_may_write_none(plan: Plan, tmp_path: Path) -> None:
     environment = serving.compiled(Peer("ours"), plan, tmp_path / "caches")
     assert environment["PYTHONDONTWRITEBYTECODE"] == ""

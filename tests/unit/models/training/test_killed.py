@@ -117,6 +117,7 @@ def test_killed_before_and_after_syncs(
     assert kills >= 40 // STRIDE, f"from sync {first} on"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PLANS)
 def test_killed_again_and_again_at_random(
     name: str, tiny_folder: Path, tmp_path: Path, uninterrupted: dict[str, bytes]

@@ -89,6 +89,7 @@ NO_MESSAGES = {
 TORN = {"a header": HEADER.pack(100)[:3], "a body": HEADER.pack(100) + b"x" * 99}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sent", "then"),
     [(sent, None) for sent in NO_MESSAGES.values()]
