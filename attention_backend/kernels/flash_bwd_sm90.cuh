@@ -71,7 +71,7 @@ class Consumer {
     if (tiles > 0) {
       rings.keys.wait_full(shared.full_k);
       rings.keys.wait_full(shared.full_v);
-      if (has_dead_keys(tile)) clear_dead_keys(shared, tile);
+      if (has_dead_keys(tile)) clear_dead_keys(shared, tile, group * 64);
       KeptKeys kept;
       keep<KEPT_K>(kept.k, shared.k);
       keep<KEPT_V>(kept.v, shared.v);

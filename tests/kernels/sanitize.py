@@ -1,7 +1,8 @@
 """The kernels under compute-sanitizer: a small fixed grid, every kernel and every way of addressing at least once.
 
     python -m tests.kernels.sanitize [memcheck] [racecheck] [synccheck] [initcheck]     all four without a name
-    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --grid          one, by hand
+    python -m tests.kernels.sanitize racecheck --only layers,gradients                  of parts of the grid alone
+    compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --grid all      one, by hand
 
 Run from the checkout. Expected on an H200: memcheck a minute, the others a few, so one tool a command where time is
 limited. Exit code 0: no tool found anything; 1: one did; 2: compute-sanitizer or the GPU is missing. The problems are
@@ -12,8 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 import typer
@@ -168,35 +170,60 @@ def run_layers(device: torch.device) -> int:
     return len(results)
 
 
-def command(tool: str) -> list[str]:
-    """compute-sanitizer over this module's grid.
+PARTS: dict[str, Callable[[torch.device], int]] = {
+    "attention": run_grid,
+    "features": run_features,
+    "layers": run_layers,
+    "gradients": run_gradients,
+}
+
+
+def command(tool: str, parts: str) -> list[str]:
+    """compute-sanitizer over these parts of this module's grid.
 
     racecheck and synccheck skip torch's own kernels, which take most of the time; the other two need to see what
     torch's kernels allocate and write.
     """
     skip = ["--kernel-name-exclude", "kns=at6native"] if tool in ("racecheck", "synccheck") else []
     options = ["--tool", tool, "--error-exitcode", str(FOUND), *skip]
-    return ["compute-sanitizer", *options, sys.executable, "-m", "tests.kernels.sanitize", "--grid"]
+    return ["compute-sanitizer", *options, sys.executable, "-m", "tests.kernels.sanitize", "--grid", parts]
 
 
-def main(tools: Sequence[str]) -> int:
-    if list(tools) == ["--grid"]:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        ran = sum(run(device) for run in (run_grid, run_features, run_layers, run_gradients))
-        typer.echo(f"{ran} problems ran on {device}")
-        return 0
-    unknown = set(tools) - set(TOOLS)
-    if unknown or not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
-        reason = f"no tool named {sorted(unknown)}" if unknown else "this needs an NVIDIA GPU and compute-sanitizer"
-        typer.echo(f"{reason}; tools: {', '.join(TOOLS)}", err=True)
-        return 2
+def chosen(names: str) -> list[str]:
+    """Of "all" or names with commas between. Raises typer.BadParameter."""
+    asked = list(PARTS) if names == "all" else names.split(",")
+    if unknown := [name for name in asked if name not in PARTS]:
+        raise typer.BadParameter(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)} and all")
+    return asked
+
+
+def run_parts(names: str) -> int:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return sum(PARTS[name](device) for name in chosen(names))
+
+
+def main(
+    tools: Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(TOOLS)}; all by default.")] = None,
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}.")] = "all",
+    grid: Annotated[str | None, typer.Option(help="Run these parts here, without a tool.")] = None,
+) -> None:
+    """The kernels under compute-sanitizer's tools."""
+    if grid is not None:
+        typer.echo(f"{run_parts(grid)} problems ran")
+        return
+    asked, _ = tools or list(TOOLS), chosen(only)
+    if unknown := [tool for tool in asked if tool not in TOOLS]:
+        raise typer.BadParameter(f"no tool {', '.join(unknown)}; there are {', '.join(TOOLS)}")
+    if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
+        typer.echo("this needs an NVIDIA GPU and compute-sanitizer", err=True)
+        raise typer.Exit(2)
     # torch's caching allocator hands out pieces of large blocks, in which no access is out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    verdicts = {tool: subprocess.run(command(tool), env=environment, check=False).returncode for tool in tools or TOOLS}
+    verdicts = {tool: subprocess.run(command(tool, only), env=environment, check=False).returncode for tool in asked}
     for tool, code in verdicts.items():
         typer.echo(f"{tool}: {'clean' if code == 0 else f'FAILED with exit code {code}'}")
-    return 1 if any(verdicts.values()) else 0
+    raise typer.Exit(int(any(verdicts.values())))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    typer.run(main)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from . import sanitize
 
@@ -41,19 +43,31 @@ def test_the_features_run(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_the_layers_run(device: torch.device) -> None:
-    assert sanitize.run_layers(device) == 10
+    chain = torch.cuda.get_device_capability(device) == (9, 0)  # it has two results
+    assert sanitize.run_layers(device) == 10 + 2 * chain
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_a_finding_ends_the_command_with_its_own_exit_code(tool: str) -> None:
-    command = sanitize.command(tool)
+    command = sanitize.command(tool, "layers")
     assert command[:5] == ["compute-sanitizer", "--tool", tool, "--error-exitcode", "99"]
-    assert command[-3:] == ["-m", "tests.kernels.sanitize", "--grid"]
+    assert command[-4:] == ["-m", "tests.kernels.sanitize", "--grid", "layers"]
 
 
 def test_torch_kernels_are_skipped_only_where_their_writes_do_not_matter() -> None:
-    assert [tool for tool in sanitize.TOOLS if "kns=at6native" in sanitize.command(tool)] == ["racecheck", "synccheck"]
+    skipping = [tool for tool in sanitize.TOOLS if "kns=at6native" in sanitize.command(tool, "all")]
+    assert skipping == ["racecheck", "synccheck"]
 
 
-def test_an_unknown_tool_is_refused() -> None:
-    assert sanitize.main(["valgrind"]) == 2
+@pytest.mark.parametrize("arguments", [["valgrind"], ["memcheck", "--only", "layers,nonsense"], ["--grid", "nonsense"]])
+def test_what_it_does_not_know_is_refused(arguments: list[str]) -> None:
+    app = typer.Typer()
+    app.command()(sanitize.main)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "there are" in result.output
+
+
+def test_parts_are_chosen_by_name() -> None:
+    assert sanitize.chosen("layers,gradients") == ["layers", "gradients"]
+    assert sanitize.chosen("all") == list(sanitize.PARTS)

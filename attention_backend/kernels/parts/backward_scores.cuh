@@ -129,11 +129,14 @@ __device__ __forceinline__ void clear_dead_rows(uint32 tile, int slabs, uint32 l
 __device__ __forceinline__ bool has_dead_keys(const KeyTile& tile) {
   return KEY_MASK || tile.rows[0].count == 0 || tile.rows[BLOCK_N - 1].count == 0;
 }
-__device__ __forceinline__ void clear_dead_keys(const Shared& shared, const KeyTile& tile) {
-  const int row = threadIdx.x % 128;
-  if (row < BLOCK_N && tile.rows[row].count == 0) {
-    clear_row(shared.k, kSlabsK, kSlabKv, row);
-    clear_row(shared.v, kSlabsV, kSlabKv, row);
+// Of the 64 keys from `first` on, which the warpgroup may then read.
+__device__ __forceinline__ void clear_dead_keys(const Shared& shared, const KeyTile& tile, int first) {
+  const int row = first + threadIdx.x % 64;
+  if (tile.rows[row].count == 0) {
+    if (threadIdx.x % 128 < 64)
+      clear_row(shared.k, kSlabsK, kSlabKv, row);
+    else
+      clear_row(shared.v, kSlabsV, kSlabKv, row);
   }
   fence_async_proxy();
   named_sync(threadIdx.x / 128, 128);
