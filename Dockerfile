@@ -26,7 +26,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY attention_backend attention_backend
 COPY models models
 COPY server server
-RUN pip install --no-cache-dir -c constraints.txt ".[cuda]"
+RUN pip install --no-cache-dir -c constraints.txt ".$(if [ "$DEVICE" = gpu ]; then echo "[cuda]"; fi)"
 # Cubins are made by NVRTC with no GPU present; the bundled model is converted once, here.
 ENV HOME=/opt/longwave/home
 RUN if [ "$DEVICE" = gpu ]; then longwave kernels build --arch "$ARCH" --out /opt/longwave/kernels; \

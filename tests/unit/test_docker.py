@@ -1,7 +1,9 @@
 """The container files keep their promises: no root, nothing writable, limits on everything, secrets never inside."""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,11 @@ def final_stage() -> list[tuple[str, str]]:
 def seconds(duration: str) -> int:
     number, unit = re.fullmatch(r"(\d+)([sm])", duration).groups()
     return int(number) * {"s": 1, "m": 60}[unit]
+
+
+def default(value: object) -> str:
+    """What Compose makes of it where the environment has nothing."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
 
 
 def environment(name: str) -> dict[str, str]:
@@ -69,6 +76,15 @@ class TestDockerfile:
         assert "longwave kernels build" in build
         assert "ensure_converted" in build
 
+    @pytest.mark.parametrize(("device", "ours"), [("gpu", ".[cuda]"), ("cpu", ".")])
+    def test_cuda_comes_with_the_gpu_image_alone(self, device: str, ours: str) -> None:
+        (install,) = [rest for word, rest in instructions() if word == "RUN" and rest.startswith("pip install")]
+        shown = f'pip() {{ echo "${{@: -1}}"; }}; {install}'
+
+        asked = subprocess.check_output(["bash", "-euc", shown], env=os.environ | {"DEVICE": device}, text=True)
+
+        assert asked.split() == [ours]
+
     def test_only_named_files_reach_the_build(self) -> None:
         lines = (ROOT / ".dockerignore").read_text().split()
 
@@ -94,7 +110,17 @@ class TestEveryService:
 
         assert spec["pids_limit"] > 0
         assert spec["mem_limit"]
-        assert spec["cpus"] > 0
+        assert float(default(spec["cpus"])) > 0
+
+    def test_gets_no_file_that_compose_would_copy_into_a_read_only_root(self, service: str) -> None:
+        bound = {
+            kind: {name for name, source in COMPOSE.get(kind, {}).items() if "file" in source}
+            for kind in ("secrets", "configs")
+        }
+
+        for kind, names in bound.items():
+            wanted = {one if isinstance(one, str) else one["source"] for one in SERVICES[service].get(kind, [])}
+            assert wanted <= names
 
     def test_is_watched(self, service: str) -> None:
         assert SERVICES[service]["healthcheck"]["test"][0] == "CMD"
@@ -158,13 +184,41 @@ def test_the_example_environment_holds_no_secret_and_names_every_required_variab
     assert {example[name] for name in required} == {""}
 
 
-def test_prometheus_scrapes_the_server_with_its_key() -> None:
+def test_the_example_environment_names_every_variable() -> None:
+    compose = (DOCKER / "compose.yaml").read_text()
+
+    for name in re.findall(r"(?<!\$)\$\{(\w+)", compose):
+        assert re.search(rf"^(# )?{name}=", (DOCKER / ".env.example").read_text(), re.MULTILINE), name
+
+
+def test_no_default_asks_for_more_cpus_than_a_small_machine_has() -> None:
+    """Docker refuses such a container."""
+    assert float(default(SERVICES["longwave-cpu"]["cpus"])) <= 2
+    assert all(float(default(spec["cpus"])) <= 4 for spec in SERVICES.values())
+
+
+def test_prometheus_scrapes_the_server_with_its_key(tmp_path: Path) -> None:
     config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
+    prometheus = SERVICES["prometheus"]
+    (memory,) = prometheus["tmpfs"]
+    credentials = Path(job["authorization"]["credentials_file"])
+    stand_in = tmp_path / "prometheus"
+    stand_in.write_text(f'#!/bin/sh\nstat -c %a "{tmp_path}/{credentials.name}"\nprintf "%s\\n" "$@"\n')
+    stand_in.chmod(0o755)
+
+    command = [
+        part.replace("$$", "$").replace(str(credentials.parent), str(tmp_path)).replace("/bin/prom", f"{tmp_path}/prom")
+        for part in [*prometheus["entrypoint"], *prometheus["command"]]
+    ]
+    said = subprocess.check_output(command, env={"LONGWAVE_API_KEY": "a key%s $HOME"}, text=True).splitlines()
 
     assert job["metrics_path"] == "/metrics"
-    assert job["authorization"]["credentials_file"] == "/run/secrets/longwave_api_key"
-    assert "longwave_api_key" in SERVICES["prometheus"]["secrets"]
+    assert memory.startswith(f"{credentials.parent}:")
+    assert {"uid=65534", "gid=65534", "mode=0700"} <= set(memory.partition(":")[2].split(","))
+    assert (tmp_path / credentials.name).read_text() == "a key%s $HOME"
+    assert said == ["600", *prometheus["command"]]
+    assert environment("prometheus")["LONGWAVE_API_KEY"].startswith("${LONGWAVE_API_KEY:?")
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
