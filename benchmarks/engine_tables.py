@@ -3,21 +3,34 @@
 from pathlib import Path
 
 from benchmarks.markdown import load, origin, table
-from benchmarks.serving_goals import GOALS
+from benchmarks.serving_goals import GOALS, OFFLINE, OURS, Goal, Run
+from benchmarks.serving_peers import VLLM
 
 SERVING_ROWS = (  # case, figure, what a reader calls it, digits
     ("ttft_32k", "ms", "time to first token of 32,768 tokens, ms", 0),
     ("ttft_131k", "ms", "time to first token of 131,072 tokens, ms", 0),
-    ("tpot_b1_1024", "p50", "time per token after 1,024 tokens, ms", 2),
-    ("tpot_b1_131072", "p50", "time per token after 131,072 tokens, ms", 2),
+    ("tpot_b1_1024", "p50", "median gap between tokens after 1,024 tokens, ms", 2),
+    ("tpot_b1_131072", "p50", "median gap between tokens after 131,072 tokens, ms", 2),
     ("32x32k_128", "total_tok_s", "32 prompts of 32,768 at once: tokens/s, prompts included", 0),
+    ("32x32k_128", "itl_p50_tail", "the same: median gap before the last 64 tokens of each, ms", 1),
     ("shared_100k_x64", "out_tok_s", "64 questions on one 100,000-token document: tokens/s", 0),
-    ("shared_100k_x64", "itl_p50", "the same: time between tokens, ms", 1),
+    ("shared_100k_x64", "itl_p50", "the same: median gap, ms", 1),
     ("64x8k_256", "out_tok_s", "64 prompts of 8,192 at once: tokens/s", 0),
+    ("64x8k_256", "itl_p50_tail", "the same: median gap before the last 64 tokens of each, ms", 1),
+    ("256x1k_128", "out_tok_s", "256 prompts of 1,024 at once: tokens/s", 0),
+    ("256x1k_128", "itl_p50_tail", "the same: median gap before the last 64 tokens of each, ms", 1),
+    ("chats_alone", "ttft_p99", "chats alone: p99 time to first token, ms", 0),
+    ("chats_alone", "itl_p50", "the same: median gap, ms", 1),
+    ("chats_alone", "itl_p99", "the same: p99 gap, ms", 1),
+    ("chats_alone", "tpot_p99", "the same: p99 time per token, ms", 1),
     ("chats_under_131k_prefill", "ttft_p99", "chats beside a 131,072-token prompt: p99 time to first token, ms", 0),
+    ("chats_under_131k_prefill", "itl_p50", "the same: median gap, ms", 1),
+    ("chats_under_131k_prefill", "itl_p99", "the same: p99 gap, ms", 1),
     ("chats_under_131k_prefill", "tpot_p99", "the same: p99 time per token, ms", 1),
     ("chats_under_131k_prefill", "long_ttft_ms", "the same: the long prompt's first token, ms", 0),
-    ("start", "s", "process started to ready, s", 0),
+    ("start", "s", "process started to its first token, s", 0),
+    ("start_cold", "s", "process started to its first token, no kernels cached, s", 0),
+    ("start_warm", "s", "process started to its first token, again, s", 0),
 )
 
 
@@ -25,23 +38,38 @@ SIGNS = {"<=": "≤", ">=": "≥"}
 
 
 def serving(results: Path) -> str:
-    """The engine beside vLLM, both in process, without HTTP, one after the other on one card."""
+    """The engine beside vLLM, both in process, without HTTP, one after the other on one card. A row that neither has is
+    left out. Raises ValueError when the file has not exactly one such run of each."""
     facts = load(results / "serving_h200.json")
-    ours, peer = (next(run for run in facts["runs"] if (run["engine"] == "ours") == mine) for mine in (True, False))
-    asked = {(goal.case, goal.figure): goal for goal in GOALS if goal.of in ("peer", "absolute") and goal.factor}
+    runs = [Run(**run) for run in facts["runs"] if run["driver"] == OFFLINE]
+    (ours,), (peer,) = ([run for run in runs if run.engine == engine] for engine in (OURS, VLLM))
+    judged = ("peer", "absolute", "case")
+    asked = {(goal.case, goal.figure): goal for goal in GOALS if goal.of in judged and goal.factor}
     rows = []
     for case, figure, name, digits in SERVING_ROWS:
-        mine, theirs = (run["rows"][case][figure] for run in (ours, peer))
-        goal = asked.get((case, figure))
-        text = "-" if goal is None else f"{SIGNS[goal.sense]} {goal.factor:g}" + (" x" if goal.of == "peer" else "")
-        met = "" if goal is None else ("no", "yes")[bool(goal.is_met(mine, theirs if goal.of == "peer" else 1.0))]
-        rows.append([name, f"{mine:,.{digits}f}", f"{theirs:,.{digits}f}", f"{mine / theirs:.2f}", text, met])
-    version = peer["rows"]["start"]["version"]
+        mine, theirs = (run.figure(case, figure) for run in (ours, peer))
+        if mine is None and theirs is None:
+            continue
+        numbers = ["-" if value is None else f"{value:,.{digits}f}" for value in (mine, theirs)]
+        ratio = "-" if mine is None or theirs is None else f"{mine / theirs:.2f}"
+        rows.append([name, *numbers, ratio, *judgement(asked.get((case, figure)), ours, mine, theirs)])
+    version = next(row["version"] for row in peer.rows.values() if "version" in row)
     text = (
-        f"The engine beside vLLM {version} ({peer['variant']}), both in process, one after the other on one card,\n"
-        f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts)}):\n\n"
+        f"The engine beside vLLM {version} ({peer.variant}), both in process, one after the other on one card,\n"
+        f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts)}).\n"
+        "A gap is the time before one token, of all answers; time per token is an answer's mean gap:\n\n"
     )
     return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
+
+
+def judgement(goal: Goal | None, ours: Run, mine: float | None, theirs: float | None) -> tuple[str, str]:
+    """What was asked for, and whether it is so."""
+    if goal is None or goal.factor is None:
+        return "-", ""
+    alone = ours.figure(*goal.other) if goal.of == "case" else None
+    against, unit = {"peer": (theirs, " x"), "absolute": (1.0, ""), "case": (alone, " x alone")}[goal.of]
+    met = "" if mine is None or against is None else ("no", "yes")[bool(goal.is_met(mine, against))]
+    return f"{SIGNS[goal.sense]} {goal.factor:g}{unit}", met
 
 
 def longcontext(results: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from benchmarks import serving_cases
-from benchmarks.serving_cases import CASES, Answer, Bench, Row, Size, gaps, quantile, run_cases, timed
+from benchmarks.serving_cases import CASES, Answer, Bench, Row, Size, chat_figures, gaps, quantile, run_cases, timed
 
 SMALL = Size(0.001)
 
@@ -56,6 +56,18 @@ def test_gaps_of_the_last_tokens_only() -> None:
     answers = [Answer(itl=[1.0, 2.0, 3.0]), Answer(itl=[4.0])]
     assert gaps(answers, last=2) == [2.0, 3.0, 4.0]
     assert gaps(answers) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_time_per_token_is_a_number_an_answer_and_gaps_are_all_of_them() -> None:
+    steady, uneven, short = Answer(0.1, [0.002] * 9), Answer(0.2, [0.001] * 8 + [0.01]), Answer(0.3)
+    assert chat_figures([steady, uneven, short]) == {
+        "ttft_p50": 200.0,
+        "ttft_p99": 300.0,
+        "itl_p50": 2.0,
+        "itl_p99": 10.0,
+        "tpot_p50": 2.0,
+        "tpot_p99": 2.0,
+    }
 
 
 def test_at_scale_one_the_cases_are_what_their_names_say() -> None:

@@ -1,0 +1,74 @@
+"""The README's tables of whole models, from results of more than one form."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import engine_tables
+from benchmarks.readme_tables import RESULTS
+
+Rows = dict[str, dict[str, Any]]
+
+
+def serving_table(folder: Path, ours: Rows, vllm: Rows, *others: dict[str, Any]) -> dict[str, list[str]]:
+    """The cells of each line of the table, by its first cell."""
+    facts = json.loads((RESULTS / "serving_h200.json").read_text())
+    facts["runs"] = [
+        {"engine": "vllm", "variant": "a=1", "driver": "offline", "rows": vllm},
+        {"engine": "ours", "variant": "", "driver": "offline", "rows": ours},
+        *others,
+    ]
+    (folder / "serving_h200.json").write_text(json.dumps(facts))
+    lines = [line for line in engine_tables.serving(folder).splitlines() if line.startswith("| ")]
+    return {cells[0]: cells[1:] for cells in (line[2:-2].split(" | ") for line in lines)}
+
+
+def test_starts_are_one_row_or_two_and_times_to_the_first_token(tmp_path: Path) -> None:
+    one = serving_table(tmp_path, {"start": {"s": 36.0, "ready_s": 35.0}}, {"start": {"s": 81.0, "version": "1"}})
+    two = serving_table(
+        tmp_path,
+        {"start_cold": {"s": 21.0}, "start_warm": {"s": 9.0}},
+        {"start_cold": {"s": 90.0, "version": "1"}, "start_warm": {"s": 40.0, "version": "1"}},
+    )
+
+    assert one["process started to its first token, s"][:3] == ["36", "81", "0.44"]
+    assert two["process started to its first token, no kernels cached, s"] == ["21", "90", "0.23", "≤ 20", "no"]
+    assert two["process started to its first token, again, s"] == ["9", "40", "0.23", "≤ 10", "yes"]
+    assert "process started to its first token, s" not in two
+
+
+def test_chats_are_judged_by_their_time_per_token_with_the_gaps_beside_it(tmp_path: Path) -> None:
+    mine = {"itl_p50": 22.0, "itl_p99": 31.0, "tpot_p99": 29.0, "long_ttft_ms": 120.0}
+    version = {"start": {"s": 1.0, "version": "1"}}
+    found = serving_table(
+        tmp_path,
+        {"chats_under_131k_prefill": mine, "ttft_131k": {"ms": 100.0}},
+        {"chats_under_131k_prefill": {"itl_p99": 62.0}, **version},
+    )
+
+    assert found["the same: median gap, ms"][:3] == ["22.0", "-", "-"]
+    assert found["the same: p99 gap, ms"] == ["31.0", "62.0", "0.50", "-", ""]
+    assert found["the same: p99 time per token, ms"][3:] == ["≤ 30", "yes"]
+    assert found["the same: the long prompt's first token, ms"][3:] == ["≤ 1.1 x alone", "no"]
+
+
+def test_only_the_engines_alone_are_compared_and_each_once(tmp_path: Path) -> None:
+    rows, version = {"256x1k_128": {"out_tok_s": 900.0}}, {"start": {"s": 1.0, "version": "1"}}
+    http = {"engine": "ours", "variant": "", "driver": "http", "rows": {"256x1k_128": {"out_tok_s": 1.0}}}
+    again = {"engine": "vllm", "variant": "a=2", "driver": "offline", "rows": version}
+
+    assert serving_table(tmp_path, rows, version, http)["256 prompts of 1,024 at once: tokens/s"][0] == "900"
+    with pytest.raises(ValueError, match="too many values"):
+        serving_table(tmp_path, rows, version, again)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("serving*.json")), ids=lambda file: file.name)
+def test_recorded_chats_name_gaps_as_gaps(file: Path) -> None:
+    """Files of before had the gaps' percentiles under the name of the time per token."""
+    chats = [
+        row for run in json.loads(file.read_text())["runs"] for name, row in run["rows"].items() if "chats" in name
+    ]
+
+    assert all("itl_p99" in row for row in chats if "error" not in row)
