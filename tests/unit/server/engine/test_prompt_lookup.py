@@ -78,4 +78,4 @@ def test_a_look_at_a_long_text_costs_what_one_at_a_short_text_costs() -> None:
             best = min(best, time.perf_counter() - start)
         return best
 
-    assert fastest(200_000) < 5 * fastest(200) + 20e-6
+    assert fastest(200_000) < 10 * fastest(200)
