@@ -21,6 +21,7 @@ from server.schemas.fine_tuning_reply import (
     FineTuningJobEventList,
     FineTuningJobList,
 )
+from server.settings import FINE_TUNED, SAVED_WEIGHTS
 
 PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{fine_tuning_job_id}"
@@ -34,7 +35,7 @@ PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]
 router = APIRouter(route_class=StrictJSONRoute, tags=["fine-tuning"])
 
 
-@router.post(PATH, responses=BODY_FAILURES | failures(429, 507))
+@router.post(PATH, responses=BODY_FAILURES | failures(409, 429, 507))
 async def create_job(
     body: FineTuningJobRequest,
     lifecycle: LifecycleDep,
@@ -45,12 +46,13 @@ async def create_job(
     """Starts a job that fine-tunes a model. Sent again with the same `Idempotency-Key`, it is the same job."""
     if lifecycle.phase is Phase.DRAINING:
         raise ServerDraining("The server is shutting down. Try again later.")
-    if body.model.startswith("ft:"):
+    is_tuned = body.model.startswith((FINE_TUNED, SAVED_WEIGHTS))  # also one that is not served, or no longer
+    if is_tuned or lifecycle.check_model(body.model, origin.owner) is not None:
         raise UnsupportedParameter(
-            "A fine-tuned model is not trained further here; models are " + ", ".join(lifecycle.settings.model_names),
+            "A fine-tuned model or an adapter is not trained further here; models are "
+            + ", ".join(lifecycle.settings.model_names),
             param="model",
         )
-    lifecycle.check_model(body.model)
     return FineTuningJob.of(await jobs.create(origin.owner, body.job(), idempotency_key))
 
 

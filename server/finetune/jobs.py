@@ -18,6 +18,7 @@ from server.errors import (
     JobMissing,
     LongwaveError,
     QuotaExceeded,
+    SequenceConflict,
 )
 from server.files.store import FileStore
 from server.finetune.config import TrainerConfig
@@ -88,7 +89,7 @@ class FineTuning:
         await self._writer.close()
 
     async def create(self, owner: str, request: JobRequest, key: str | None = None) -> Job:
-        """`key`: of idempotency. Raises InvalidRequest, InvalidFile, QuotaExceeded."""
+        """`key`: of idempotency. Raises InvalidRequest, InvalidFile, QuotaExceeded, SequenceConflict."""
         known = None if key is None else await self._store(lambda store: store.sent_before(owner, key))
         if known is not None:  # whatever has become of its files since
             return _same(known, request)
@@ -232,9 +233,9 @@ class FineTuning:
 
 
 def _same(job: Job, request: JobRequest) -> Job:
-    """The job that an idempotency key has made. Raises InvalidRequest unless it is the one that is asked for."""
+    """The job that an idempotency key has made. Raises SequenceConflict unless it is the one that is asked for."""
     if job.request != request:
-        raise InvalidRequest("This Idempotency-Key was sent before, with another request.", param=None)
+        raise SequenceConflict("This Idempotency-Key was sent before, with another request.")
     return job
 
 

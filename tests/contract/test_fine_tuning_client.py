@@ -190,9 +190,10 @@ def test_an_unknown_model_is_404_and_a_tuned_one_is_not_tuned_again(client: open
     with pytest.raises(openai.NotFoundError) as error:
         client.fine_tuning.jobs.create(model="gpt-4o-mini", training_file=file)
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError, match="not trained further") as refusal:
-        client.fine_tuning.jobs.create(model=f"ft:{MODEL}::1", training_file=file)
-    assert (refusal.value.code, refusal.value.param) == ("unsupported_parameter", "model")
+    for tuned in (f"ft:{MODEL}::1", "longwave://train-1/weights/mine"):
+        with pytest.raises(openai.BadRequestError, match="not trained further") as refusal:
+            client.fine_tuning.jobs.create(model=tuned, training_file=file)
+        assert (refusal.value.code, refusal.value.param) == ("unsupported_parameter", "model")
 
 
 def test_both_files_have_one_form(client: openai.OpenAI, file: str) -> None:
@@ -289,8 +290,9 @@ def test_a_request_sent_twice_with_one_idempotency_key_is_one_job(client: openai
     first = client.fine_tuning.jobs.create(model=MODEL, training_file=file, extra_headers=headers)
     again = client.fine_tuning.jobs.create(model=MODEL, training_file=file, extra_headers=headers)
     assert again == first
-    with pytest.raises(openai.BadRequestError, match="Idempotency-Key was sent before, with another request"):
+    with pytest.raises(openai.ConflictError, match="Idempotency-Key was sent before, with another request") as error:
         client.fine_tuning.jobs.create(model=MODEL, training_file=file, suffix="x", extra_headers=headers)
+    assert error.value.code == "sequence_conflict"
 
 
 def test_too_many_jobs_are_429_and_not_tried_again(tmp_path: Path) -> None:

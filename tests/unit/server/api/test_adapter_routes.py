@@ -11,6 +11,7 @@ import openai
 import pytest
 from scripted_engine import MAX_MODEL_LEN, MODEL, LiveServer, ScriptedEngine, live_server, wait_until
 
+from server.engine.adapter_registry import AdapterInfo
 from server.errors import EngineUnavailable, InvalidAdapter, QuotaExceeded
 from server.lifecycle import Phase
 
@@ -55,6 +56,18 @@ def test_an_adapter_is_a_model_from_loading_to_unloading(lora_server: LiveServer
         assert [model.id for model in official.models.list().data] == [MODEL]
         with pytest.raises(openai.NotFoundError, match="`fr` does not exist"):
             official.chat.completions.create(model="fr", messages=MESSAGES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fr", "longwave://train-1/weights/mine"])
+def test_an_adapter_is_not_trained_further_by_a_job(lora_server: LiveServer, name: str) -> None:
+    with lora_server.client() as client:
+        lora_server.engine.infos[name] = AdapterInfo(name, "french", "", None, "digest", 8, 1, None, 1_700_000_000)
+        assert client.post("/v1/completions", json={"model": name, "prompt": "a"}).status_code == 200
+        pair = b'{"prompt": "a", "completion": "b"}\n'
+        file = client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", pair)}).json()["id"]
+        asked = {"model": name, "training_file": file}
+        assert error(client.post("/v1/fine_tuning/jobs", json=asked)) == (400, "unsupported_parameter", "model")
+        assert client.post("/v1/fine_tuning/jobs", json={**asked, "model": MODEL}).status_code == 200
 
 
 def test_a_name_is_loaded_over_only_when_asked_for(lora_server: LiveServer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from working import PAIR, Run, Work, is_running, put
 
-from server.errors import InvalidFile, InvalidRequest
+from server.errors import InvalidFile, InvalidRequest, SequenceConflict
 from server.finetune import Hyperparameters, JobRequest, Status, decided
 
 pytestmark = pytest.mark.timeout(180)
@@ -109,7 +109,7 @@ def test_a_job_sent_again_is_the_same_job_although_its_file_is_gone(run: Run, tm
         job = await work.jobs.create("me", request, "once")
         work.files.delete(request.training_file, "me")
         assert await work.jobs.create("me", request, "once") == job
-        with pytest.raises(InvalidRequest, match="Idempotency-Key was sent before, with another request"):
+        with pytest.raises(SequenceConflict, match="Idempotency-Key was sent before, with another request"):
             await work.jobs.create("me", replace(request, suffix="other"), "once")
         with pytest.raises(InvalidFile):
             await work.jobs.create("me", request, "twice")
