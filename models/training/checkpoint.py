@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.training.errors import CheckpointError
+from models.training.errors import OtherRunError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.plan import TrainingPlan
 from models.training.report import StepReport
@@ -26,7 +26,7 @@ _STATE, _TENSORS, _PREFIX = "training_state.json", "training_state.safetensors",
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a run is a function of: a folder belongs to one."""
+    """What a run is a function of: a folder belongs to one. The model's name, not the place where its files are."""
 
     plan: TrainingPlan
     examples: str  # SHA-256
@@ -59,7 +59,7 @@ class Checkpoints:
     def newest(self) -> tuple[Progress, dict[str, Tensor]] | None:
         """The newest whole checkpoint, with what could not be one removed: torn ones, and what was being written.
 
-        Raises CheckpointError when it belongs to another plan or other examples.
+        Raises OtherRunError when it belongs to another plan or other examples.
         """
         remove_unfinished(self.folder)
         for path in sorted(self.folder.glob(f"{_PREFIX}*"), reverse=True):
@@ -98,10 +98,10 @@ class Checkpoints:
         theirs = state["identity"]
         differences = self._identity.plan.differences(TrainingPlan.from_json(theirs["plan"]))
         if differences:
-            raise CheckpointError(f"{self.folder} belongs to another plan (mine / theirs): {', '.join(differences)}")
+            raise OtherRunError(f"{self.folder} belongs to another plan (mine / theirs): {', '.join(differences)}")
         for name, mine in (("examples", self._identity.examples), ("validation", self._identity.validation)):
             if theirs[name] != mine:
-                raise CheckpointError(f"{self.folder} belongs to other {name}: their SHA-256 differs")
+                raise OtherRunError(f"{self.folder} belongs to other {name}: their SHA-256 differs")
 
 
 def _progress(state: dict[str, Any], path: Path) -> Progress:

@@ -18,7 +18,11 @@ class ExampleError(TrainingError, ValueError):
 
 
 class CheckpointError(TrainingError):
-    """A folder whose checkpoints belong to another run, or cannot be written."""
+    """A folder that cannot be read or written as a run's own."""
+
+
+class OtherRunError(CheckpointError):
+    """A folder whose checkpoints belong to another run: another plan, other examples, a model of another shape."""
 
 
 class DiskFullError(CheckpointError):

@@ -13,13 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from models import registry
+from models.registry import ModelSource
 from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.boundaries import rest_between_layers
 from models.training.checkpoint import Checkpoints, Identity, Progress
-from models.training.errors import CheckpointError, DivergedError
+from models.training.errors import CheckpointError, DivergedError, OtherRunError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
@@ -54,14 +56,16 @@ class Trainer:
         folder: Path,
         device: str | torch.device | None = None,
         *,
+        source: ModelSource | None = None,
         keep_checkpoints: int = 3,
         pacer: Pacer | None = None,
     ) -> None:
-        """device None: the GPU if there is one. `pacer`: lets the run rest between layers.
+        """device None: the GPU if there is one. `source`: where the plan's model is; None: where its name says. It may
+        be elsewhere when the run goes on. `pacer`: lets the run rest between layers.
 
         Raises ModelNotFoundError and ExampleError; loads nothing yet.
         """
-        self._source = registry.resolve(plan.model)
+        self._source = source or registry.resolve(plan.model)
         data.check(examples, plan)
         if validation:
             data.check(validation, plan)
@@ -101,7 +105,7 @@ class Trainer:
             return Outcome(True, progress.step, progress.trained_tokens, result)
         self._load()
         if saved is not None:
-            self._optimizer.load_state_tensors(saved[1])
+            self._restore(saved[1])
             del saved
             _log.info("resumed after step %d of %d", progress.step, self.total_steps)
         while progress.step < self.total_steps:
@@ -129,6 +133,13 @@ class Trainer:
         self._optimizer = Optimizer(
             self._model.parameters, weight_decay=self._plan.weight_decay, max_grad_norm=self._plan.max_grad_norm
         )
+
+    def _restore(self, tensors: dict[str, Tensor]) -> None:
+        """Raises OtherRunError for what does not fit the model."""
+        mine = {name: tensor.shape for name, tensor in self._optimizer.state_tensors().items()}
+        if mine != {name: tensor.shape for name, tensor in tensors.items()}:
+            raise OtherRunError(f"{self._checkpoints.folder} belongs to a {self._source.name} of another shape")
+        self._optimizer.load_state_tensors(tensors)
 
     def _step(self, before: Progress) -> Progress:
         """One optimiser step, with its checkpoint where one is due."""

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from models.training import (
     DiskFullError,
     DivergedError,
     ExampleError,
+    OtherRunError,
     Outcome,
     OutOfMemoryError,
     Pacer,
@@ -53,6 +53,7 @@ logger = logging.getLogger("server.finetune.worker")  # __name__ is "__main__" i
 
 NICENESS = 10  # of 19: answers come before training
 OOM_SCORE = 900  # of 1000: where memory ends, the trainer goes and not the engine
+OTHER_RUN = "The job's checkpoints do not fit it any more: its files or the server's base model have changed since then"
 
 
 class Trains(Protocol):
@@ -94,10 +95,12 @@ def _refusal(error: Exception) -> Refused | None:
         case ExampleError(index=index):
             line = "" if index is None else f"Line {index + 1}: "
             return Refused(f"invalid_{TRAINING}", f"{line}{error}", TRAINING)
-        case PlanError():
-            return Refused("invalid_hyperparameters", str(error), "hyperparameters")
-        case DivergedError():
-            return Refused("training_diverged", str(error), "hyperparameters")
+        case OtherRunError():  # its message names folders
+            logger.error("%s", error)
+            return Refused("checkpoint_mismatch", OTHER_RUN)
+        case PlanError() | DivergedError():
+            code = "training_diverged" if isinstance(error, DivergedError) else "invalid_hyperparameters"
+            return Refused(code, str(error), "hyperparameters")
         case NotImplementedError():  # UnsupportedModelError is one, of a room that would bring torch along
             return Refused("unsupported_model", f"The base model cannot be trained on this server: {error}", "model")
     return None
@@ -125,8 +128,6 @@ def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
 def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trainer: MakeTrainer) -> Finished | Stopped:
     assert arguments.plan is not None
     plan = TrainingPlan.from_json(arguments.plan)
-    if arguments.cache_dir is not None or arguments.model_image_dir is not None:
-        plan = replace(plan, model=str(_source(arguments).fetch()))
     training, validation = read_datasets(arguments, folder)
     trainer = make_trainer(
         plan,
@@ -134,6 +135,7 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
         None if validation is None else validation.examples,
         folder.run,
         None if arguments.device == "auto" else arguments.device,
+        source=model_source(arguments),
         pacer=_pacer(arguments, link),
     )
     link.send(Started(_device_name(arguments.device)))
@@ -162,7 +164,7 @@ def _device_name(device: str) -> str:
 def read_datasets(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
     from models import descriptions
 
-    source = _source(arguments)
+    source = model_source(arguments)
     tokenizer = TextTokenizer(descriptions.load_tokenizer(source))
     positions = descriptions.max_positions(source)
     longest = min(positions, arguments.max_length or positions)
@@ -172,7 +174,8 @@ def read_datasets(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dat
     return training, read_dataset(folder.dataset(VALIDATION), tokenizer, longest, VALIDATION)
 
 
-def _source(arguments: Arguments) -> Any:
+def model_source(arguments: Arguments) -> Any:
+    """Where the base model is on this server, today."""
     from models import registry
 
     cache, image = arguments.cache_dir, arguments.model_image_dir
@@ -210,10 +213,10 @@ def yield_to_the_server() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
-def real_trainer(*arguments: Any, pacer: Pacer | None) -> Trains:
+def real_trainer(*arguments: Any, **options: Any) -> Trains:
     from models.training import Trainer
 
-    return Trainer(*arguments, pacer=pacer)
+    return Trainer(*arguments, **options)
 
 
 def main(make_trainer: MakeTrainer = real_trainer) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.training import CheckpointError, StepReport, TrainingPlan
+from models.training import OtherRunError, StepReport, TrainingPlan
 from models.training.checkpoint import Checkpoints, Identity, Progress
 
 IDENTITY = Identity(TrainingPlan("bundled"), "a" * 64, "b" * 64)
@@ -62,12 +62,12 @@ def test_when_all_are_torn_the_run_begins_anew(checkpoints: Checkpoints) -> None
 
 def test_checkpoints_of_another_plan_are_refused(checkpoints: Checkpoints) -> None:
     other = Identity(TrainingPlan("bundled", seed=5), IDENTITY.examples, IDENTITY.validation)
-    with pytest.raises(CheckpointError, match=r"another plan \(mine / theirs\): seed 5 / 0"):
+    with pytest.raises(OtherRunError, match=r"another plan \(mine / theirs\): seed 5 / 0"):
         Checkpoints(checkpoints.folder, other, keep=2).newest()
 
 
 @pytest.mark.parametrize("name", ["examples", "validation"])
 def test_checkpoints_of_other_data_are_refused(checkpoints: Checkpoints, name: str) -> None:
     other = replace(IDENTITY, **{name: "c" * 64})
-    with pytest.raises(CheckpointError, match=f"other {name}"):
+    with pytest.raises(OtherRunError, match=f"other {name}"):
         Checkpoints(checkpoints.folder, other, keep=2).newest()

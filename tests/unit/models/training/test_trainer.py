@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,16 @@ import torch
 from safetensors.torch import load_file
 from training_runs import Reports, random_examples, random_preferences, tiny_plan, write_model
 
-from models.training import CheckpointError, DivergedError, ExampleError, LoraSettings, Trainer, Verdict
+from models.registry import ModelSource
+from models.training import (
+    CheckpointError,
+    DivergedError,
+    ExampleError,
+    LoraSettings,
+    OtherRunError,
+    Trainer,
+    Verdict,
+)
 from models.training.folder import is_whole
 from models.training.trainable import TrainableModel
 
@@ -130,8 +140,34 @@ def test_a_damaged_result_is_made_again_from_the_last_checkpoint(tiny_folder: Pa
 
 def test_another_plan_is_not_mixed_with_the_folder_s_run(tiny_folder: Path, tmp_path: Path) -> None:
     trainer(tiny_folder, tmp_path).run(Reports())
-    with pytest.raises(CheckpointError, match=r"another plan .*seed 1 / 0"):
+    with pytest.raises(OtherRunError, match=r"another plan .*seed 1 / 0"):
         trainer(tiny_folder, tmp_path, seed=1).run(Reports())
+
+
+def test_a_run_goes_on_where_its_model_has_moved_to(tiny_folder: Path, tmp_path: Path) -> None:
+    plan, results = tiny_plan(Path("tiny")), []
+    for after, place in ((None, "run"), (2, "moved"), (None, "moved")):
+        model = shutil.copytree(tiny_folder, tmp_path / f"model-{place}-{after}")
+        verdict = Verdict.CONTINUE if after is None else Verdict.PAUSE
+        source = ModelSource("tiny", folder=model)
+        run = Trainer(plan, EXAMPLES, VALIDATION, tmp_path / place, "cpu", source=source)
+        results.append(run.run(Reports(verdict, after=after or 0)).result)
+        shutil.rmtree(model)
+    alone, paused, moved = results
+    assert (alone is None, paused, moved is None) == (False, None, False)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):  # no trace of where the model was
+        assert (alone / file).read_bytes() == (moved / file).read_bytes()  # type: ignore[operator]
+    assert json.loads((moved / "adapter_config.json").read_bytes())["base_model_name_or_path"] == "tiny"  # type: ignore[operator]
+
+
+def test_a_run_does_not_go_on_with_a_model_of_another_shape(tiny_folder: Path, tmp_path: Path) -> None:
+    def run(model: Path, reports: Reports) -> None:
+        source = ModelSource("tiny", folder=model)
+        Trainer(tiny_plan(Path("tiny")), EXAMPLES, None, tmp_path, "cpu", source=source).run(reports)
+
+    run(tiny_folder, Reports(Verdict.PAUSE, after=2))
+    with pytest.raises(OtherRunError, match="belongs to a tiny of another shape"):
+        run(write_model(tmp_path / "other", hidden_size=16), Reports())
 
 
 def test_a_reference_of_another_model_is_not_taken_up(tiny_folder: Path, tmp_path: Path) -> None:

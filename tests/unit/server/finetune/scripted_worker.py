@@ -15,7 +15,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from models.training import DiskFullError, DivergedError, Example, Outcome, Pacer, StepReport, TrainingPlan, Verdict
+from models.training import (
+    DiskFullError,
+    DivergedError,
+    Example,
+    OtherRunError,
+    Outcome,
+    Pacer,
+    StepReport,
+    TrainingPlan,
+    Verdict,
+)
 from server.finetune import worker
 from server.finetune.dataset import Dataset, DatasetError
 from server.finetune.folders import TRAINING, JobFolder
@@ -33,12 +43,15 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "diverged": lambda: DivergedError("the gradient was not finite"),
     "full": lambda: OSError(28, "No space left on device"),
     "full for a checkpoint": lambda: DiskFullError("checkpoints/3 cannot be written"),
+    "another run": lambda: OtherRunError("/srv/run/checkpoints belongs to another plan"),
     "unsupported": unsupported,
 }
 
 
 class ScriptedTrainer:
-    def __init__(self, plan: TrainingPlan, examples: Sequence[Example], *_: Any, pacer: Pacer | None) -> None:
+    def __init__(
+        self, plan: TrainingPlan, examples: Sequence[Example], *_: Any, source: None, pacer: Pacer | None
+    ) -> None:
         self.plan, self.examples, self.folder, self.pacer = plan, examples, _[1], pacer
         path = Path(os.environ["FINE_TUNING_SCRIPT"])
         self.script: dict[str, Any] = json.loads(path.read_text())
@@ -135,4 +148,5 @@ def read(_: Arguments, folder: JobFolder) -> tuple[Dataset, None]:
 
 if __name__ == "__main__":
     worker.read_datasets = read
+    worker.model_source = lambda _: None  # there is no such model
     worker.main(ScriptedTrainer)

@@ -64,6 +64,7 @@ def test_a_job_that_kills_every_trainer_fails_with_the_reason(run: Run) -> None:
         ("diverged", "training_diverged", "the gradient was not finite"),
         ("full", "trainer_crashed", "The server's disk is full"),
         ("full for a checkpoint", "trainer_crashed", "The server's disk is full"),
+        ("another run", "checkpoint_mismatch", "do not fit it any more: its files or the"),
         ("unsupported", "unsupported_model", "cannot be trained on this server: TinyForCausalLM fails the self-test"),
     ],
 )

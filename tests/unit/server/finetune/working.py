@@ -129,9 +129,11 @@ def script(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: Any) -> Path:
 
 
 @asynccontextmanager
-async def at_work(folder: Path, *, max_live_jobs: int = 100, start: bool = True, **changes: Any) -> AsyncIterator[Work]:
+async def at_work(
+    folder: Path, *, source: str = MODEL, max_live_jobs: int = 100, start: bool = True, **changes: Any
+) -> AsyncIterator[Work]:
     files = FileStore(folder / "files", FileLimits(2**20, 2**22, 100))
-    config = TrainerConfig(MODEL, **{**CONFIG, **changes})
+    config = TrainerConfig(source, **{**CONFIG, **changes})
     work = Work(None, files, folder)  # type: ignore[arg-type] - it needs the work itself
     work.jobs = FineTuning(folder / "finetune", files, config, work.load, work.unload, max_live_jobs=max_live_jobs)
     if start:
