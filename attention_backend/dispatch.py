@@ -5,6 +5,8 @@ Knows what kernels can do, not how they do it.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -28,7 +30,18 @@ from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.rows import begins_vectors, is_expanded
 from attention_backend.problem import AttentionArgs
 
-__all__ = ["TABLE", "UnsupportedError", "calls", "count", "covering_set", "describe", "run", "select"]
+__all__ = [
+    "TABLE",
+    "UnsupportedError",
+    "calls",
+    "count",
+    "covering_set",
+    "describe",
+    "recording",
+    "replayed",
+    "run",
+    "select",
+]
 
 Result = tuple[Tensor, Tensor]
 
@@ -140,6 +153,7 @@ TABLE = (
 )
 
 _calls: Counter[str] = Counter()
+_recorded: ContextVar[Counter[str] | None] = ContextVar("recorded", default=None)
 
 
 def select(args: AttentionArgs) -> KernelSpec:
@@ -157,12 +171,29 @@ def run(args: AttentionArgs) -> Result:
 
 def count(kernel: str) -> None:
     """A kernel is about to serve a call."""
-    _calls[kernel] += 1
+    recorded = _recorded.get()
+    (_calls if recorded is None else recorded)[kernel] += 1
 
 
 def calls() -> dict[str, int]:
-    """How often each kernel served since the process started. A replayed CUDA graph counts as captured, once."""
+    """How often each kernel served since the process started."""
     return dict(_calls)
+
+
+@contextmanager
+def recording() -> Iterator[Counter[str]]:
+    """The calls made inside, which are not counted: they are a CUDA graph's, to be given to `replayed` each time."""
+    recorded: Counter[str] = Counter()
+    token = _recorded.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _recorded.reset(token)
+
+
+def replayed(recorded: Counter[str]) -> None:
+    """A CUDA graph has made these calls."""
+    _calls.update(recorded)
 
 
 @cache

@@ -7,6 +7,7 @@ long.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 import attention_backend
+from attention_backend import dispatch
 from models.adapters import AdapterSlots
 from models.copies import to_device
 from models.graph_fields import StepFields, num_bytes, step_tensors
@@ -68,6 +70,7 @@ class StepGraph:
     graph: torch.cuda.CUDAGraph
     output: GraphOutput
     shared: _Groups | None
+    calls: Counter[str]  # of attention kernels
 
 
 class GraphRecorder:
@@ -133,6 +136,7 @@ class GraphRecorder:
         if graph.shared is not None:
             self._write_groups(graph.shared, levels, shape.decodes)
         graph.graph.replay()
+        dispatch.replayed(graph.calls)
         return graph.output.first(len(arrays.sample_rows))
 
     def _record_adapted(self, shape: StepShape) -> StepGraph:
@@ -152,10 +156,11 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         with (
             _no_collection(),
+            dispatch.recording() as calls,
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
             output = self._run(shape, shared, adapted)
-        return StepGraph(graph, output, shared)
+        return StepGraph(graph, output, shared, calls)
 
     def _make_groups(self, size: int) -> _Groups:
         nothing = self._inputs.group_arrays((), size, num_levels=1, num_groups=size)

@@ -156,6 +156,19 @@ def test_every_call_is_counted() -> None:
     assert dispatch.calls()["cpu_reference"] == before + 1
 
 
+def test_recorded_calls_are_counted_when_they_are_replayed() -> None:
+    flash_attn_func(*tensors())
+    before = dispatch.calls()
+    with dispatch.recording() as recorded:
+        for _ in range(3):
+            flash_attn_func(*tensors())
+    assert dispatch.calls() == before
+    assert recorded == {"cpu_reference": 3}
+    for _ in range(2):
+        dispatch.replayed(recorded)
+    assert dispatch.calls() == before | {"cpu_reference": before["cpu_reference"] + 6}
+
+
 def operator_arguments(args: AttentionArgs) -> tuple[Any, ...]:
     return tuple(getattr(args, name) for name in FIELDS)
 

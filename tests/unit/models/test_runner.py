@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from attention_backend import dispatch
 from attention_backend.jit import launch
 from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
 from models.descriptions import load_tokenizer
@@ -250,6 +251,15 @@ def test_replayed_decode_steps_answer_what_steps_without_graphs_answer() -> None
         answers = [generate(r, prompts, 9, sampling=sampling, budget=256) for r in (eager, replayed)]
         assert [a.tokens for a in answers[0]] == [a.tokens for a in answers[1]]
         assert all(all(a.finite) for a in answers[1])
+
+
+@pytest.mark.gpu
+def test_attention_calls_of_replayed_steps_are_counted() -> None:
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0"))  # type: ignore[arg-type]
+    made = gpu_runner_of(loaded)
+    before = sum(dispatch.calls().values())
+    generate(made, [[5, 6, 7]], 9, sampling=SamplingParams(temperature=0.0, ignore_eos=True), budget=256)
+    assert sum(dispatch.calls().values()) - before >= 9 * loaded.config.num_hidden_layers
 
 
 @pytest.mark.gpu
