@@ -37,7 +37,7 @@ install: $(STAMP)  ## the virtual environment alone
 
 install-dev: $(DEV_STAMP)  ## with what the tests and linters need
 
-test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and kernels compiled for every architecture
+test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and each kernel (not each variant) compiled for each architecture
 	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not thorough" $(ARGS)
 
 test-all: $(DEV_STAMP)  ## make test, and more instants and messages of what it shows

@@ -1,10 +1,11 @@
 """The README's tables of attention functions beside their peers. Every function takes the folder of results."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import attention_results
 from benchmarks.attention_goal import Rule, number
+from benchmarks.attention_registry import OURS
 from benchmarks.attention_report import Report
 from benchmarks.markdown import load, origin, table
 
@@ -18,6 +19,28 @@ GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
 def origins(reports: Sequence[Report]) -> str:
     """Of several runs, each once."""
     return "; ".join(dict.fromkeys(origin({"machine": report.machine}) for report in reports))
+
+
+def named(peers: Iterable[str], reports: Sequence[Report]) -> str:
+    """Peers as they are called, each with the package and version that was timed, where it has one."""
+
+    def name(peer: str) -> str:
+        packages = dict.fromkeys(r.options.get("peers", {}).get(peer.partition("-")[0]) for r in reports)
+        versions = [package for package in packages if package]
+        return attention_results.LABELS.get(peer, peer) + (f" ({', '.join(versions)})" if versions else "")
+
+    return ", ".join(map(name, peers))
+
+
+def untimed(reports: Sequence[Report], section: str) -> str:
+    """The peers that failed in every cell, each with the reason that it gave first; "" when there is none."""
+    reasons: dict[str, str | None] = {}
+    for record in (record for report in reports for record in report.of_section(section)):
+        for peer, result in record.results.items():
+            if not peer.startswith(OURS):
+                reasons[peer] = None if result.ms is not None else reasons.get(peer, result.reason)
+    failed = [f'{named([peer], reports)}: "{reason.splitlines()[0]}"' for peer, reason in reasons.items() if reason]
+    return f"; not timed: {', '.join(failed)}" if failed else ""
 
 
 def times(ratio: float | None) -> str:
@@ -49,8 +72,9 @@ def beside_peers(results: Path, section: str, what: str) -> str | None:
     if not lines:
         return None
     header = ["head_dim", "mask", "length", "batch x heads", "ours", "best peer", "ours / best", "ours / cuDNN"]
-    peers = ", ".join(label for name, label in attention_results.LABELS.items() if name in timed)
-    return f"{what}, TFLOP/s; peers timed: {peers} ({origins(reports)}):\n\n" + table(header, lines)
+    peers = named((name for name in attention_results.LABELS if name in timed), reports)
+    peers += untimed(reports, section)
+    return f"{what}, TFLOP/s; peers timed: {peers}\n({origins(reports)}):\n\n" + table(header, lines)
 
 
 def decode(results: Path) -> str | None:
@@ -75,7 +99,8 @@ def decode(results: Path) -> str | None:
     )
     over = [f"ours / {attention_results.LABELS[name]}" + (CONTIGUOUS if name in TORCH else "") for name in peers]
     header = ["batch", "context", "ours, over pages", "of copy", *over]
-    return f"{what}\ngraphs ({origins(reports)}):\n\n" + table(header, lines)
+    beside = named(peers, reports) + untimed(reports, "decode")
+    return f"{what}\ngraphs; peers timed: {beside}\n({origins(reports)}):\n\n" + table(header, lines)
 
 
 def goals(results: Path) -> str | None:

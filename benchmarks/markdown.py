@@ -18,9 +18,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def short(commit: str) -> str:
+    """Ten digits of the hash, and whatever mark `machine.git_commit` put behind it."""
+    digits, space, mark = commit.partition(" ")
+    return f"{digits[:10]}{space}{mark}"
+
+
 def origin(facts: Facts) -> str:
     m = facts["machine"]
     return (
         f"{m['gpu']}, driver {m['driver']}, torch {m['torch']}, CuPy {m['cupy']}, "
-        f"commit {m['commit'][:10]}, {m['date'][:10]}"
+        f"commit {short(m['commit'])}, {m['date'][:10]}"
     )

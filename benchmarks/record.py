@@ -31,6 +31,7 @@ import torch
 import typer
 
 from benchmarks import machine
+from benchmarks.markdown import short
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -216,7 +217,7 @@ def main(
     logs = logs or Path(tempfile.mkdtemp(prefix="longwave-record-"))
     for folder in (out, logs):
         folder.mkdir(parents=True, exist_ok=True)
-    typer.echo(f"{len(asked)} on {device} at {commit[:10]}; what they print is in {logs}")
+    typer.echo(f"{len(asked)} on {device} at {short(commit)}; what they print is in {logs}")
     failed, left = record_all(asked, out, logs, commit, peers, seconds)
     if failed:
         typer.echo(f"failed: {' '.join(failed)}")

@@ -64,6 +64,24 @@ def test_only_the_engines_alone_are_compared_and_each_once(tmp_path: Path) -> No
         serving_table(tmp_path, rows, version, again)
 
 
+@pytest.mark.parametrize("sdpa", [None, 20.0])
+def test_the_quick_start_says_what_was_timed_and_from_which_commit(tmp_path: Path, sdpa: float | None) -> None:
+    facts = json.loads((RESULTS / "quick_start_cpu.json").read_text())
+    default = {} if sdpa is None else {"transformers_sdpa": sdpa}
+    facts["machine"]["commit"] = "0123456789abcdef with changes"
+    facts["tokens_per_s"] = {
+        "one_request": {"ours": 30.0, "transformers_eager": 10.0} | default,
+        "8_requests": {"ours": 120.0, "transformers_eager": 60.0} | default,
+    }
+    (tmp_path / "quick_start_cpu.json").write_text(json.dumps(facts))
+    text = engine_tables.cpu(tmp_path)
+
+    assert "commit 0123456789 with changes, " in text
+    assert ("not with its default attention, SDPA" in text) == (sdpa is None)
+    assert ("| one | 30.0 | 10.0 |" if sdpa is None else "| one | 30.0 | 10.0 | 20.0 |") in text
+    assert f"eight at once give {120 / (sdpa or 10):.1f} times" in text
+
+
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("serving*.json")), ids=lambda file: file.name)
 def test_recorded_chats_name_gaps_as_gaps(file: Path) -> None:
     """Files of before had the gaps' percentiles under the name of the time per token."""

@@ -8,6 +8,7 @@ from benchmarks import attention_results, attention_tables, plots, readme_tables
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_grid import decode_cells, forward_cells
 from benchmarks.attention_report import Record, Report, Result
+from benchmarks.markdown import origin
 
 MACHINE = {
     "gpu": "a GPU",
@@ -19,9 +20,10 @@ MACHINE = {
 }
 
 
-def run(cells: list[Cell], **ms: float) -> Report:
-    results = {name: Result(x, None, 1e-3) for name, x in ms.items()}
-    return Report(MACHINE, {}, 4.2, [Record(cell, results) for cell in cells])
+def run(cells: list[Cell], packages: dict[str, str] | None = None, **ms: float | str) -> Report:
+    """`ms`: the time of every cell, or why there is none."""
+    results = {name: Result(None, x) if isinstance(x, str) else Result(x, None, 1e-3) for name, x in ms.items()}
+    return Report(MACHINE, {"peers": packages or {}}, 4.2, [Record(cell, results) for cell in cells])
 
 
 @pytest.fixture
@@ -76,6 +78,22 @@ def test_tables_name_the_best_peer_and_every_goal(results: Path) -> None:
     goals = attention_tables.goals(results)
     assert goals is not None
     assert "| forward over the best of cudnn, fa3 | ≥ 1 | 1.100 | 1.100 | 48 | yes |" in goals
+
+
+def test_tables_name_the_versions_of_peers_and_why_one_was_not_timed(tmp_path: Path) -> None:
+    package, reason = {"fa3": "fa3-package 3.0", "fa4": "fa4-package 4.0"}, "RuntimeError: no backward\nand more"
+    short, long = [cell for cell in forward_cells() if cell.seqlen_k in (512, 2048)][:2]
+    run([short], package, longwave=1.0, cudnn=1.2, fa3=reason, fa4=reason).write(tmp_path / "attention_a.json")
+    run([long], package, longwave=1.0, cudnn=1.2, fa3=reason, fa4=1.1).write(tmp_path / "attention_b.json")
+    text = attention_tables.forward(tmp_path)
+    assert text is not None
+    said = text.partition("\n")[0].partition("peers timed: ")[2]
+    assert said == 'cuDNN, FA4 (fa4-package 4.0); not timed: FA3 (fa3-package 3.0): "RuntimeError: no backward"'
+
+
+def test_a_commit_keeps_its_mark() -> None:
+    assert "commit 0123456789, " in origin({"machine": MACHINE})
+    assert "commit 0123456789 with changes, " in origin({"machine": MACHINE | {"commit": "0123456789abc with changes"}})
 
 
 def test_a_table_without_results_or_markers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
