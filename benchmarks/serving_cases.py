@@ -134,8 +134,9 @@ def ttft_figures(answers: Sequence[Answer]) -> Row:
 
 
 def chat_figures(answers: Sequence[Answer]) -> Row:
-    """TTFT; ITL, over the gaps of all answers; TPOT, over the answers' mean gaps."""
-    times = {"itl": gaps(answers), "tpot": [statistics.fmean(answer.itl) for answer in answers if answer.itl]}
+    """TTFT; ITL, over the gaps of all answers; TPOT, a number an answer: what follows its first token, by the token."""
+    tpot = [sum(answer.itl) / (answer.tokens - 1) for answer in answers if answer.tokens > 1]
+    times = {"itl": gaps(answers), "tpot": tpot}
     found = {f"{name}_{p}": quantile(times[name], at) for name in times for p, at in (("p50", 0.5), ("p99", 0.99))}
     return ttft_figures(answers) | found
 

@@ -59,7 +59,7 @@ def test_gaps_of_the_last_tokens_only() -> None:
 
 
 def test_time_per_token_is_a_number_an_answer_and_gaps_are_all_of_them() -> None:
-    steady, uneven, short = Answer(0.1, [0.002] * 9), Answer(0.2, [0.001] * 8 + [0.01]), Answer(0.3)
+    steady, uneven, short = Answer(0.1, [0.002] * 9, 10), Answer(0.2, [0.001] * 8 + [0.01], 10), Answer(0.3, [], 1)
     assert chat_figures([steady, uneven, short]) == {
         "ttft_p50": 200.0,
         "ttft_p99": 300.0,
