@@ -31,7 +31,8 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
     # It stays in this process's group, which is ended as a whole if need be.
     process = await asyncio.create_subprocess_exec(*command, env=plan.environment, stdout=sys.stderr)
     try:
-        await asyncio.wait_for(_ready(url, process), START_TIMEOUT)
+        async with asyncio.timeout(START_TIMEOUT):
+            await _ready(url, process)
         target = Target(
             url,
             plan.model,  # all of them serve a folder under its path
@@ -57,7 +58,8 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
         if process.returncode is None:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), END_GRACE)
+                async with asyncio.timeout(END_GRACE):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()

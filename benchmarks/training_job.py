@@ -75,7 +75,8 @@ async def speed(progress: Callable[[], Awaitable[tuple[float, float]]], until: a
     ends: list[tuple[float, float, float]] = []
     while not until.is_set():
         with suppress(TimeoutError):
-            await asyncio.wait_for(until.wait(), POLL_SECONDS)
+            async with asyncio.timeout(POLL_SECONDS):
+                await until.wait()
         steps, tokens = await progress()
         if steps > (ends[-1][1] if ends else before):
             ends.append((time.perf_counter(), steps, tokens))

@@ -190,7 +190,8 @@ class Lifecycle:
         if self.generator is not None:
             self.generator.fail_all(ServerDraining("The server is shutting down and could not finish this answer."))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.generator.idle(), CUT_GRACE)
+                async with asyncio.timeout(CUT_GRACE):
+                    await self.generator.idle()
 
     async def _come_up(self) -> None:
         try:

@@ -142,7 +142,8 @@ class EngineClient:
         if engine is not None and self.is_ready:
             with contextlib.suppress(EngineUnavailable, TimeoutError):
                 engine.send(Shutdown())
-                await asyncio.wait_for(engine.ended.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await engine.ended.wait()
         if engine is not None:
             engine.kill()
         await supervisor

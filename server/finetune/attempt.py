@@ -146,7 +146,8 @@ class Attempt:
                     process.kill()
                     return
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), self._config.beat_seconds)
+                    async with asyncio.timeout(self._config.beat_seconds):
+                        await changed.wait()
         except (LeaseLostError, InsufficientStorage) as error:
             if self._gone:
                 return

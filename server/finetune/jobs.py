@@ -182,7 +182,8 @@ class FineTuning:
                     return
                 if not events:
                     with contextlib.suppress(TimeoutError):  # other servers' news are not announced
-                        await asyncio.wait_for(changed.wait(), NEWS_SECONDS)
+                        async with asyncio.timeout(NEWS_SECONDS):
+                            await changed.wait()
                     yield None
         finally:
             self._writer.forget(changed)

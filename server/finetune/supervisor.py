@@ -87,7 +87,8 @@ class Supervisor:
                     logger.exception("a fine-tuning job could not be worked on")
                     seconds = FAILURE_SECONDS
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), seconds)
+                    async with asyncio.timeout(seconds):
+                        await changed.wait()
         finally:
             self._writer.forget(changed)
 

@@ -125,7 +125,8 @@ class Child:
         try:
             while True:
                 try:
-                    message = await asyncio.wait_for(self._receive(), self._silence_limit)
+                    async with asyncio.timeout(self._silence_limit):
+                        message = await self._receive()
                 except TimeoutError:
                     self._kill("The training process did not answer any more")
                     break

@@ -56,6 +56,13 @@ def test_no_pickle_and_no_code_from_data(source: Path) -> None:
                         assert ast.unparse(keyword.value) == "False"
 
 
+def test_no_wait_swallows_a_cancellation(source: Path) -> None:
+    """asyncio.wait_for of Python 3.11 does, where what it waits for ends just then; asyncio.timeout does not."""
+    assert not [
+        node for node in nodes(source) if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    ]
+
+
 def test_the_environment_is_read_in_one_place_a_room(source: Path) -> None:
     reads = [node for node in nodes(source) if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.environ"]
     calls = [node for node in nodes(source) if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.getenv"]

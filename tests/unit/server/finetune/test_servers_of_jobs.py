@@ -1,6 +1,7 @@
 """Jobs of servers that drain, close, are killed, lose a lease, or are two."""
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from working import Run, Work, at_work, is_running, script
+from working import LIMIT, Run, Work, at_work, is_running, script
 
 from models.training import TrainingPlan
 from server.finetune import Status
@@ -58,6 +59,26 @@ def test_a_server_that_closes_without_a_drain_leaves_no_process_and_no_lease(run
     (pid,) = trainers
     assert not is_running(pid)
     run(second, start=False)
+
+
+def test_a_server_that_is_closed_while_it_drains_waits_for_no_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer stands still and would count as hung after two minutes. Whoever watches it is told of the drain in
+    the moment in which its own end is asked for."""
+    script(tmp_path, monkeypatch, hold_at=1)
+
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT), at_work(tmp_path, silence_limit=math.inf) as work:
+            await work.told(await work.create(), "Fine-tuning job started")
+            pid = work.trainer_pid
+            assert pid is not None
+            draining = asyncio.create_task(work.jobs.drain())
+            await asyncio.sleep(0)
+        await draining
+        assert not is_running(pid)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("wanted", [True, False])
