@@ -2,12 +2,13 @@
 not know how anything is counted, nor requests' texts."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import EngineReady, EngineStats
 from server.engine.offload_stats import DiskStats, OffloadStats
 from server.finetune.stats import FineTuningStats
@@ -20,9 +21,15 @@ LABELS: Final = ("model_name", "engine")
 class EngineCollector(Collector):
     """The engine's own counters and gauges, as it last reported them."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats | None],
+        public_adapters: Callable[[], Iterable[AdapterInfo]],
+    ) -> None:
         self.ready: EngineReady | None = None
         self._stats = stats
+        self._public_adapters = public_adapters
         self._labels = [model_name, ENGINE]
 
     def collect(self) -> Iterator[Metric]:
@@ -75,9 +82,18 @@ class EngineCollector(Collector):
         info = GaugeMetricFamily(
             "longwave:lora_requests_info", "Adapters of running and waiting requests.", labels=(*LABELS, *labels)
         )
-        names = (",".join(stats.running_adapters), ",".join(stats.waiting_adapters))
+        owned = GaugeMetricFamily(
+            "longwave:lora_owned_adapters", "Adapters in use whose names are not told.", labels=(*LABELS, "state")
+        )
+        public = {info.name for info in self._public_adapters()}
+        names = []
+        for state, adapters in (("running", stats.running_adapters), ("waiting", stats.waiting_adapters)):
+            told = [name for name in adapters if name in public]
+            names.append(",".join(told))
+            owned.add_metric([*self._labels, state], len(adapters) - len(told))
         info.add_metric([*self._labels, str(stats.max_loras), *names], time.time())
         yield info
+        yield owned
         placements = CounterMetricFamily("longwave:lora_placements", "Adapters copied into a slot.", labels=LABELS)
         placements.add_metric(self._labels, stats.adapter_placements)
         yield placements

@@ -48,7 +48,7 @@ class Engine(Protocol):
     async def load_adapter(
         self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
     ) -> AdapterInfo: ...
-    async def unload_adapter(self, name: str) -> None: ...
+    async def unload_adapter(self, name: str, *, owner: str | None = None) -> None: ...
     def adapters(self) -> tuple[AdapterInfo, ...]: ...
     async def shutdown(self, timeout: float = 0.0) -> None: ...
 
@@ -69,7 +69,7 @@ class Lifecycle:
         """`began`: when this process did, on time.monotonic()'s clock; now, by default."""
         self.settings = settings
         self.engine = engine
-        self.metrics = Metrics(settings.model_names[0], lambda: engine.stats)
+        self.metrics = Metrics(settings.model_names[0], lambda: engine.stats, lambda: self.adapters(""))
         self.created = int(time.time())
         self.phase = Phase.STARTING
         self.changed = asyncio.Condition()

@@ -11,6 +11,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from server.collectors import ENGINE, LABELS, EngineCollector, FineTuningCollector, TrainingCollector
+from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import EngineReady, EngineStats, RequestTimes
 from server.finetune.stats import FineTuningStats
 from server.training.stats import TrainingStats
@@ -29,10 +30,16 @@ COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 128)
 class Metrics:
     """The registry of one server. API-side observations come in by name; the engine's state is read when scraped."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats | None],
+        public_adapters: Callable[[], Iterable[AdapterInfo]],
+    ) -> None:
+        """`public_adapters`: those whose names everybody may read."""
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._engine = EngineCollector(model_name, stats)
+        self._engine = EngineCollector(model_name, stats, public_adapters)
         self.registry.register(self._engine)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", TTFT_BUCKETS)
         self.inter_token_latency = self._histogram("inter_token_latency_seconds", ITL_BUCKETS)

@@ -131,8 +131,10 @@ class Settings(BaseSettings):
         if self.allow_runtime_lora_updating and self.lora_dir is None:
             raise ValueError("allow-runtime-lora-updating needs lora-dir, the folder that adapters may be loaded from")
         for name in self.lora_folders:
-            if name in self.model_names or name.startswith(FINE_TUNED):
-                raise ValueError(f"lora-modules: {name} is a name of the base model, or begins with {FINE_TUNED}")
+            if name in self.model_names or name.startswith((FINE_TUNED, SAVED_WEIGHTS)):
+                raise ValueError(
+                    f"lora-modules: {name} is the base model, or begins with {FINE_TUNED} or {SAVED_WEIGHTS}"
+                )
         return self
 
     @property

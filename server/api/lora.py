@@ -7,11 +7,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from server.api.deps import LifecycleDep
 from server.api.json_route import StrictJSONRoute
-from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, LongwaveError, RouteNotFound, ServerDraining
+from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, ModelNotFound, RouteNotFound, ServerDraining
 from server.lifecycle import Phase
 from server.schemas.failure import BODY_FAILURES, failures
 from server.schemas.models import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
-from server.settings import FINE_TUNED
+from server.settings import FINE_TUNED, SAVED_WEIGHTS
 
 SUCCESS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
@@ -38,6 +38,10 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, lifecycle: LifecycleDe
         raise AdapterExists(f"`{body.lora_name}` is the base model.", param="lora_name")
     if body.lora_name.startswith(FINE_TUNED):
         raise InvalidAdapter(f"Names that begin with `{FINE_TUNED}` are given by fine-tuning jobs.", param="lora_name")
+    if body.lora_name.startswith(SAVED_WEIGHTS):
+        raise InvalidAdapter(
+            f"Names that begin with `{SAVED_WEIGHTS}` are given by low-level training.", param="lora_name"
+        )
     try:
         await lifecycle.engine.load_adapter(
             body.lora_name, body.lora_path, within=str(settings.lora_dir), replace=bool(body.load_inplace)
@@ -48,16 +52,20 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, lifecycle: LifecycleDe
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None, responses=BODY_FAILURES | failures(409) | SUCCESS)
+@router.post("/v1/unload_lora_adapter", response_model=None, responses=BODY_FAILURES | SUCCESS)
 async def unload_lora_adapter(body: UnloadLoraAdapterRequest, lifecycle: LifecycleDep) -> Response:
-    """New requests do not find the name any more; running ones finish."""
+    """New requests do not find the name any more; running ones finish. Models of one API key do not exist here."""
     if body.lora_name.startswith(FINE_TUNED):
         raise InvalidAdapter(
             "A fine-tuned model is not unloaded but deleted: DELETE /v1/models/{id}.", param="lora_name"
         )
+    if body.lora_name.startswith(SAVED_WEIGHTS):
+        raise InvalidAdapter(
+            "Saved weights are not unloaded but deleted: POST /v1/training/delete_weights.", param="lora_name"
+        )
     try:
-        await lifecycle.engine.unload_adapter(body.lora_name)
-    except LongwaveError as error:
+        await lifecycle.engine.unload_adapter(body.lora_name, owner="")
+    except ModelNotFound as error:
         error.param = "lora_name"
         raise
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -27,7 +27,7 @@ async def retrieve_model(model: str, lifecycle: LifecycleDep, origin: OriginDep)
     return _base(lifecycle, model) if info is None else _adapter(lifecycle, info)
 
 
-@router.delete("/v1/models/{model:path}", responses=READ_FAILURES | failures(400, 404, 409, 507))
+@router.delete("/v1/models/{model:path}", responses=READ_FAILURES | failures(400, 404, 507))
 async def delete_model(model: str, lifecycle: LifecycleDep, jobs: FineTuningDep, origin: OriginDep) -> ModelDeleted:
     """Deletes a fine-tuned model for good. Its running answers are finished."""
     tuned = await jobs.adapter(model) if model.startswith(FINE_TUNED) else None

@@ -46,7 +46,7 @@ class AdapterRegistry:
     def __init__(self) -> None:
         self._infos: dict[str, AdapterInfo] = {}  # oldest first
         self._replies: dict[int, asyncio.Future[CommandReply]] = {}
-        self._busy: set[str] = set()  # names with a command under way
+        self._busy: dict[str, asyncio.Event] = {}  # names that are being loaded -> when that has ended
         self._tasks: set[asyncio.Task[AdapterInfo]] = set()
         self._command_ids = count(1)
 
@@ -65,15 +65,17 @@ class AdapterRegistry:
         if before is not None and before.owner != owner:
             raise AdapterExists(f"The adapter `{name}` has already been loaded.")
         command = LoadAdapter(next(self._command_ids), name, folder, within, replace)
-        self._busy.add(name)
+        self._busy[name] = asyncio.Event()
         return await self._to_the_end(self._load(send, command, owner))
 
-    async def unload(self, send: Send, name: str) -> None:
-        """The name is gone at once; its open requests finish. Raises ModelNotFound, AdapterExists while it loads."""
-        if name in self._busy:
-            raise AdapterExists(f"The adapter `{name}` is just being loaded.")
-        if self._infos.pop(name, None) is None:
+    async def unload(self, send: Send, name: str, *, owner: str | None = None) -> None:
+        """The name is gone at once, or when it has been loaded; its open requests finish. `owner`: whose it has to be.
+        Raises ModelNotFound."""
+        await self._settled(name)
+        info = self._infos.get(name)
+        if info is None or owner not in (None, info.owner):
             raise ModelNotFound(f"The adapter `{name}` does not exist.")
+        del self._infos[name]
         try:
             await self._ask(send, UnloadAdapter(next(self._command_ids), name))
         except EngineUnavailable:
@@ -83,10 +85,11 @@ class AdapterRegistry:
         """Loads everything into an engine that has nothing. Raises EngineUnavailable when that one has gone, too."""
         restored: set[str] = set()
         for info in self.infos():
+            await self._settled(info.name)
             if info.name not in self._infos:  # unloaded in the meantime
                 continue
             command = LoadAdapter(next(self._command_ids), info.name, info.folder, info.within, True)
-            self._busy.add(info.name)
+            self._busy[info.name] = asyncio.Event()
             try:
                 await self._load(send, command, info.owner, info.created)
             except EngineUnavailable:
@@ -113,12 +116,16 @@ class AdapterRegistry:
             if not future.done():
                 future.set_exception(EngineUnavailable("The engine stopped while it loaded an adapter."))
 
+    async def _settled(self, name: str) -> None:
+        while (busy := self._busy.get(name)) is not None:
+            await busy.wait()
+
     async def _load(self, send: Send, command: LoadAdapter, owner: str, created: int | None = None) -> AdapterInfo:
         """The caller has marked the name as busy."""
         try:
             reply = await self._ask(send, command)
         finally:
-            self._busy.discard(command.name)
+            self._busy.pop(command.name).set()
         assert isinstance(reply, AdapterLoaded)
         facts = reply.facts
         info = self._infos[command.name] = AdapterInfo(

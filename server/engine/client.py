@@ -119,9 +119,10 @@ class EngineClient:
         Raises InvalidAdapter, AdapterExists, QuotaExceeded, EngineUnavailable."""
         return await self._adapters.load(self._send, name, folder, owner=owner, within=within, replace=replace)
 
-    async def unload_adapter(self, name: str) -> None:
-        """New requests find it no more, open ones finish. Raises ModelNotFound, AdapterExists while it is loading."""
-        await self._adapters.unload(self._send, name)
+    async def unload_adapter(self, name: str, *, owner: str | None = None) -> None:
+        """New requests find it no more, open ones finish; one that is being loaded goes then. `owner`: whose it has to
+        be; anybody's, by default. Raises ModelNotFound."""
+        await self._adapters.unload(self._send, name, owner=owner)
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Those that were loaded, oldest first; also while the engine restarts."""

@@ -55,7 +55,7 @@ class AbsentEngine:
     ) -> AdapterInfo:
         raise NotImplementedError
 
-    async def unload_adapter(self, name: str) -> None: ...
+    async def unload_adapter(self, name: str, *, owner: str | None = None) -> None: ...
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return ()

@@ -18,7 +18,7 @@ def exported_families() -> dict[str, set[str]]:
         num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, kernel_calls={"cpu_reference": 1},
         max_loras=1, offload=OffloadStats(2, 1, 8, 1, 1, 1, 0, 0, None),
     )  # fmt: skip
-    metrics = Metrics("model", lambda: stats)
+    metrics = Metrics("model", lambda: stats, tuple)
     metrics.learn(
         EngineReady(
             model="model", device="cpu", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=[],

@@ -117,9 +117,10 @@ class ScriptedEngine:
         self.infos[name] = AdapterInfo(name, folder, owner, within, "digest", 8, 1, None, 1_700_000_000)
         return self.infos[name]
 
-    async def unload_adapter(self, name: str) -> None:
-        if self.infos.pop(name, None) is None:
+    async def unload_adapter(self, name: str, *, owner: str | None = None) -> None:
+        if name not in self.infos or owner not in (None, self.infos[name].owner):
             raise ModelNotFound(f"The adapter `{name}` does not exist.")
+        del self.infos[name]
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return tuple(self.infos.values())

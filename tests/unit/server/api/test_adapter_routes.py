@@ -83,6 +83,7 @@ def test_a_name_is_loaded_over_only_when_asked_for(lora_server: LiveServer) -> N
     [
         ({"lora_name": MODEL}, (409, "adapter_exists", "lora_name")),
         ({"lora_name": "ft:tiny:x:1"}, (400, "invalid_adapter", "lora_name")),
+        ({"lora_name": "longwave://train-1/weights/x"}, (400, "invalid_adapter", "lora_name")),
         ({"lora_name": ""}, (400, None, "lora_name")),
         ({"lora_name": None}, (400, None, "lora_name")),
         ({"lora_path": ""}, (400, None, "lora_path")),
@@ -117,8 +118,26 @@ def test_unloading_what_is_not_there_is_404(lora_server: LiveServer) -> None:
         for name, expected in (
             ("fr", (404, "model_not_found", "lora_name")),
             ("ft:tiny:x:1", (400, "invalid_adapter", "lora_name")),
+            ("longwave://train-1/weights/x", (400, "invalid_adapter", "lora_name")),
         ):
             assert error(client.post("/v1/unload_lora_adapter", json={"lora_name": name})) == expected
+
+
+def test_what_belongs_to_a_key_is_not_unloaded_by_the_route_whatever_its_name(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_dir": tmp_path}
+    names = ("longwave://train-1/sampler_weights/x", "ft:tiny:x:1", "plain")
+    with live_server(api_key="one,two", data_dir=tmp_path / "data", **flags) as server:
+        for name in names:
+            server.run(server.lifecycle.load_adapter(name, tmp_path, "owner"))
+        server.run(server.lifecycle.load_adapter("everybodys", tmp_path))
+        with server.client(headers={"authorization": "Bearer two"}) as client:
+            for name in names:
+                reply = client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+                assert reply.status_code in (400, 404)
+            unknown = client.post("/v1/unload_lora_adapter", json={"lora_name": "unknown"})
+            assert error(reply) == error(unknown) == (404, "model_not_found", "lora_name")
+            assert client.post("/v1/unload_lora_adapter", json={"lora_name": "everybodys"}).status_code == 200
+        assert tuple(server.engine.infos) == names
 
 
 def test_the_routes_are_not_there_without_the_setting(server: LiveServer) -> None:
@@ -196,17 +215,26 @@ def test_an_adapter_of_the_settings_that_cannot_be_served_stops_the_start(caplog
     assert "there is no folder /a" in caplog.text
 
 
-def test_what_adapters_do_is_in_the_metrics(server: LiveServer) -> None:
-    stats = server.engine.stats
-    assert stats is not None
-    server.engine.stats = msgspec.structs.replace(
-        stats, max_loras=4, running_adapters=("a", "b"), waiting_adapters=("c",), adapter_placements=7
-    )
-    try:
-        with server.client() as client:
+def test_what_adapters_do_is_in_the_metrics_and_names_are_those_that_everybody_may_know() -> None:
+    owned = ("ft:tiny:x:1", "longwave://train-1/current/1", "longwave://train-1/weights/x")
+    with live_server(api_key="one,two") as server:
+        for name in "abc":
+            server.run(server.lifecycle.load_adapter(name, Path("/folder")))
+        for name in owned:
+            server.run(server.lifecycle.load_adapter(name, Path("/folder"), "owner"))
+        assert server.engine.stats is not None
+        server.engine.stats = msgspec.structs.replace(
+            server.engine.stats,
+            max_loras=4,
+            running_adapters=("a", "b", *owned[:2]),
+            waiting_adapters=("c", owned[2], "unloaded"),
+            adapter_placements=7,
+        )
+        with server.client(headers={"authorization": "Bearer two"}) as client:
             text = client.get("/metrics").text
-    finally:
-        server.engine.stats = stats
     labels = 'engine="0",max_lora="4",model_name="tiny",running_lora_adapters="a,b",waiting_lora_adapters="c"'
     assert f"longwave:lora_requests_info{{{labels}}}" in text
+    for state in ("running", "waiting"):
+        assert f'longwave:lora_owned_adapters{{engine="0",model_name="tiny",state="{state}"}} 2.0' in text
     assert 'longwave:lora_placements_total{engine="0",model_name="tiny"} 7.0' in text
+    assert not any(name in text for name in (*owned, "unloaded"))

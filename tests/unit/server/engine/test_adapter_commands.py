@@ -5,8 +5,9 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fake_runner
 import pytest
@@ -18,6 +19,7 @@ from server.engine.config import EngineConfig
 from server.engine.messages import AddRequest
 from server.engine.token_ids import TokenIds
 from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, ModelNotFound, QuotaExceeded
+from server.training.snapshots import Snapshots
 
 LIMIT = 60.0
 PROMPT = [1, 2, 3]
@@ -110,12 +112,13 @@ def test_an_engine_that_dies_while_it_loads_fails_the_command_and_records_nothin
         await asyncio.sleep(0)
         with pytest.raises(AdapterExists):
             await client.load_adapter("slow", folder)
-        with pytest.raises(AdapterExists):
-            await client.unload_adapter("slow")
+        unloading = asyncio.ensure_future(client.unload_adapter("slow"))
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable):
             await loading
+        with pytest.raises(ModelNotFound):
+            await unloading
         await client.ready()
         assert client.adapters() == ()
 
@@ -140,6 +143,66 @@ def test_an_adapter_unloaded_while_a_new_engine_gets_them_is_gone_from_it_too(tm
         assert [info.name for info in client.adapters()] == ["slow"]
         await client.load_adapter("first", make_adapter(tmp_path / "other", 3))
         assert await answer(client, "r", "first") == expected(PROMPT, 8, stop=(), adapter=3)
+
+    run(test)
+
+
+def test_what_is_unloaded_while_it_is_loaded_goes_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    async def test(client: EngineClient) -> None:
+        folder = make_adapter(tmp_path / "slow", 1)
+        (tmp_path / "slow" / GATE).write_text(str(tmp_path / "gate"))
+        loading = asyncio.ensure_future(client.load_adapter("slow", folder, owner="me"))
+        await asyncio.sleep(0)
+        theirs = asyncio.ensure_future(client.unload_adapter("slow", owner=""))
+        mine = asyncio.ensure_future(client.unload_adapter("slow", owner="me"))
+        await asyncio.sleep(0)
+        assert not theirs.done()
+        assert not mine.done()
+        (tmp_path / "gate").touch()
+        await loading
+        with pytest.raises(ModelNotFound):
+            await theirs
+        await mine
+        assert client.adapters() == ()
+        with pytest.raises(ModelNotFound):
+            await answer(client, "late", "slow")
+
+    run(test)
+
+
+def test_a_snapshot_let_go_while_a_new_engine_gets_it_is_gone_from_it_with_its_folder(tmp_path: Path) -> None:
+    @dataclass
+    class Serving:
+        engine: EngineClient
+
+        def open_door(self) -> NoReturn:
+            raise AssertionError("nothing is sampled here")
+
+    async def test(client: EngineClient) -> None:
+        gate = tmp_path / "gate"
+        gate.touch()
+
+        async def save(folder: Path) -> None:
+            make_adapter(folder, 1)
+            (folder / GATE).write_text(str(gate))
+
+        snapshots = Snapshots(tmp_path / "snapshots", Serving(client))
+        snapshot = await snapshots.make("train-1", save)
+        gate.unlink()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: snapshot.name in client._adapters._busy)  # the new engine is loading it
+        snapshot.is_current = False
+        letting_go = asyncio.ensure_future(snapshots.release(snapshot))
+        await asyncio.sleep(0.05)
+        assert snapshot.folder.exists()  # it is being read
+        gate.touch()
+        await letting_go
+        await client.ready()
+        assert client.adapters() == ()
+        assert not snapshot.folder.exists()
+        with pytest.raises(ModelNotFound):
+            await answer(client, "late", snapshot.name)
 
     run(test)
 
