@@ -49,6 +49,7 @@ class LongwaveError(Exception):
     type: str = "server_error"
     code: str | None = "server_error"
     retries: ClassVar[bool] = False  # whether waiting helps: such an error carries Retry-After
+    is_final: bool = False  # the same request fails again: OpenAI's client, which would send it, is told not to
 
     def __init__(
         self,
@@ -73,6 +74,8 @@ class LongwaveError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
+        if self.is_final:
+            return {"x-should-retry": "false"}
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
@@ -191,22 +194,18 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class QuotaExceeded(LongwaveError):  # noqa: N818
-    """Waiting does not help, and OpenAI's client would send the file again: it is told not to."""
+    """Waiting does not help: something has to be deleted, unloaded or cancelled."""
 
     status = 429
     type = "insufficient_quota"
     code = "insufficient_quota"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    is_final = True
 
 
 class InsufficientStorage(LongwaveError):  # noqa: N818
     status = 507
     code = "insufficient_storage"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    is_final = True
 
 
 class ServerOverloaded(LongwaveError):  # noqa: N818
@@ -231,18 +230,14 @@ class TrainingModelLost(LongwaveError):  # noqa: N818
     """Its process has ended. The message says from which saved weights to go on."""
 
     code = "training_model_lost"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    is_final = True
 
 
 class TrainingOutOfMemory(LongwaveError):  # noqa: N818
     """The device has too little memory for this call; the model is as it was, without a gradient."""
 
     code = "out_of_memory"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    is_final = True
 
 
 class RequestFailedError(LongwaveError):

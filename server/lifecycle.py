@@ -147,6 +147,10 @@ class Lifecycle:
         self.check_model(model, owner)
         if self.phase is Phase.DRAINING:
             raise ServerDraining("The server is shutting down. Try again later.")
+        return self.open_door()
+
+    def open_door(self) -> Generator:
+        """The generator, for work that was taken: also while the server ends. Raises EngineUnavailable."""
         if self.generator is None:
             raise EngineUnavailable("The model is still loading. Try again later.")
         if not self.engine.alive:
@@ -213,13 +217,11 @@ class Lifecycle:
                 self.metrics,
                 ready,
                 max_n=self.settings.max_n,
-                on_active=self.answering.show,
+                on_active=lambda is_active: self.answering.show(is_active and self.phase is not Phase.DRAINING),
             )
             for prepare in self.preparations:
                 await prepare()
-        except LongwaveError as error:
-            await self._fail(error.message)
-        except ModelLoadError as error:
+        except (LongwaveError, ModelLoadError) as error:
             await self._fail(str(error))
         except Exception as error:  # whatever a model's files can do to a tokenizer
             await self._fail(f"{type(error).__name__}: {error}")

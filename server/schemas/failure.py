@@ -27,9 +27,10 @@ MEANINGS = {
     409: "The name of an adapter is taken, or a number or key was used for another call.",
     413: "The body is too large.",
     415: "The body has the wrong media type, or is encoded.",
-    429: "The quota of files or jobs is used up; deleting or cancelling helps, waiting does not.",
+    429: "A quota is used up: of files, jobs, adapters, live training models or saved weights; deleting, cancelling or "
+    "unloading some helps.",
     500: "Our fault; the reply names the request id and nothing else.",
-    503: "Full, starting or stopping; Retry-After says when to come back.",
+    503: "Full, starting or stopping; Retry-After says when to come back. Without it, a training call has ended so.",
     507: "The server cannot keep files or jobs: its disk is full, or its data directory cannot be used.",
 }
 

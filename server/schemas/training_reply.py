@@ -114,11 +114,12 @@ FutureResult = (
 
 
 def result_of(future: Future) -> FutureResult:
-    """Raises the LongwaveError that the call has ended with."""
+    """Raises the LongwaveError that the call has ended with, whose reply sends nobody to ask again."""
     outcome = future.outcome
     if outcome is None:
         return TryAgain(request_id=future.request_id)
     if isinstance(outcome, LongwaveError):
+        outcome.is_final = True  # whatever it was: it is told the same way for as long as it is kept
         raise outcome.with_traceback(None)  # it is raised often, and would remember each time
     return _shown(outcome)
 

@@ -63,14 +63,14 @@ class CallSequence:
                 f"seq_id {seq_id} was used before, and its result is no longer kept; the next is {self.next_seq_id}.",
                 param="seq_id",
             )
+        if len(self.pending) >= self._max_pending:  # before the reach: a number that was not sent is never to blame
+            raise ServerOverloaded(f"{self._max_pending} calls of this model have not ended. Try again later.")
         if seq_id >= self.next_seq_id + self._max_pending:
             raise InvalidRequest(
                 f"seq_id {seq_id} is too far ahead: the next is {self.next_seq_id}, and {self._max_pending} calls may "
                 "wait.",
                 param="seq_id",
             )
-        if len(self.pending) >= self._max_pending:
-            raise ServerOverloaded(f"{self._max_pending} calls of this model have not ended. Try again later.")
         return self.add(seq_id, call)
 
     def add(self, seq_id: int, call: Call) -> Future:

@@ -44,12 +44,12 @@ class Serving(Protocol):
 
     @property
     def engine(self) -> AdapterEngine: ...
-    def accepting(self, model: str | None, owner: str = "") -> Door: ...
+    def open_door(self) -> Door: ...
 
 
 async def sample(serving: Serving, adapter: str, call: Sample, salt: bytes) -> Sampled:
     """All samples of the call, together. Raises LongwaveError; the others are aborted then."""
-    door = serving.accepting(None)
+    door = serving.open_door()
     with door.reserve(call.num_samples):
         limit = call.max_tokens or max(1, door.ready.max_model_len - len(call.prompt))
         if len(call.prompt) + limit > door.ready.max_model_len:

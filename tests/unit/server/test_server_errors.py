@@ -31,6 +31,14 @@ def test_only_503_says_when_to_come_back(kind: type[LongwaveError]) -> None:
     assert ("retry-after" in headers) == (kind("x").status == 503)
 
 
+@pytest.mark.parametrize("kind", tree(LongwaveError), ids=lambda kind: kind.__name__)
+def test_what_is_final_sends_nobody_back(kind: type[LongwaveError]) -> None:
+    assert kind("x").headers().get("x-should-retry") == ("false" if kind.is_final else None)
+    error = kind("x")
+    error.is_final = True
+    assert "retry-after" not in error.headers()
+
+
 def test_retry_after_is_spread() -> None:
     waits = {errors.ServerOverloaded("x").retry_after for _ in range(500)}
     assert waits == set(range(1, 11))

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,10 @@ import httpx
 import pytest
 from scripted_engine import MODEL, LiveServer, live_server
 
-from server.api import training as routes
-from server.settings import Settings
-from server.training import TrainingConfig
-
 sys.path.append(str(Path(__file__).parent.parent / "training"))  # the process follows the room's own tests' script
 
-LORA = {"rank": 8}
-DATUM = {"model_input": [1, 2, 3], "loss_fn_inputs": {"target_tokens": [2, 3, 4], "weights": [0, 1, 1.5]}}
+from served_training import DATUM, create, error, follow, post, retrieve, training_client, training_server
+
 KEYS = {"me": {"authorization": "Bearer key-1"}, "you": {"authorization": "Bearer key-2"}}
 
 
@@ -28,53 +23,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[LiveServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        make = Settings.training_config
-
-        def scripted(settings: Settings) -> TrainingConfig:
-            return replace(make(settings), worker="scripted_training_worker", max_models=50)
-
-        patch.setattr(Settings, "training_config", scripted)
-        patch.setattr(routes, "WAIT_SECONDS", 0.3)
-        (folder / "script.json").write_text("{}")
-        patch.setenv("TRAINING_SCRIPT", str(folder / "script.json"))
-        with live_server(data_dir=folder / "data", api_key=("key-1", "key-2")) as server:
-            yield server
+    with training_server(folder, api_key=("key-1", "key-2")) as server:
+        yield server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{server.url}/v1/training", timeout=60, headers=KEYS["me"]) as client:
+    with training_client(server, headers=KEYS["me"]) as client:
         yield client
 
 
 @pytest.fixture
 def model(client: httpx.Client) -> Iterator[str]:
-    future = post(client, "create_model", base_model=MODEL, lora_config=LORA)
-    result = retrieve(client, future["request_id"])
-    assert result == {"type": "create_model", "model_id": future["model_id"], "trainable_parameters": 10}
-    yield future["model_id"]
-    client.delete(f"/models/{future['model_id']}")
-
-
-def post(client: httpx.Client, call: str, /, **body: Any) -> Any:
-    reply = client.post(f"/{call}", json=body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
-
-
-def error(client: httpx.Client, call: str, status: int, /, **body: Any) -> Any:
-    reply = client.post(f"/{call}", json=body)
-    assert reply.status_code == status, reply.text
-    told = reply.json()["error"]
-    assert set(told) == {"message", "type", "param", "code"}
-    return told
-
-
-def retrieve(client: httpx.Client, request_id: str) -> Any:
-    while (result := post(client, "retrieve_future", request_id=request_id)).get("type") == "try_again":
-        pass
-    return result
+    model = create(client)
+    yield model
+    client.delete(f"/models/{model}")
 
 
 def test_a_loop_of_calls_has_tinkers_replies(client: httpx.Client, model: str) -> None:
@@ -155,12 +118,12 @@ def test_a_number_belongs_to_one_call(client: httpx.Client, model: str) -> None:
 
 
 def test_a_failed_call_has_openais_error_shape(client: httpx.Client, model: str, folder: Path) -> None:
-    (folder / "script.json").write_text('{"fail": "Compute", "kind": "diverged"}')
+    follow(folder, fail="Compute", kind="diverged")
     try:
         future = post(client, "forward_backward", model_id=model, data=[DATUM])
         told = error(client, "retrieve_future", 400, request_id=future["request_id"])
     finally:
-        (folder / "script.json").write_text("{}")
+        follow(folder)
     assert told == {
         "message": "It is so.", "type": "invalid_request_error", "param": None, "code": "training_diverged",
     }  # fmt: skip
@@ -219,7 +182,7 @@ def test_a_model_is_known_to_its_owner_alone(server: LiveServer, client: httpx.C
     info = post(client, "get_info", model_id=model)
     assert (info["model_name"], info["lora_rank"], info["status"], info["is_lora"]) == (MODEL, 8, "live", True)
     assert model in [one["model_id"] for one in client.get("/models").json()["data"]]
-    with httpx.Client(base_url=f"{server.url}/v1/training", headers=KEYS["you"], timeout=60) as stranger:
+    with training_client(server, headers=KEYS["you"]) as stranger:
         assert stranger.get("/models").json()["data"] == []
         assert error(stranger, "get_info", 404, model_id=model)["param"] == "model_id"
         assert error(stranger, "optim_step", 404, model_id=model)["param"] == "model_id"
@@ -267,17 +230,9 @@ def test_the_server_says_what_it_takes(client: httpx.Client) -> None:
     assert (told["max_lora_rank"], told["max_models"]) == (16, 50)
 
 
-def test_a_model_whose_rank_nobody_named_has_one_that_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = Settings.training_config
-    monkeypatch.setattr(
-        Settings, "training_config", lambda settings: replace(make(settings), worker="scripted_training_worker")
-    )
-    (tmp_path / "script.json").write_text("{}")
-    monkeypatch.setenv("TRAINING_SCRIPT", str(tmp_path / "script.json"))
-    with live_server(data_dir=tmp_path / "data", max_lora_rank=8) as server:
-        with httpx.Client(base_url=f"{server.url}/v1/training", timeout=60) as client:
+def test_a_model_whose_rank_nobody_named_has_one_that_is_served(tmp_path: Path) -> None:
+    with training_server(tmp_path, max_lora_rank=8) as server:
+        with training_client(server) as client:
             for lora in ({}, {"lora_config": {}}, {"lora_config": {"alpha": 8}}):
                 future = post(client, "create_model", base_model=MODEL, **lora)
                 assert retrieve(client, future["request_id"])["type"] == "create_model"

@@ -74,7 +74,7 @@ class Serving:
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
     door: Door = field(default_factory=Door)
 
-    def accepting(self, model: str | None, owner: str = "") -> Door:
+    def open_door(self) -> Door:
         return self.door
 
 

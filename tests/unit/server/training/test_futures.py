@@ -141,6 +141,9 @@ def test_the_queue_is_bounded_in_length_and_in_reach() -> None:
         with pytest.raises(InvalidRequest, match="seq_id 4 is too far ahead: the next is 1"):
             calls.submit(4, call())
         running = [calls.submit(None, call()) for _ in range(3)]
+        with pytest.raises(ServerOverloaded, match="3 calls of this model have not ended"):
+            calls.submit(None, call())  # it would be number 4
+        assert calls.submit(3, call()) is running[2]
         calls.pass_on(running[0])  # such as a sample: it has not ended, but the next may run
         with pytest.raises(ServerOverloaded, match="3 calls of this model have not ended"):
             calls.submit(4, call())
