@@ -1,11 +1,12 @@
 """Failures reach the official client as its own exceptions, with OpenAI's codes."""
 
+import httpx
 import openai
 import pytest
 
 from .conftest import KEY, MAX_MODEL_LEN
 from .questions import CAPITAL, MODEL
-from .server_process import ServerProcess
+from .server_process import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,5 +57,25 @@ def test_the_right_key(chunking_server: ServerProcess) -> None:
     assert answer.choices[0].message.role == "assistant"
 
 
-def test_the_key_is_never_logged(chunking_server: ServerProcess) -> None:
+def test_keys_are_in_no_log_and_in_no_answer(chunking_server: ServerProcess) -> None:
+    wrong = "sk-wrong-9876543210"
+    chat = {"model": MODEL, "messages": MESSAGES, "max_tokens": 2}
+    asked: list[tuple[str, str, object, int]] = [
+        ("POST", "/v1/chat/completions", chat, 200),
+        ("POST", "/v1/chat/completions", {**chat, "n": 0}, 400),
+        ("GET", "/v1/models/gpt-none", None, 404),
+        ("GET", "/v1/nowhere", None, 404),
+    ]
+    logged = []
+    for key in (KEY, wrong):
+        for at, (method, path, body, expected) in enumerate(asked):
+            headers = {"authorization": f"Bearer {key}", "x-request-id": f"{'right' if key == KEY else 'wrong'}-{at}"}
+            reply = httpx.request(method, chunking_server.url + path, json=body, headers=headers, timeout=120)
+            assert reply.status_code == (expected if key == KEY else 401)
+            answer = f"{reply.headers}{reply.text}"
+            assert KEY not in answer
+            assert wrong not in answer
+            logged.append(headers["x-request-id"])
+    wait_until(lambda: all(name in chunking_server.log() for name in logged), "the requests are in the log")
     assert KEY not in chunking_server.log()
+    assert wrong not in chunking_server.log()
