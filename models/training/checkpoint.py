@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.training.errors import OtherRunError
+from models.training.errors import CheckpointError, OtherRunError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.plan import TrainingPlan
 from models.training.report import StepReport
@@ -59,10 +59,17 @@ class Checkpoints:
     def newest(self) -> tuple[Progress, dict[str, Tensor]] | None:
         """The newest whole checkpoint, with what could not be one removed: torn ones, and what was being written.
 
-        Raises OtherRunError when it belongs to another plan or other examples.
+        Raises OtherRunError when it belongs to another plan or other examples, CheckpointError when the disk does not
+        tell; what is there stays then.
         """
+        try:
+            return self._newest()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder.name} cannot be read: {error.strerror}") from error
+
+    def _newest(self) -> tuple[Progress, dict[str, Tensor]] | None:
         remove_unfinished(self.folder)
-        for path in sorted(self.folder.glob(f"{_PREFIX}*"), reverse=True):
+        for path in self._paths():
             if not is_whole(path):
                 _log.warning("checkpoint %s is torn: the one before it is used", path.name)
                 shutil.rmtree(path)
@@ -90,9 +97,16 @@ class Checkpoints:
             (folder / _STATE).write_text(json.dumps(state, indent=1))
 
         write_folder(path, write_files)
-        for old in sorted(self.folder.glob(f"{_PREFIX}*"), reverse=True)[self._keep :]:
+        for old in self._paths()[self._keep :]:
             shutil.rmtree(old)
         return path
+
+    def _paths(self) -> list[Path]:
+        """The newest first. A folder that cannot be listed is an OSError, and no empty one, as for `Path.glob`."""
+        try:
+            return sorted((path for path in self.folder.iterdir() if path.name.startswith(_PREFIX)), reverse=True)
+        except FileNotFoundError:
+            return []
 
     def _check_identity(self, state: dict[str, Any]) -> None:
         theirs = state["identity"]

@@ -68,12 +68,15 @@ def _is_full_disk(error: OSError | SafetensorError) -> bool:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether every file of the manifest is there, with its SHA-256."""
+    """Whether every file of the manifest is there, with its SHA-256. Raises CheckpointError where nobody can tell: a
+    disk that does not answer now has the files perhaps tomorrow."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         return all(_sha256(folder / name) == facts["sha256"] for name, facts in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return False
+    except OSError as error:
+        raise CheckpointError(f"{folder.name} cannot be read: {error.strerror}") from error
 
 
 def remove_unfinished(parent: Path) -> None:

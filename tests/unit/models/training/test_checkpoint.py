@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.training import OtherRunError, StepReport, TrainingPlan
+from models.training import CheckpointError, OtherRunError, StepReport, TrainingPlan
 from models.training.checkpoint import Checkpoints, Identity, Progress
 
 IDENTITY = Identity(TrainingPlan("bundled"), "a" * 64, "b" * 64)
@@ -52,6 +52,21 @@ def test_a_torn_one_is_passed_over_and_removed(checkpoints: Checkpoints, caplog:
     assert newest[0].step == 4
     assert "step-00000006 is torn" in caplog.text
     assert not checkpoints.path(6).exists()
+
+
+@pytest.mark.parametrize("name", ["step-00000006/training_state.safetensors", "step-00000006/manifest.json", ""])
+def test_one_that_cannot_be_read_now_is_kept_and_no_older_one_taken(checkpoints: Checkpoints, name: str) -> None:
+    """As on a network's disk that is away for a moment: going on from step 4, or from none, would lose work."""
+    unreadable = checkpoints.folder / name
+    aside = unreadable.rename(checkpoints.folder.parent / "aside")
+    unreadable.symlink_to(unreadable.name)  # to itself
+    with pytest.raises(CheckpointError, match="cannot be read: Too many levels of symbolic links"):
+        checkpoints.newest()
+    unreadable.unlink()
+    aside.rename(unreadable)
+    newest = checkpoints.newest()
+    assert newest is not None
+    assert newest[0].step == 6
 
 
 def test_when_all_are_torn_the_run_begins_anew(checkpoints: Checkpoints) -> None:

@@ -46,6 +46,20 @@ def test_damage_is_found(folder: Path, damage: Callable[[Path], object]) -> None
     assert not is_whole(folder)
 
 
+def test_a_folder_that_is_a_file_or_gone_is_not_whole(folder: Path) -> None:
+    assert not is_whole(folder / "weights.bin")  # NotADirectoryError
+    assert not is_whole(folder / "not there")
+
+
+@pytest.mark.parametrize("name", ["weights.bin", MANIFEST])
+def test_a_file_that_cannot_be_read_is_not_called_damaged(folder: Path, name: str) -> None:
+    """Whatever is wrong with it (here a link to itself), it may be there again tomorrow."""
+    (folder / name).rename(folder / "aside")
+    (folder / name).symlink_to(name)
+    with pytest.raises(CheckpointError, match=r"^one cannot be read: Too many levels of symbolic links$"):
+        is_whole(folder)
+
+
 def test_what_stood_there_is_replaced(folder: Path) -> None:
     write_folder(folder, lambda new: (new / "other").write_text("x") and None)
     assert {path.name for path in folder.iterdir()} == {"other", MANIFEST}
