@@ -9,7 +9,7 @@ from typing import Any
 
 from models.training import Example, Preference
 from server.errors import InvalidRequest
-from server.text.chat_template import Message, encode_rendered, hide_control_text, render_chat
+from server.text.chat_template import HiddenTexts, Message, encode_rendered, hide_control_text, render_chat
 from server.text.tokenizer import TextTokenizer
 
 #: From here on a conversation is measured before it is taken apart, which takes quadratic time in its answers.
@@ -36,7 +36,7 @@ def render_example(tokenizer: TextTokenizer, example: dict[str, Any], max_length
 def render_conversation(tokenizer: TextTokenizer, messages: Sequence[dict[str, Any]], max_length: int) -> Example:
     """What the assistant says is learnt, with the control token that ends it; not where `weight` is 0."""
     answers = [n for n, said in enumerate(messages) if said["role"] == "assistant" and said.get("weight", 1)]
-    hidden: dict[str, str] = {}
+    hidden = HiddenTexts()
     shown = [
         hide_control_text(tokenizer, Message(said["role"], said["content"], said.get("name")), hidden)
         for said in messages

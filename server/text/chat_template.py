@@ -1,9 +1,8 @@
 """Messages -> prompt token ids by the model's own chat template, in which user text can never forge a control token.
 Must not know the wire format."""
 
-import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,31 +48,52 @@ def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
     Such a message is replaced by a random word before rendering, and its text is encoded apart, as plain text, where
     the word stands. Other messages stay in place: templates may look into them.
     """
-    hidden: dict[str, str] = {}
+    hidden = HiddenTexts()
     shown = [hide_control_text(tokenizer, message, hidden) for message in prompt.messages]
     rendered = render_chat(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
     return encode_rendered(tokenizer, rendered, hidden)
 
 
-def encode_rendered(tokenizer: TextTokenizer, rendered: str, hidden: dict[str, str]) -> list[int]:
+class HiddenTexts:
+    """Texts of one conversation, each behind a word that nobody could have guessed."""
+
+    def __init__(self) -> None:
+        self._mark = f"text{secrets.token_hex(16)}x"  # what all their words begin with
+        self._texts: dict[str, str] = {}  # by what follows the mark, up to the next x
+
+    def hide(self, text: str) -> str:
+        """The word to render in its place."""
+        number = str(len(self._texts))
+        self._texts[number] = text
+        return f"{self._mark}{number}x"
+
+    def pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """(text, whether it was hidden) in order. Templates may repeat, reorder or leave out messages."""
+        first, *others = rendered.split(self._mark)
+        yield first, False
+        for other in others:
+            number, _, rest = other.partition("x")
+            if number in self._texts:
+                yield self._texts[number], True
+                yield rest, False
+            else:  # a template has cut the word
+                yield self._mark + other, False
+
+
+def encode_rendered(tokenizer: TextTokenizer, rendered: str, hidden: HiddenTexts) -> list[int]:
     """A rendered conversation, or a piece of one, with the text that `hide_control_text` took out back in its place."""
-    if not hidden:
-        return tokenizer.encode(rendered)
-    pieces = re.split(f"({'|'.join(hidden)})", rendered)  # templates may repeat, reorder or leave out messages
     return [
         token_id
-        for piece in pieces
-        for token_id in (tokenizer.encode_plain(hidden[piece]) if piece in hidden else tokenizer.encode(piece))
+        for piece, was_hidden in hidden.pieces(rendered)
+        for token_id in (tokenizer.encode_plain(piece) if was_hidden else tokenizer.encode(piece))
     ]
 
 
-def hide_control_text(tokenizer: TextTokenizer, message: Message, hidden: dict[str, str]) -> Message:
+def hide_control_text(tokenizer: TextTokenizer, message: Message, hidden: HiddenTexts) -> Message:
     """The message with a random word for its content, which goes to `hidden`, when that spells a control token."""
     if not tokenizer.spells_control_token(message.content):
         return message
-    word = f"text{secrets.token_hex(16)}text"
-    hidden[word] = message.content
-    return replace(message, content=word)
+    return replace(message, content=hidden.hide(message.content))
 
 
 def render_chat(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:

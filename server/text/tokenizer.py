@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 INLINE_CHARACTERS = 4096  # a text this short costs less on the event loop (about a millisecond) than a thread hop
 NUM_THREADS = 2
@@ -46,16 +46,13 @@ class TextTokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """No part of `text` becomes a control token, whatever it spells; decoding gives `text` back."""
-        encoding = self._plain.encode_batch([text], add_special_tokens=False)[0]
-        forged = next((at for at, token in enumerate(encoding.ids) if token in self.control_ids), None)
-        if forged is None:
-            return list(encoding.ids)
-        # The vocabulary itself spells it (Unigram models do): cut through its middle and encode both halves.
-        start, end = encoding.offsets[forged]
-        middle = (start + end) // 2
-        if middle in (0, len(text)):
-            return [token for token in encoding.ids if token not in self.control_ids]
-        return self.encode_plain(text[:middle]) + self.encode_plain(text[middle:])
+        parts: list[str | list[int]] = [text]
+        while texts := [part for part in parts if isinstance(part, str)]:
+            encodings = iter(self._plain.encode_batch(texts, add_special_tokens=False))
+            done, parts = parts, []
+            for part in done:
+                parts += self._without_control(part, next(encodings)) if isinstance(part, str) else [part]
+        return [token for part in parts if not isinstance(part, str) for token in part]
 
     def spells_control_token(self, text: str) -> bool:
         """Whether `encode` could find a control token in `text`, before or after the tokenizer's normalisation."""
@@ -98,6 +95,18 @@ class TextTokenizer:
             return frozenset(special)
         # <unk> is what honest text becomes when a vocabulary lacks a character; it controls nothing.
         return frozenset(special - {unknown})
+
+    def _without_control(self, text: str, encoding: Encoding) -> list[str] | list[list[int]]:
+        """Its tokens; or `text` in pieces to be encoded again, when the vocabulary itself spells control tokens in it
+        (Unigram models do): each is cut through its middle."""
+        ids = encoding.ids
+        if self.control_ids.isdisjoint(ids):
+            return [ids]
+        spans = zip(ids, encoding.offsets, strict=True)
+        cuts = {(start + end) // 2 for token, (start, end) in spans if token in self.control_ids and end - start > 1}
+        if not cuts:  # single characters: they are left out
+            return [[token for token in ids if token not in self.control_ids]]
+        return [text[start:end] for start, end in pairwise((0, *sorted(cuts), len(text)))]
 
     def _holds_control_text(self, text: str) -> bool:
         """Plain searches, not one regular expression: on megabytes, that would keep the GIL for a second."""

@@ -1,7 +1,9 @@
 import asyncio
 import unicodedata
+from typing import Any
 
 import pytest
+from bytecodes import executed
 from scripted_engine import SPECIAL, tiny_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -50,6 +52,26 @@ def test_no_text_forges_a_control_token(tokenizer: TextTokenizer, special: str, 
     assert content in tokenizer.decode(forged, skip_special_tokens=False)
 
 
+def test_messages_that_spell_control_tokens_cost_about_what_others_do(tokenizer: TextTokenizer) -> None:
+    """Twice, for two texts are encoded: the message, and what the template has around it."""
+
+    def cost(text: str) -> int:
+        messages = (Message("user", text),) * 80
+        assert ChatPrompt(messages).num_characters <= INLINE_CHARACTERS  # or a thread does it, where nothing counts
+        return executed(lambda: encode(tokenizer, *messages))
+
+    cost("warm")
+    assert cost("<|im_end|>") < 4 * cost("im_end")
+
+
+def test_texts_come_back_in_their_own_places(tokenizer: TextTokenizer) -> None:
+    """Message 1 is not the beginning of message 11."""
+    texts = [f"{number}<|im_end|>" for number in range(12)]
+    tokens = encode(tokenizer, *(Message("user", text) for text in texts))
+    shown = "".join(f"<|im_start|>user\n{text}<|im_end|>\n" for text in texts)
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == shown + "<|im_start|>assistant\n"
+
+
 def test_normalised_text_does_not_forge_either() -> None:
     source = tiny_tokenizer()
     inner = Tokenizer.from_str(source.backend_tokenizer.to_str())
@@ -65,14 +87,58 @@ def test_normalised_text_does_not_forge_either() -> None:
     assert count[0] == count[1]
 
 
-def test_a_vocabulary_that_spells_control_tokens_itself_is_cut_apart() -> None:
+@pytest.fixture(scope="module")
+def unigram() -> TextTokenizer:
     """Unigram models have <s> among their pieces, where the special-token switch does not reach."""
     pieces = [("<unk>", 0.0), ("<s>", -0.1), *((character, -5.0) for character in "<s>abc ")]
     inner = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>"))
     assert 1 in tokenizer.control_ids
-    assert 1 not in tokenizer.encode_plain("abc <s> abc")
+    return tokenizer
+
+
+def spelled(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
+    return "".join(map(tokenizer.vocabulary_piece, token_ids))
+
+
+@pytest.mark.parametrize("text", ["abc<s>abc", "<s>", "<s><s>", "<<s>s>", "a<s><s>b<s>"])
+def test_a_vocabulary_that_spells_control_tokens_itself_is_cut_apart(unigram: TextTokenizer, text: str) -> None:
+    tokens = unigram.encode_plain(text)
+    assert 1 not in tokens
+    assert spelled(unigram, tokens) == text
+
+
+class CountedTokenizer:
+    """What it is given, in characters."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.inner = inner
+        self.num_characters = 0
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.num_characters += sum(map(len, texts))
+        return self.inner.encode_batch(texts, **options)
+
+
+@pytest.mark.parametrize("text", ["<s>", "<s>abc", "<s> a "])
+def test_control_tokens_by_the_thousand_are_cut_apart_at_once(
+    unigram: TextTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = CountedTokenizer(unigram._plain)
+    monkeypatch.setattr(unigram, "_plain", counted)
+    tokens = unigram.encode_plain(5000 * text)
+    assert 1 not in tokens
+    assert spelled(unigram, tokens) == 5000 * text.replace(" ", "")
+    assert counted.num_characters == 2 * 5000 * len(text)
+
+
+def test_a_character_that_is_a_control_token_is_left_out() -> None:
+    """An unknown one, where <unk> also ends answers."""
+    inner = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -1.0)], unk_id=0, byte_fallback=False))
+    tokenizer = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<unk>", unk_token="<unk>"))
+    assert tokenizer.control_ids == {0}
+    assert spelled(tokenizer, tokenizer.encode_plain("a??b?????a")) == "aba"
 
 
 def test_templates_may_reorder_and_repeat_messages() -> None:
