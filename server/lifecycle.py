@@ -25,7 +25,8 @@ from server.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("longwave")
 
-HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung
+HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung,
+LONGEST_TURNS = 3.0  # or so many times its longest step, if that is more
 CUT_GRACE = 2.0  # seconds that cut answers get to send their error event
 
 
@@ -118,7 +119,8 @@ class Lifecycle:
 
     @property
     def _is_heard(self) -> bool:
-        return self.engine.heartbeat_age < HEARTBEAT_LIMIT
+        longest = 0.0 if self.engine.stats is None else self.engine.stats.longest_turn
+        return self.engine.heartbeat_age < max(HEARTBEAT_LIMIT, LONGEST_TURNS * longest)
 
     @property
     def max_model_len(self) -> int | None:

@@ -1,6 +1,7 @@
 """Probes. Live: a restart would not help. Ready: send work. Startup: the model is loaded. They allocate nothing."""
 
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -17,21 +18,33 @@ class Health(BaseModel):
     phase: str = Field(max_length=16)
 
 
-UNWELL: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "Not (or no longer) so."}}
+UNWELL = "Not (or no longer) so."
+Probe = Callable[[Lifecycle], Awaitable[Response]]
 
 
-@router.get("/health/live", response_model=Health, responses=UNWELL)
+def probe(path: str) -> Callable[[Probe], Probe]:
+    """A route of GET, and of HEAD, which load balancers ask with: the same without the body."""
+
+    def add(endpoint: Probe) -> Probe:
+        router.get(path, response_model=Health, responses={503: {"model": Health, "description": UNWELL}})(endpoint)
+        router.head(path, response_class=Response, responses={503: {"description": UNWELL}})(endpoint)
+        return endpoint
+
+    return add
+
+
+@probe("/health/live")
 async def live(lifecycle: LifecycleDep) -> Response:
     return _reply(lifecycle, lifecycle.is_live)
 
 
-@router.get("/health/ready", response_model=Health, responses=UNWELL)
-@router.get("/health", response_model=Health, responses=UNWELL)
+@probe("/health/ready")
+@probe("/health")
 async def ready(lifecycle: LifecycleDep) -> Response:
     return _reply(lifecycle, lifecycle.is_ready)
 
 
-@router.get("/health/startup", response_model=Health, responses=UNWELL)
+@probe("/health/startup")
 async def startup(lifecycle: LifecycleDep) -> Response:
     return _reply(lifecycle, lifecycle.is_started)
 

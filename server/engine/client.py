@@ -3,6 +3,7 @@ and failures, no text, no HTTP. All of it runs on one event loop."""
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -204,8 +205,10 @@ class EngineClient:
                     self.stats = message
                 case RequestFailed(request_id=request_id, code=code, message=text):
                     self._streams.fail(request_id, from_code(code, text))
-                case EngineReady():
+                case EngineReady(num_blocks=num_blocks):
                     engine.remove_directory()
+                    # Trainers outlive it and hold memory: the next one would measure a smaller pool, or none.
+                    self.config = dataclasses.replace(self.config, num_gpu_blocks_override=num_blocks)
                     self._was_ready = True
                     self._restoring = asyncio.create_task(self._restore(engine, message), name="adapters-restored")
                 case AdapterLoaded() | AdapterUnloaded() | CommandFailed():

@@ -39,7 +39,15 @@ class Link(Protocol):
 
 
 class EngineCore:
-    def __init__(self, loaded: LoadedRunner, scheduler: Scheduler, link: Link, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedRunner,
+        scheduler: Scheduler,
+        link: Link,
+        stages: Stages | None = None,
+        longest_turn: float = 0.0,
+    ) -> None:
+        """`longest_turn`: seconds that a large step is expected to take, before any was seen."""
         self.loaded = loaded
         self.runner = loaded.runner
         self.scheduler = scheduler
@@ -51,6 +59,7 @@ class EngineCore:
         self.executor = StepExecutor(loaded, scheduler)
         self._step_tokens = 0
         self._next_stats = 0.0
+        self._longest_turn = longest_turn
         self._checked = True  # integrity, since the last step
         self._prepared = False  # whether nothing is left to do in quiet moments
 
@@ -94,7 +103,9 @@ class EngineCore:
         if idle and not self._prepared:
             timeout = 0.0
         outbox: list[FromEngine] = []
-        for message in self.link.receive(timeout):
+        messages = self.link.receive(timeout)
+        begin = self.clock()
+        for message in messages:
             outbox += self._accept(message)
         outbox += self.loading.finished()
         outbox += self.scheduler.open.expire()
@@ -102,6 +113,7 @@ class EngineCore:
         if not self._prepared and not self.has_work:
             self._prepared = not self.loaded.prepare()
         now = self.clock()
+        self._longest_turn = max(self._longest_turn, now - begin)
         if idle and self.has_work:
             self._next_stats = min(self._next_stats, now + STATS_INTERVAL)
         if now >= self._next_stats:
@@ -136,6 +148,7 @@ class EngineCore:
             num_drafts=drafts.num_drafts,
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
+            longest_turn=self._longest_turn,
         )
 
     def _step(self) -> list[Event]:

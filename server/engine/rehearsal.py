@@ -10,6 +10,7 @@ from server.engine.runner import Runner
 from server.engine.step_time import StepSample, rehearsals, work_of
 
 ROUNDS = 2  # of each step: the first one may load and choose kernels, so the fastest counts
+FEW = 32  # rows of a step that is soon done on any CPU
 LONG_STEP = 4096  # rows: so long that loading does not show, and one round has to do
 
 
@@ -30,6 +31,19 @@ def rehearse(
             rounds = 1 if work.rows >= LONG_STEP else ROUNDS
             samples.append(StepSample(work, min(_measure(runner, batch, clock) for _ in range(rounds))))
     return samples
+
+
+def full_step(
+    runner: Runner,
+    *,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds that a step of the most tokens takes, rather too many: told from a step of few, which costs more each."""
+    count = min(FEW, max_num_batched_tokens, max_model_len)
+    batch = _batch(runner, [(0, count)])
+    return 0.0 if batch is None else _measure(runner, batch, clock) * max_num_batched_tokens / count
 
 
 def _batch(runner: Runner, chunks: Sequence[tuple[int, int]]) -> StepBatch | None:

@@ -24,7 +24,7 @@ from server.engine.messages import EngineFailed
 from server.engine.offload import WORTH_A_COPY, Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.parent import die_with_parent
-from server.engine.rehearsal import rehearse
+from server.engine.rehearsal import full_step, rehearse
 from server.engine.runner import CannotServeError, LoadedRunner, load
 from server.engine.scheduler import Scheduler
 from server.engine.sharing import PrefixSharing
@@ -122,13 +122,25 @@ def _step_time(limits: SchedulerConfig, loaded: LoadedRunner) -> StepTimeModel:
     return model
 
 
+def _longest_turn(loaded: LoadedRunner) -> float:
+    """Seconds, before any step was seen: a CPU may need minutes for its first one."""
+    if loaded.overlaps:
+        return 0.0
+    return full_step(
+        loaded.runner,
+        max_num_batched_tokens=loaded.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+    )
+
+
 def serve(config: EngineConfig, link: EngineLink, stages: Stages) -> None:
     """Blocks until the engine was told to shut down. Raises whatever makes it unable to serve."""
     loaded = load(config, stages)
     loaded.runner.warm_up(all_graphs=False)  # those that nobody has wanted yet are recorded in quiet moments
     scheduler = make_scheduler(config, loaded)
+    longest_turn = _longest_turn(loaded)
     stages.end("step times")
-    core = EngineCore(loaded, scheduler, link, stages)
+    core = EngineCore(loaded, scheduler, link, stages, longest_turn)
     gc.collect()
     gc.freeze()  # weights and code live as long as the process: no collection needs to look at them again
     logger.info("engine ready: %s on %s, %d blocks", loaded.model, loaded.device, loaded.runner.num_blocks)

@@ -96,6 +96,14 @@ def test_errors_are_documented_in_one_shape_and_never_422(schema: dict[str, Any]
             assert reference.endswith("/ErrorReply"), (name, status)
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health/startup"])
+def test_probes_take_head_which_promises_no_body(schema: dict[str, Any], path: str) -> None:
+    get, head = (schema["paths"][path][method]["responses"] for method in ("get", "head"))
+    assert set(head) == set(get) == {"200", "503"}
+    assert all("content" in reply for reply in get.values())
+    assert not any("content" in reply for reply in head.values())
+
+
 def test_the_error_shape_has_all_four_keys(schema: dict[str, Any]) -> None:
     detail = schema["components"]["schemas"]["ErrorDetail"]
     assert set(detail["required"]) == {"message", "type", "param", "code"}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -52,6 +53,8 @@ def test_probes_are_ok_while_serving(server: ServerProcess, probe: str) -> None:
     reply = server.get(f"/health/{probe}")
 
     assert reply.status_code == 200
+    head = httpx.head(f"{server.url}/health/{probe}")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 def test_metrics_count_an_answer(server: ServerProcess) -> None:

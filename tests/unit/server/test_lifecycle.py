@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import msgspec
 from scripted_engine import LIMIT, Script, ScriptedEngine, live_server, wait_until
 
 from server.errors import EngineUnavailable
@@ -57,6 +58,30 @@ def test_a_silent_or_dead_engine_is_not_live() -> None:
         error = client.post("/v1/chat/completions", json=CHAT).json()["error"]
         assert error["code"] == "engine_unavailable"
         assert "needs a restart" in error["message"]
+
+
+def test_an_engine_of_long_steps_may_be_silent_for_longer() -> None:
+    with live_server() as server, server.client() as client:
+        assert server.engine.stats is not None
+        server.engine.stats = msgspec.structs.replace(server.engine.stats, longest_turn=20.0)
+        server.engine.heartbeat_age = 59.0
+        assert probes(client) == {"live": 200, "ready": 200, "startup": 200}
+        assert client.post("/v1/chat/completions", json={**CHAT, "stream": False}).status_code == 200
+        server.engine.heartbeat_age = 61.0
+        assert probes(client) == {"live": 503, "ready": 503, "startup": 200}
+
+
+def test_a_head_of_a_probe_is_its_get_without_the_body() -> None:
+    with live_server() as server, server.client() as client:
+        for age, statuses in ((0.0, {200}), (31.0, {200, 503})):
+            server.engine.heartbeat_age = age
+            seen = set()
+            for path in ("/health", "/health/live", "/health/ready", "/health/startup"):
+                got, head = client.get(path), client.head(path)
+                assert (head.status_code, head.content) == (got.status_code, b"")
+                assert head.headers["content-length"] == got.headers["content-length"]
+                seen.add(head.status_code)
+            assert seen == statuses
 
 
 def test_draining_refuses_new_work_and_finishes_what_runs() -> None:

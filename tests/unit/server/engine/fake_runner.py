@@ -255,13 +255,14 @@ class FakeRunner:
 
 
 def load(config: EngineConfig, _stages: Stages) -> LoadedRunner:
-    """The factory for EngineConfig.runner; `model` may name how loading fails."""
+    """The factory for EngineConfig.runner; `model` may name how loading fails, or a file with the number of blocks for
+    which there is memory."""
     if config.model == "missing":
         raise FileNotFoundError("no such model")
     if config.model == "refused":
         raise CannotServeError("this model has no attention")
     runner = FakeRunner(
-        config.num_gpu_blocks_override or 256,
+        config.num_gpu_blocks_override or _measured_blocks(config.model),
         config.block_size,
         config.step_tokens("cpu"),
         config.max_loras if config.enable_lora else 0,
@@ -278,3 +279,7 @@ def load(config: EngineConfig, _stages: Stages) -> LoadedRunner:
         eos_token_ids=(EOS,),
         probe=runner.probe,
     )
+
+
+def _measured_blocks(model: str) -> int:
+    return int(Path(model).read_text()) if Path(model).is_file() else 256

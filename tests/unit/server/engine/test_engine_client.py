@@ -186,7 +186,7 @@ async def test_failures_raise_the_error_that_they_name() -> None:
 
 
 @pytest.mark.parametrize("how", ["kill -9", "dies in a step", "loses its device"])
-def test_a_dead_engine_fails_every_stream_within_a_second_and_comes_back(how: str) -> None:
+def test_a_dead_engine_fails_every_stream_at_once_and_comes_back(how: str) -> None:
     async def test() -> None:
         async with engine() as client:
             streams = [client.generate(request(f"r{number}", [number + 1], FOREVER)) for number in range(8)]
@@ -199,12 +199,10 @@ def test_a_dead_engine_fails_every_stream_within_a_second_and_comes_back(how: st
             else:
                 token = fake_runner.DIE if how == "dies in a step" else fake_runner.LOST
                 waiting.append(asyncio.ensure_future(outcome(collect(client, request("end", [token])))))
-            start = asyncio.get_running_loop().time()
             errors = await asyncio.gather(*waiting)
-            assert asyncio.get_running_loop().time() - start < 1.0
             assert all(isinstance(error, EngineUnavailable) for error in errors)
             assert client.alive
-            assert not client.is_ready
+            assert not client.is_ready  # nobody waited for the next one
             assert client.stats is None
             with pytest.raises(EngineUnavailable):
                 await collect(client, request("meanwhile", [1]))
@@ -213,6 +211,29 @@ def test_a_dead_engine_fails_every_stream_within_a_second_and_comes_back(how: st
             assert client.num_deaths == 1
 
     asyncio.run(asyncio.wait_for(test(), 2 * LIMIT))
+
+
+@in_loop
+async def test_the_next_engine_has_as_many_blocks_though_less_memory_is_free(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    room.write_text("300")
+    async with engine(model=str(room), num_gpu_blocks_override=None) as client:
+        assert (await client.ready()).num_blocks == 300
+        room.write_text("7")  # trainers, which outlive an engine, hold the rest
+        for _ in range(2):
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: not client.is_ready)
+            assert (await client.ready()).num_blocks == 300
+
+
+@in_loop
+async def test_an_engine_says_how_long_a_step_may_take_before_the_first_one() -> None:
+    async with engine() as client:
+        await until(lambda: client.stats)
+        assert client.stats is not None
+        assert client.stats.prompt_tokens == 0
+        assert client.stats.longest_turn > 0
 
 
 @in_loop

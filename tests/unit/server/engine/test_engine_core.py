@@ -174,6 +174,20 @@ def test_statistics_count_what_happened() -> None:
     assert engine.times["b"].num_generation_tokens == 10
 
 
+def test_the_longest_turn_is_told() -> None:
+    engine = Engine(budget=64, overlaps=False)
+    seconds = iter([3.0, 200.0, 5.0])
+
+    def takes(_: StepBatch) -> bool:
+        engine.now += next(seconds)
+        return True
+
+    engine.runner.memory_for = takes
+    engine.add("a", [7] * 20, max_tokens=3)
+    engine.run()
+    assert [stats.longest_turn for stats in engine.stats] == [3.0, 200.0, 200.0]
+
+
 def test_a_request_id_that_is_open_is_refused_without_harm_to_the_open_one() -> None:
     engine = Engine()
     prompt = tokens(random.Random(0), 20)
