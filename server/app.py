@@ -31,7 +31,6 @@ from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
 from server.middleware import Authentication, RequestContext
-from server.settings import ConfigurationError, Settings
 from server.training import Training
 
 
@@ -49,7 +48,7 @@ class Application(FastAPI):
 
 
 def create_app(lifecycle: Lifecycle) -> FastAPI:
-    """Raises ConfigurationError for folders that cannot be what they are to be."""
+    """Raises OSError or ValueError for a kv_offload_dir that named_folders would have refused."""
     settings = lifecycle.settings
     limits = FileLimits(settings.max_file_bytes, settings.max_total_file_bytes, settings.max_files)
     store = FileStore(settings.data_folder / "files", limits)
@@ -115,18 +114,11 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         timeout=settings.upload_timeout,
     )
     keys = [key.get_secret_value() for key in settings.api_key]
-    app.add_middleware(Authentication, keys=keys, secret=_secret(settings))
+    blocks = settings.kv_offload_dir
+    salts = None if blocks is None else block_files.secret(blocks)  # None: new ones each time
+    app.add_middleware(Authentication, keys=keys, secret=salts)
     app.add_middleware(RequestContext, metrics=lifecycle.metrics)
     return app
-
-
-def _secret(settings: Settings) -> bytes | None:
-    """Of tenants' salts; None: a new one each time. Raises ConfigurationError."""
-    folder = settings.kv_offload_dir
-    try:
-        return None if folder is None else block_files.secret(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError([f"kv-offload-dir: {folder} cannot hold KV blocks: {error}"]) from error
 
 
 def longwave_version() -> str:

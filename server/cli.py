@@ -155,7 +155,7 @@ def _serve(settings: Settings) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the first process of a container would not hear it
     from models import registry
     from models.errors import ModelLoadError
-    from server import process
+    from server import named_folders, process
     from server.announcement import announce
     from server.engine.client import EngineClient
     from server.lifecycle import Lifecycle
@@ -167,11 +167,15 @@ def _serve(settings: Settings) -> NoReturn:
         logging.getLogger(library).setLevel(logging.WARNING)
     if unknown := unknown_variables():
         logging.getLogger("longwave").warning("no such setting, and so not used: %s", ", ".join(unknown))
+    problems = named_folders.problems(settings)
     try:
         source = registry.resolve(settings.model, cache_dir=settings.cache_dir, image_dir=settings.model_image_dir)
-        listener = process.listen(settings.host, settings.port)
     except ModelLoadError as error:
-        _refuse([str(error)], ConfigurationError.exit_code)
+        problems.append(str(error))
+    if problems:
+        _refuse(problems, ConfigurationError.exit_code)
+    try:
+        listener = process.listen(settings.host, settings.port)
     except OSError as error:
         _refuse([f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"], EXIT_FAILED)
     port = listener.getsockname()[1]
@@ -182,11 +186,7 @@ def _serve(settings: Settings) -> NoReturn:
         lambda: _load_tokenizer(source),
         began=process.began(),
     )
-    try:
-        code = process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: announce(lifecycle, port))
-    except ConfigurationError as error:
-        _refuse(error.problems, error.exit_code)
-    process.end(code)
+    process.end(process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: announce(lifecycle, port)))
 
 
 def _make_app(lifecycle: "Lifecycle") -> "FastAPI":

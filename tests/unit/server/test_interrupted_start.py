@@ -7,17 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from scripted_engine import LIMIT, ScriptedEngine, settings, tiny_tokenizer
 
 from server import process
-from server.app import create_app
 from server.errors import EngineUnavailable
 from server.lifecycle import Lifecycle, Phase
-from server.settings import ConfigurationError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -133,26 +130,6 @@ def test_an_engine_that_ends_while_the_server_does_is_no_failure() -> None:
             assert starting.phase is Phase.DRAINING
 
     asyncio.run(asyncio.wait_for(main(), LIMIT))
-
-
-def make_file(path: Path) -> None:
-    path.write_text("no folder")
-
-
-def make_bad_secret(path: Path) -> None:
-    path.mkdir()
-    (path / "secret").write_text("short")
-
-
-@pytest.mark.parametrize("make", [make_file, make_bad_secret])
-def test_a_folder_that_cannot_hold_blocks_is_a_problem_of_the_configuration(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
-    folder = tmp_path / "blocks"
-    make(folder)
-    refused = Lifecycle(settings(kv_offload_gb=1, kv_offload_dir=folder), ScriptedEngine(), tiny_tokenizer)
-    with pytest.raises(ConfigurationError, match="kv-offload-dir"):
-        create_app(refused)
 
 
 def test_an_engine_that_cannot_be_started_ends_the_process_with_1() -> None:

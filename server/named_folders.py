@@ -1,0 +1,42 @@
+"""The folders that an operator names, tried before anything loads: can they be what they are to be? Knows no HTTP."""
+
+import errno
+import os
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from server.engine import block_files
+from server.settings import Settings
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk may be full: what is there is served, and room may be made
+
+
+def problems(settings: Settings) -> list[str]:
+    """A line each. What is missing is made; the default data directory is not, before somebody uploads something."""
+    return [*_data(settings), *_blocks(settings.kv_offload_dir)]
+
+
+def _data(settings: Settings) -> list[str]:
+    """Files are always served, so it is always needed."""
+    try:
+        folder = settings.data_folder
+        if settings.data_dir is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+    except RuntimeError:
+        return ["data-dir: this user has no home directory, so a folder has to be named"]
+    except OSError as error:
+        if error.errno not in FULL:
+            reason = "it is no folder" if folder.exists() and not folder.is_dir() else error.strerror
+            return [f"data-dir: {folder} cannot hold files and jobs: {reason} (as user {os.geteuid()})"]
+    return []
+
+
+def _blocks(folder: Path | None) -> list[str]:
+    try:
+        if folder is not None:
+            block_files.secret(folder)
+    except (OSError, ValueError) as error:
+        return [f"kv-offload-dir: {folder} cannot hold KV blocks: {error}"]
+    return []
