@@ -13,8 +13,9 @@ from rich.console import Console
 
 from server.bench.cli import bench_app
 from server.client_settings import ClientSettings
+from server.configuration import ConfigurationError, load_settings, unknown_variables
 from server.kernels_cli import kernels_app
-from server.settings import BUNDLED_MODEL, ConfigurationError, Settings, load_settings, unknown_variables
+from server.settings import BUNDLED_MODEL, Settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

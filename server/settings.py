@@ -1,15 +1,14 @@
-"""The one Settings tree: what an operator may say, with vLLM's names, bounded. The only reader of the environment
-(LONGWAVE_*) in this room; knows no request."""
+"""The one Settings tree: what an operator may say, with vLLM's names, bounded; flags and LONGWAVE_* variables fill it
+(configuration.py). Knows no request."""
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server.engine.config import EngineConfig
+from server.environment import PREFIX, data_home
 from server.finetune.config import TrainerConfig
 from server.setting_types import ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames
 from server.training.config import TrainingConfig
@@ -19,12 +18,10 @@ MAX_MODEL_LEN = 16_777_216  # tokens: the bound of every length a request or an 
 FINE_TUNED = "ft:"  # how the names of fine-tuned models begin
 SAVED_WEIGHTS = "longwave://"  # how those of weights begin that low-level training has saved
 
-OTHER_VARIABLES = {"LONGWAVE_KERNEL_IMAGE_DIR"}  # attention_backend.jit's, which works without a server
-
 
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
-        env_prefix="LONGWAVE_",
+        env_prefix=PREFIX,
         env_ignore_empty=False,
         frozen=True,
         extra="forbid",
@@ -154,8 +151,7 @@ class Settings(BaseSettings):
     def data_folder(self) -> Path:
         if self.data_dir is not None:
             return self.data_dir
-        given = Path(os.environ.get("XDG_DATA_HOME", ""))
-        return (given if given.is_absolute() else Path.home() / ".local" / "share") / "longwave"
+        return data_home() / "longwave"
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -219,37 +215,3 @@ class Settings(BaseSettings):
             idle_seconds=self.training_idle_timeout,
             gpu_share=self.training_gpu_share,
         )
-
-
-class ConfigurationError(Exception):
-    """Every problem of a configuration, one line each."""
-
-    exit_code = 3  # process supervisors: do not restart, it will not get better
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
-def load_settings(overrides: Mapping[str, Any]) -> Settings:
-    """Flags first, then LONGWAVE_* variables, then defaults. Raises ConfigurationError with all problems at once."""
-    try:
-        return Settings(**overrides)
-    except ValidationError as error:
-        raise ConfigurationError([_line(detail) for detail in error.errors(include_input=False)]) from None
-
-
-def unknown_variables() -> list[str]:
-    """LONGWAVE_* that nobody reads: misspelt, most likely."""
-    known = {f"LONGWAVE_{name}".upper() for name in Settings.model_fields} | OTHER_VARIABLES
-    return sorted(name for name in os.environ if name.upper().startswith("LONGWAVE_") and name.upper() not in known)
-
-
-def _line(detail: Any) -> str:
-    name = str(detail["loc"][0]) if detail["loc"] else "settings"
-    hint = ""
-    if name == "port" and "://" in os.environ.get("LONGWAVE_PORT", ""):
-        hint = (
-            ". Kubernetes sets LONGWAVE_PORT for a service called longwave: rename it, or set enableServiceLinks: false"
-        )
-    return f"{name.replace('_', '-')}: {detail['msg'].removeprefix('Value error, ')}{hint}"

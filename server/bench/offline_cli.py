@@ -13,7 +13,7 @@ from rich.console import Console
 
 from server.bench.report_json import as_json
 from server.bench.report_table import latency_table, notes, totals_table
-from server.settings import ConfigurationError, load_settings
+from server.configuration import ConfigurationError, load_settings
 
 if TYPE_CHECKING:
     from server.bench.offline import OfflineEngine

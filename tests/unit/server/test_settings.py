@@ -8,8 +8,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from server.client_settings import ClientSettings
+from server.configuration import ConfigurationError, load_settings, unknown_variables
 from server.engine.config import EngineConfig
-from server.settings import ConfigurationError, Settings, load_settings, unknown_variables
+from server.settings import Settings
 
 
 @pytest.fixture(autouse=True)
