@@ -3,10 +3,14 @@
 One long request would otherwise change what every other request in its batch computes. Knows no attention.
 """
 
+import copy
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from models.patching.errors import UnsupportedModelError
 
 _FIXED = "longrope_fixed"  # any name that transformers' per-forward update does not look for
 
@@ -15,6 +19,7 @@ def fix_longrope(model: nn.Module, max_model_len: int) -> int:
     """Pins every LongRoPE of `model` to its long factors if `max_model_len` exceeds the original length, else short.
 
     The same choice for every request, whatever its length. Returns how many embeddings were pinned; may be repeated.
+    Raises UnsupportedModelError for an embedding that goes on choosing by itself.
     """
     pinned = 0
     for module in model.modules():
@@ -24,12 +29,12 @@ def fix_longrope(model: nn.Module, max_model_len: int) -> int:
         if isinstance(rope.rope_type, dict):
             for layer_type, rope_type in rope.rope_type.items():
                 if rope_type in ("longrope", _FIXED):
-                    _pin(rope, max_model_len, layer_type)
                     rope.rope_type = {**rope.rope_type, layer_type: _FIXED}
+                    _pin(rope, max_model_len, layer_type)
                     pinned += 1
         elif rope.rope_type in ("longrope", _FIXED):
-            _pin(rope, max_model_len, None)
             rope.rope_type = _FIXED
+            _pin(rope, max_model_len, None)
             pinned += 1
     return pinned
 
@@ -40,10 +45,40 @@ def _pin(rope: Any, max_model_len: int, layer_type: str | None) -> None:
     if layer_type is not None:
         parameters = parameters[layer_type]
     original_length = parameters["original_max_position_embeddings"]
-    inv_freq = getattr(rope, f"{prefix}inv_freq")
+    inv_freq: Tensor = getattr(rope, f"{prefix}inv_freq")
+    is_long = max_model_len > original_length
     # Any seq_len above the original length asks for the long factors, any other for the short ones.
-    seq_len = original_length + 1 if max_model_len > original_length else original_length
     frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
-        rope.config, inv_freq.device, seq_len=seq_len, layer_type=layer_type
+        rope.config, inv_freq.device, seq_len=original_length + is_long, layer_type=layer_type
     )
     inv_freq.copy_(frequencies)  # in place: CUDA graphs read this address
+    if "long_mscale" in parameters:
+        _pin_scale(rope, inv_freq, parameters, is_long=is_long)
+    if not _reads(rope, inv_freq, layer_type):
+        raise UnsupportedModelError(
+            f"{rope.config.model_type}: {type(rope).__name__} computes its LongRoPE frequencies in every forward, so "
+            "one long request would change all others"
+        )
+
+
+def _pin_scale(rope: Any, inv_freq: Tensor, parameters: dict[str, Any], *, is_long: bool) -> None:
+    """PhiMoE's own: it asks for frequencies in every forward (transformers names no length, and is given the short
+    ones), and scales them by the longest position of the batch. A config of its own says that there is no choice."""
+    scale = float(parameters["long_mscale" if is_long else "short_mscale"])
+    rope.rope_init_fn = lambda _config: (inv_freq, scale)
+    rope.config = copy.copy(rope.config)
+    rope.config.rope_parameters = {**parameters, "rope_type": "default"}
+
+
+@torch.no_grad()
+def _reads(rope: Any, inv_freq: Tensor, layer_type: str | None) -> bool:
+    """Whether what it computes comes from `inv_freq`."""
+    position_ids = torch.ones(1, 1, dtype=torch.int64, device=inv_freq.device)
+    kept = inv_freq.clone()
+    inv_freq.fill_(torch.nan)
+    try:
+        out = rope(inv_freq.new_zeros(1, 1, 1), position_ids, *(() if layer_type is None else (layer_type,)))
+    finally:
+        inv_freq.copy_(kept)
+    first: Tensor = out if isinstance(out, Tensor) else out[0]
+    return bool(first.isnan().all())
