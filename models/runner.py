@@ -31,7 +31,7 @@ from models.kv_pool import (
 )
 from models.kv_scales import calibrate
 from models.loader import LoadedModel
-from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
+from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope, fix_temperature
 from models.prefix_groups import sharing_limits
 from models.rehearsals import Rehearsals
 from models.sampling import Sampler
@@ -77,8 +77,9 @@ class ModelRunner(StepLauncher):
         self._max_drafts = max_drafts
         self._dtype = loaded.dtype
         self._use_graphs = self.device.type == "cuda" and not enforce_eager and loaded.capturable
-        check_supported_for_serving(loaded.model, max_model_len)
+        check_supported_for_serving(loaded.model)
         fix_longrope(loaded.model, max_model_len)
+        fix_temperature(loaded.model)
         self._sites = find_attention_sites(loaded.model)
         self._kv_dtype = kv_cache_dtype(kv_dtype, self._dtype, self._sites, self.device)
         layers = [

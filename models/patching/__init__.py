@@ -4,6 +4,7 @@ from models.patching.errors import UnsupportedCallError, UnsupportedModelError
 from models.patching.register import LONGWAVE, LONGWAVE_PAGED, register
 from models.patching.rope import fix_longrope
 from models.patching.support import check_supported, check_supported_for_serving
+from models.patching.temperature import fix_temperature
 
 patch = register
 
@@ -15,6 +16,7 @@ __all__ = [
     "check_supported",
     "check_supported_for_serving",
     "fix_longrope",
+    "fix_temperature",
     "patch",
     "register",
 ]

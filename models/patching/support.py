@@ -48,7 +48,7 @@ def check_supported(model: PreTrainedModel) -> None:
         )
 
 
-def check_supported_for_serving(model: PreTrainedModel, max_model_len: int | None = None) -> None:
+def check_supported_for_serving(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError unless the engine can serve `model` from pages, many requests in one flat row."""
     check_supported(model)
     config: Any = model.config.get_text_config()
@@ -71,7 +71,7 @@ def check_supported_for_serving(model: PreTrainedModel, max_model_len: int | Non
     if "position_ids" not in inspect.signature(model.forward).parameters:
         refuse("it takes no position_ids, so requests cannot share a row")
     _check_attention_layers(model, model_type)
-    _check_positions(model, model_type, config, max_model_len)
+    _check_positions(model, model_type)
 
 
 def _check_attention_layers(model: PreTrainedModel, model_type: str) -> None:
@@ -87,7 +87,7 @@ def _check_attention_layers(model: PreTrainedModel, model_type: str) -> None:
             raise UnsupportedModelError(f"{model_type}: {type(layer).__name__} is not causal, as paged attention is")
 
 
-def _check_positions(model: nn.Module, model_type: str, config: Any, max_model_len: int | None) -> None:
+def _check_positions(model: nn.Module, model_type: str) -> None:
     for module in model.modules():
         rope_types = getattr(module, "rope_type", None)
         for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
@@ -96,14 +96,6 @@ def _check_positions(model: nn.Module, model_type: str, config: Any, max_model_l
                     f"{model_type}: rope_type {rope_type!r} changes with the longest request of the batch; "
                     "use yarn, linear or longrope scaling"
                 )
-    # Llama 4 scales queries by their index in the flattened row, not by position_ids; below floor_scale it is 1.
-    if model_type == "llama4_text" and config.attn_temperature_tuning:
-        limit = int(config.floor_scale)
-        if max_model_len is None or max_model_len >= limit:
-            raise UnsupportedModelError(
-                f"{model_type}: its attention temperature is wrong in a batch from position {limit} on; "
-                f"serve it with max_model_len below {limit}"
-            )
 
 
 def _pretrained_parts(model: nn.Module) -> Iterator[PreTrainedModel]:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from models.adapters import find_linears
 from models.loader import LoadFormat, load_for_training
-from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope
+from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope, fix_temperature
 from models.progress_bars import without_progress_bars
 from models.registry import ModelSource
 from models.training.activations import Checkpointing
@@ -53,8 +53,9 @@ class TrainableModel:
                 f"{source.name}"
             )
         # What packing asks of a family is what the engine's flat rows ask: no state but keys, positions that are told.
-        check_supported_for_serving(self.base, plan.max_length)
+        check_supported_for_serving(self.base)
         fix_longrope(self.base, plan.max_length)
+        fix_temperature(self.base)
         self.decoder = _decoder(self.base)
         self.head = ModelHead(self.base)
         self.adapter: PeftModel | None = None

@@ -22,8 +22,10 @@ from transformers import (
     ModernBertConfig,
     Olmo2Config,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
     Qwen3Config,
     T5Config,
 )
@@ -73,6 +75,14 @@ def _deepseek_v3() -> PreTrainedConfig:
     )  # fmt: skip
 
 
+def _qwen2_moe() -> PreTrainedConfig:
+    """Its window is part of its mask alone, as PhiMoE's is."""
+    return Qwen2MoeConfig(
+        **_SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        use_sliding_window=True, sliding_window=WINDOW, layer_types=_LAYERS,
+    )  # fmt: skip
+
+
 CAUSAL = [
     Family("llama", lambda: LlamaConfig(**_SIZED)),
     Family("mistral", lambda: MistralConfig(**_SIZED, sliding_window=WINDOW)),
@@ -100,9 +110,13 @@ CAUSAL = [
             attention_chunk_size=CHUNK,
             layer_types=["chunked_attention", "full_attention"],
             no_rope_layers=[1, 0],
+            floor_scale=7,  # so that the temperature of the layer without positions changes early, and much
+            attn_scale=1.0,
         ),
     ),
     Family("deepseek_v3", _deepseek_v3),
+    Family("qwen2_moe", _qwen2_moe),
+    Family("phimoe", lambda: PhimoeConfig(**_SIZES, sliding_window=WINDOW, num_local_experts=4)),
 ]
 ENCODERS = [
     Family(

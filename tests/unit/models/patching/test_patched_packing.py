@@ -7,13 +7,13 @@ import torch
 from patching_families import BY_NAME, tokens
 from torch import Tensor
 
-from models.patching import UnsupportedCallError
+from models.patching import UnsupportedCallError, fix_temperature
 
 LENGTHS = [9, 21, 1, 14]
 # gpt_oss does not hand its position ids to its masks, so only cu_seq_lens can tell it what is packed.
 CASES = [
     (name, told_by)
-    for name in ("llama", "gemma3", "gpt_oss", "llama4")
+    for name in ("llama", "gemma3", "gpt_oss", "llama4", "qwen2_moe", "phimoe")
     for told_by in ("position_ids", "cu_seq_lens")
     if (name, told_by) != ("gpt_oss", "position_ids")
 ]
@@ -36,6 +36,7 @@ def test_a_packed_row_gives_each_sequence_its_own_logits(name: str, told_by: str
     model = BY_NAME[name].build()
     with torch.no_grad():
         expected = torch.cat([model(sequence, use_cache=False).logits for sequence in sequences], 1)
+        fix_temperature(model)
         model.set_attn_implementation("longwave")
         actual = model(**row, **(boundaries() if told_by == "cu_seq_lens" else {})).logits
     torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-4)

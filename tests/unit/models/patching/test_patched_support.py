@@ -80,10 +80,3 @@ def test_dynamic_rope_is_refused_because_requests_would_change_each_other() -> N
     config = served_llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(UnsupportedModelError, match="longest request of the batch"):
         check_supported_for_serving(AutoModelForCausalLM.from_config(config))
-
-
-def test_llama4_is_served_up_to_where_its_temperature_starts() -> None:
-    model = BY_NAME["llama4"].build()
-    check_supported_for_serving(model, max_model_len=8191)
-    with pytest.raises(UnsupportedModelError, match="max_model_len below 8192"):
-        check_supported_for_serving(model, max_model_len=8192)

@@ -168,6 +168,9 @@ def test_routers_and_experts_keep_their_weights(tmp_path: Path) -> None:
         num_local_experts=2,
         num_experts_per_tok=1,
         attention_chunk_size=16,
+        no_rope_layers=[1, 0],
+        floor_scale=7,  # of a packed row's tokens, the check tells apart which are the eighth of their sequences
+        attn_scale=1.0,
     )
     model = trainable(write_model(tmp_path, config))
     assert model.parameters
