@@ -49,6 +49,7 @@ def longwave_paged_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     pages = kv_caches[layer]
+    keys = window(module, layer, sliding_window)
     out = attention_backend.paged_attention(
         tokens_first(query)[0],  # [tokens, heads, head_dim], a view
         tokens_first(key)[0],
@@ -57,7 +58,7 @@ def longwave_paged_attention(
         pages.v,
         paged_metadata,
         softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window_left=UNBOUNDED if sliding_window is None else sliding_window - 1,
+        window_left=keys - 1 if keys else UNBOUNDED,
         chunk_size=chunk_size(module, layer),
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.reshape(-1),
@@ -65,6 +66,18 @@ def longwave_paged_attention(
         v_scale=pages.v_scale,
     )
     return out[None], None
+
+
+def window(module: nn.Module, layer: int, sliding_window: int | None) -> int:
+    """Keys that a row of this layer sees, its own included; 0: all before it. Where the call does not say so, the
+    config does: some families (Qwen2-MoE, PhiMoE) make it part of their mask alone, and pages have no mask."""
+    if sliding_window is not None:
+        return sliding_window
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None or layer_types[layer] == "sliding_attention":
+        return getattr(config, "sliding_window", None) or 0
+    return 0
 
 
 def chunk_size(module: nn.Module, layer: int) -> int:

@@ -13,8 +13,11 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     MistralConfig,
+    PhimoeConfig,
     PretrainedConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 
@@ -98,6 +101,7 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_WITHOUT_HEAD_DIM = {name: size for name, size in _SMALL.items() if name != "head_dim"}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": tiny_config(),
     "mistral": MistralConfig(**_SMALL, sliding_window=8),
@@ -107,6 +111,31 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **_SMALL, sliding_window=8, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"] * 2
     ),
     "gpt_oss": GptOssConfig(**_SMALL, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+    "llama4": Llama4TextConfig(
+        **_SMALL, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=16, floor_scale=7, attn_scale=1.0
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_WITHOUT_HEAD_DIM,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        use_sliding_window=True,
+        sliding_window=8,
+    ),
+    "phimoe": PhimoeConfig(
+        **_WITHOUT_HEAD_DIM,
+        sliding_window=8,
+        num_local_experts=4,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 64,  # more than any answer here, less than what may come
+            "short_mscale": 1.1,
+            "long_mscale": 1.4,
+        },
+    ),
     "gpt2": GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2),
     "deepseek_v3": DeepseekV3Config(
         vocab_size=120,
