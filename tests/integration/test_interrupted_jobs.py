@@ -2,7 +2,7 @@
 they end as one that nobody disturbs, bit for bit."""
 
 import json
-import time
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .tuning_jobs import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-LITTLE_STEPS = 60  # so many that a job does not end between two looks at it
+LITTLE_STEPS = 40  # so many that a job does not end between two looks at it
 LITTLE_METHOD: Any = {
     "type": "supervised",
     "supervised": {
@@ -127,10 +127,9 @@ def test_a_job_outlives_a_pause_kill_9_and_sigterm_and_its_model_is_the_same_bit
     with serving_little(little_folder, little_model) as server, server.client() as client:
         assert answer(client, uninterrupted.fine_tuned_model) == right  # ready means: tuned models too
         terminated_at = until_step(server, job, killed_at + 3)
-        begun = time.monotonic()
         server.terminate()
         assert server.wait() == 0
-        assert time.monotonic() - begun < 60
+        assert "cutting what still runs" not in server.log()  # the trainer ended by itself
     assert terminated_at < LITTLE_STEPS, "nothing was left to do after SIGTERM"
 
     with serving_little(little_folder, little_model) as server, server.client() as client:
@@ -138,4 +137,6 @@ def test_a_job_outlives_a_pause_kill_9_and_sigterm_and_its_model_is_the_same_bit
         assert (done.status, done.error) == ("succeeded", None)
         assert steps(client, job) == list(range(1, LITTLE_STEPS + 1))
         assert answer(client, done.fine_tuned_model) == right
+        (stopped_at,) = re.findall(rf"resumed after step (\d+) of {LITTLE_STEPS}", server.log())
+        assert int(stopped_at) >= terminated_at  # SIGTERM has cost no step
     assert weights(little_folder, done) == weights(little_folder, uninterrupted)
