@@ -59,6 +59,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         lifecycle.load_adapter,
         lifecycle.engine.unload_adapter,
         max_live_jobs=settings.max_fine_tuning_jobs,
+        max_model_len=lambda: lifecycle.max_model_len,
     )
     if settings.enable_fine_tuning:
         lifecycle.preparations.append(jobs.start)

@@ -51,5 +51,6 @@ class SessionSettings:
     model: str  # the name that saved adapters give their base model
     max_length: int  # tokens of one datum
     micro_batch_tokens: int  # tokens of one forward: data are packed up to it
+    max_model_len: int | None = None  # of the engine that samples: decides LongRoPE's factors; None: all positions
     dtype: TrainingDType = "auto"
     gradient_checkpointing: bool = True

@@ -41,6 +41,9 @@ class TrainingPlan:
     max_grad_norm: float = 1.0  # 0: no clipping
     lora: LoraSettings | None = LoraSettings()  # None: full fine-tuning
     max_length: int = 2048  # tokens an example may have; a preference's two answers each
+    max_model_len: int | None = (
+        None  # of the engine that will serve it: decides LongRoPE's factors; None: all positions
+    )
     micro_batch_tokens: int = 4096  # tokens of one forward: examples are packed up to it
     gradient_checkpointing: bool = True  # layers are computed again in the backward pass, where it saves enough memory
     recompute_attention: bool = False  # their attention too: slower, half the memory a token, the same bits
@@ -56,6 +59,8 @@ class TrainingPlan:
         for name in ("n_epochs", "batch_size", "checkpoint_every"):
             self._between(name, getattr(self, name), 1, math.inf, whole=True)
         self._between("max_length", self.max_length, 2, math.inf, whole=True)
+        if self.max_model_len is not None:
+            self._between("max_model_len", self.max_model_len, 2, math.inf, whole=True)
         self._between("seed", self.seed, 0, 2**63 - 1, whole=True)
         self._between("learning_rate", self.learning_rate, 0, 1)
         self._between("warmup_ratio", self.warmup_ratio, 0, 1)

@@ -79,6 +79,7 @@ class TrainingSession:
             dtype=settings.dtype,
             lora=LoraSettings(rank=1, alpha=1),  # PEFT wants an adapter from the start: this one is never used
             max_length=settings.max_length,
+            max_model_len=settings.max_model_len,
             micro_batch_tokens=max(settings.micro_batch_tokens, settings.max_length),
             gradient_checkpointing=settings.gradient_checkpointing,
         )

@@ -54,7 +54,7 @@ class TrainableModel:
             )
         # What packing asks of a family is what the engine's flat rows ask: no state but keys, positions that are told.
         check_supported_for_serving(self.base)
-        fix_longrope(self.base, plan.max_length)
+        fix_longrope(self.base, plan.max_model_len or self.config.max_position_embeddings)
         fix_temperature(self.base)
         self.decoder = _decoder(self.base)
         self.head = ModelHead(self.base)

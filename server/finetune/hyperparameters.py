@@ -47,6 +47,7 @@ def make_plan(
     checkpoint_every: int,
     micro_batch_tokens: int,
     default_rank: int,
+    max_model_len: int | None,
     deterministic: bool = False,
 ) -> TrainingPlan:
     """`micro_batch_tokens`: at least; the longest example has to fit. Raises TooManyStepsError, PlanError."""
@@ -70,6 +71,7 @@ def make_plan(
         learning_rate=rate,
         lora=LoraSettings(rank=rank, alpha=asked.alpha or 2 * rank, dropout=asked.dropout),
         max_length=max(files.longest, 2),
+        max_model_len=max_model_len,
         micro_batch_tokens=max(micro_batch_tokens, sequences * max(files.longest, 2)),
         seed=seed,
         checkpoint_every=checkpoint_every,

@@ -55,7 +55,9 @@ class FineTuning:
         unload_adapter: UnloadAdapter,
         *,
         max_live_jobs: int,
+        max_model_len: Callable[[], int | None],
     ) -> None:
+        """`max_model_len`: the engine's, once it is ready."""
         self.stats = FineTuningStats()
         self._files = files
         self._config = config
@@ -64,7 +66,9 @@ class FineTuning:
         self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds, config.back_off)
         self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter)
         tidying = Tidying(self._writer, self._folders, files, unload_adapter, self.stats)
-        self.supervisor = Supervisor(config, self._writer, self._folders, self._finishing, tidying, self.stats)
+        self.supervisor = Supervisor(
+            config, self._writer, self._folders, self._finishing, tidying, self.stats, max_model_len
+        )
 
     async def start(self) -> None:
         """Serves every finished model of the base model again, sweeps what a crash left, and takes up what waits. Never

@@ -1,6 +1,7 @@
 """A trainer's last word -> what becomes of its job, written down. Knows no processes, no HTTP and no SQL."""
 
 import logging
+from collections.abc import Callable
 
 from models.training import PlanError
 from server.finetune.config import TrainerConfig
@@ -19,13 +20,20 @@ class Settling:
     """Every method raises LeaseLostError and InsufficientStorage."""
 
     def __init__(
-        self, config: TrainerConfig, writer: Writer, folders: Folders, finishing: Finishing, stats: FineTuningStats
+        self,
+        config: TrainerConfig,
+        writer: Writer,
+        folders: Folders,
+        finishing: Finishing,
+        stats: FineTuningStats,
+        max_model_len: Callable[[], int | None],
     ) -> None:
         self._config = config
         self._writer = writer
         self._folders = folders
         self._finishing = finishing
         self._stats = stats
+        self._max_model_len = max_model_len
 
     async def settle(self, job: Job, word: LastWord) -> None:
         """Raises OSError, too."""
@@ -65,6 +73,7 @@ class Settling:
                 checkpoint_every=config.checkpoint_every,
                 micro_batch_tokens=config.micro_batch_tokens,
                 default_rank=config.default_rank,
+                max_model_len=self._max_model_len(),
                 deterministic=config.deterministic,
             )
         except (PlanError, TooManyStepsError) as error:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
 from server.errors import InsufficientStorage
 from server.finetune.attempt import Attempt
@@ -35,6 +36,7 @@ class Supervisor:
         finishing: Finishing,
         tidying: Tidying,
         stats: FineTuningStats,
+        max_model_len: Callable[[], int | None],
     ) -> None:
         self.attempts: dict[str, Attempt] = {}  # what runs now, by stage
         self._config = config
@@ -43,7 +45,7 @@ class Supervisor:
         self._stats = stats
         self._tidying = tidying
         self._tidied = 0.0  # time.monotonic()
-        self._settling = Settling(config, writer, folders, finishing, stats)
+        self._settling = Settling(config, writer, folders, finishing, stats, max_model_len)
         self._draining = asyncio.Event()
         self._lanes: list[asyncio.Task[None]] = []
 

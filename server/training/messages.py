@@ -22,6 +22,7 @@ class Arguments(msgspec.Struct, frozen=True):
     cache_dir: str | None
     model_image_dir: str | None
     max_length: int | None
+    max_model_len: int | None  # the engine's; None: as many as the model has positions
     micro_batch_tokens: int
     parent_pid: int
     log_level: int

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from server.training.child import Child
 from server.training.config import TrainingConfig
 from server.training.messages import Arguments, Ready
+from server.training.sampling import Serving
 
 logger = logging.getLogger("longwave")
 
@@ -15,8 +16,9 @@ logger = logging.getLogger("longwave")
 class SharedChild:
     """`on_death` is told of a process that ended by itself, and how."""
 
-    def __init__(self, config: TrainingConfig, on_death: Callable[[Child, str], None]) -> None:
+    def __init__(self, config: TrainingConfig, serving: Serving, on_death: Callable[[Child, str], None]) -> None:
         self._config = config
+        self._serving = serving
         self._on_death = on_death
         self._child: Child | None = None
         self._starting = asyncio.Lock()
@@ -73,6 +75,7 @@ class SharedChild:
             cache_dir=None if config.cache_dir is None else str(config.cache_dir),
             model_image_dir=None if config.model_image_dir is None else str(config.model_image_dir),
             max_length=config.max_length,
+            max_model_len=self._serving.max_model_len,
             micro_batch_tokens=config.micro_batch_tokens,
             parent_pid=os.getpid(),
             log_level=logging.getLogger().getEffectiveLevel(),

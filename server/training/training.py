@@ -45,7 +45,7 @@ class Training:
     def __init__(self, root: Path, config: TrainingConfig, serving: Serving) -> None:
         self.config = config
         self.stats = TrainingStats()
-        self.shared = SharedChild(config, self._lose)
+        self.shared = SharedChild(config, serving, self._lose)
         self._serving = serving
         self._saving = Saving(config, WeightsStore(root / "saved"), serving)
         self._snapshots = Snapshots(root / "snapshots", serving)

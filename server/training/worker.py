@@ -71,6 +71,7 @@ def load(arguments: Arguments) -> TrainingSession:
         model=arguments.model,
         max_length=min(positions, arguments.max_length or positions),
         micro_batch_tokens=arguments.micro_batch_tokens,
+        max_model_len=arguments.max_model_len,
     )
     device = None if arguments.device == "auto" else arguments.device
     return TrainingSession(source, settings, device, pacer=_pacer(arguments))

@@ -35,6 +35,7 @@ def test_a_plan_survives_json(plan: TrainingPlan) -> None:
         ({"seed": -1}, "seed"),
         ({"dpo_beta": 0.0}, "dpo_beta must be positive"),
         ({"model": ""}, "model must name"),
+        ({"max_model_len": 1}, "max_model_len must be a whole number at least 2, not 1"),
         ({"max_length": 5000}, "micro_batch_tokens 4096 must be at least 5000"),
         ({"method": "dpo", "max_length": 2049}, "two answers"),
         ({"lora": LoraSettings(rank=0)}, "lora.rank"),

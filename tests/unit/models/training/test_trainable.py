@@ -16,12 +16,15 @@ from transformers import (
     GraniteConfig,
     Llama4TextConfig,
     MistralConfig,
+    Phi3Config,
     Qwen3Config,
 )
 
 from models import registry
 from models.adapters import AdapterSlots, LoraLimits, find_linears
+from models.loader import load
 from models.patching import UnsupportedModelError
+from models.runner import ModelRunner
 from models.training import LoraSettings, PlanError
 from models.training.packing import build
 from models.training.self_check import check_packed_path
@@ -83,6 +86,33 @@ def test_the_same_seed_starts_with_the_same_adapter_and_leaves_torch_s_generator
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(p, second[name]) for name, p in first.items())
     assert any(not torch.equal(p, other[name]) for name, p in first.items())
+
+
+LONGROPE = Phi3Config(
+    **DECODER, original_max_position_embeddings=16,
+    rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+    },
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("max_model_len", [None, 16, 17, 256])
+@pytest.mark.parametrize("max_length", [8, 64])
+def test_longrope_has_the_factors_that_the_engine_serves_with(
+    max_model_len: int | None, max_length: int, tmp_path: Path
+) -> None:
+    """Whatever the longest example has."""
+    folder = write_model(tmp_path, LONGROPE)
+    model = trainable(folder, max_length=max_length, max_model_len=max_model_len)
+    served = load(registry.resolve(str(folder)))
+    limit = max_model_len or served.max_position_embeddings
+    ModelRunner(
+        served, block_size=16, max_num_seqs=1, max_num_batched_tokens=16, max_model_len=limit, num_blocks=20
+    )  # fmt: skip
+    theirs: Any = served.model
+    ours: Any = model.base
+    assert torch.equal(ours.model.rotary_emb.inv_freq, theirs.model.rotary_emb.inv_freq)
 
 
 def test_more_tokens_than_positions_are_refused(tiny_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """/v1/training on the wire: Tinker's forms, strict fields, futures that can be asked again. The process is scripted."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import MODEL, LiveServer, live_server
+from scripted_engine import MAX_MODEL_LEN, MODEL, LiveServer, live_server
 
 sys.path.append(str(Path(__file__).parent.parent / "training"))  # the process follows the room's own tests' script
 
@@ -38,6 +39,10 @@ def model(client: httpx.Client) -> Iterator[str]:
     model = create(client)
     yield model
     client.delete(f"/models/{model}")
+
+
+def test_models_are_trained_for_the_length_that_the_engine_serves(model: str, folder: Path) -> None:
+    assert json.loads((folder / "arguments").read_bytes())["max_model_len"] == MAX_MODEL_LEN
 
 
 def test_a_loop_of_calls_has_tinkers_replies(client: httpx.Client, model: str) -> None:

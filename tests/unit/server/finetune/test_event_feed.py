@@ -9,9 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import LIMIT, MODEL, LiveServer, live_server, wait_until
+from scripted_engine import LIMIT, MAX_MODEL_LEN, MODEL, LiveServer, live_server, wait_until
 from working import CONFIG, PAIR, script
 
+from models.training import TrainingPlan
 from server.finetune import TrainerConfig
 from server.settings import Settings
 
@@ -44,6 +45,17 @@ def blocks(reply: httpx.Response) -> Iterator[tuple[str | None, Any]]:
             text = line.removeprefix("data: ")
             yield name, text if text == "[DONE]" else json.loads(text)
             name = None
+
+
+def test_a_job_is_trained_for_the_length_that_the_engine_serves(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+    with server.client() as client:
+        job = create(client)
+        wait_until(lambda: client.get(f"{JOBS}/{job}").json()["status"] in ("succeeded", "failed"))
+    plan = TrainingPlan.from_json((tmp_path / "plan").read_bytes())
+    assert (plan.max_length, plan.max_model_len) == (2, MAX_MODEL_LEN)
 
 
 def test_a_stream_tells_everything_in_order_and_ends_with_the_job(

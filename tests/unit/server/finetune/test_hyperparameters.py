@@ -18,7 +18,10 @@ def plan(
 ) -> TrainingPlan:
     files = Validated(examples, 0, examples * 10, longest)
     asking = replace(request, hyperparameters=Hyperparameters(**asked))  # type: ignore[arg-type]
-    return make_plan(asking, "base", 3, files, checkpoint_every=10, micro_batch_tokens=4096, default_rank=default_rank)
+    return make_plan(
+        asking, "base", 3, files, checkpoint_every=10, micro_batch_tokens=4096, default_rank=default_rank,
+        max_model_len=100,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,11 @@ def test_the_longest_example_fits_a_forward() -> None:
     assert plan(longest=10_000).micro_batch_tokens == 10_000
     dpo = replace(REQUEST, method="dpo")
     assert plan(longest=10_000, request=dpo).micro_batch_tokens == 20_000
+
+
+def test_the_engine_s_length_is_in_the_plan_whatever_the_examples_have() -> None:
+    """It decides a LongRoPE's factors, which are to be those that the result is served with."""
+    assert [plan(longest=longest).max_model_len for longest in (50, 10_000)] == [100, 100]
 
 
 def test_dpo_learns_more_slowly_and_has_a_beta() -> None:

@@ -135,7 +135,10 @@ async def at_work(
     files = FileStore(folder / "files", FileLimits(2**20, 2**22, 100))
     config = TrainerConfig(source, **{**CONFIG, **changes})
     work = Work(None, files, folder)  # type: ignore[arg-type] - it needs the work itself
-    work.jobs = FineTuning(folder / "finetune", files, config, work.load, work.unload, max_live_jobs=max_live_jobs)
+    work.jobs = FineTuning(
+        folder / "finetune", files, config, work.load, work.unload, max_live_jobs=max_live_jobs,
+        max_model_len=lambda: None,
+    )  # fmt: skip
     if start:
         await work.jobs.start()
     try:

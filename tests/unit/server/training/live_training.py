@@ -73,6 +73,7 @@ class Door:
 class Serving:
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
     door: Door = field(default_factory=Door)
+    max_model_len: int | None = MAX_MODEL_LEN
 
     def open_door(self) -> Door:
         return self.door

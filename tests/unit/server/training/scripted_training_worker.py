@@ -113,6 +113,7 @@ def main() -> None:
     arguments = msgspec.json.decode(sys.argv[2], type=Arguments)
     die_with_parent(arguments.parent_pid)
     session = ScriptedSession(Path(os.environ["TRAINING_SCRIPT"]))
+    (session.path.parent / "arguments").write_text(sys.argv[2])
     if session.script.get("await_sign"):
         assert arguments.answering_fd is not None
         sign, never = SignReader(arguments.answering_fd), threading.Event()
