@@ -22,6 +22,7 @@ from attention_backend import dispatch
 from models.adapters import AdapterSlots
 from models.copies import to_device
 from models.graph_fields import StepFields, num_bytes, step_tensors
+from models.host_waits import refusing_waits
 from models.inputs import StepInputs, StepTensors
 from models.prefix_groups import GroupArrays, shared_pages
 from models.shared_runs import Levels
@@ -102,9 +103,11 @@ class GraphRecorder:
         self._turn = 0
         self._stream = torch.cuda.Stream(device)
         self._logits: Tensor | None = None  # of every graph: [most samples, vocab]
+        self._waits_for_nothing = False  # a step; known before the first is recorded
 
     def record(self, shape: StepShape, *, shares: bool, adapted: bool) -> StepGraph:
-        """`shares`: decodes may name shared pages; `adapted`: rows may name adapters. Raises torch.OutOfMemoryError."""
+        """`shares`: decodes may name shared pages; `adapted`: rows may name adapters. Raises torch.OutOfMemoryError,
+        and HostWaitsError for a model of whose steps none can be recorded."""
         if adapted:
             return self._record_adapted(shape)
         if self._adapters is not None:
@@ -150,9 +153,15 @@ class GraphRecorder:
         self._stage_padding(shape)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._run(shape, shared, adapted)  # compiles kernels and chooses algorithms: neither can be recorded
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                self._run(shape, shared, adapted)  # compiles kernels and chooses algorithms: neither can be recorded
+                if not self._waits_for_nothing:  # a recording that fails would leave torch's allocator in disorder
+                    with refusing_waits():
+                        self._run(shape, shared, adapted)
+                    self._waits_for_nothing = True
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with (
             _no_collection(),

@@ -15,6 +15,7 @@ import torch
 from models.adapters import AdapterSlots
 from models.batch import NO_ADAPTER, StepBatch
 from models.graph_recorder import Forward, GraphOutput, GraphRecorder, StepGraph
+from models.host_waits import HostWaitsError
 from models.inputs import StepInputs
 from models.shared_runs import Levels
 from models.step_rows import StepArrays, StepRows
@@ -57,6 +58,7 @@ class StepGraphs:
         self._adapted: dict[StepShape, StepGraph] = {}
         self._adapters = adapters
         self._without: set[tuple[StepShape, bool, bool]] = set()  # shapes for which there was no memory
+        self.refusal: str | None = None  # where the model's steps wait for the device: then there are no graphs
         self._recorder = GraphRecorder(
             forward, inputs, self._shapes, max_model_len=max_model_len, device=device, adapters=adapters
         )
@@ -73,22 +75,26 @@ class StepGraphs:
             known = self._sharing if shares else self._plain
             if shape not in known and (shape, shares, False) not in self._without:
                 self.record(shape, shares=shares)
-                return True
+                return self.refusal is None
         return False
 
     @torch.inference_mode()
     def record(self, shape: StepShape, *, shares: bool, adapted: bool = False) -> bool:
-        """If need be (0.1 s). Returns whether the graph is there: not where it found no memory."""
+        """If need be (0.1 s). Returns whether the graph is there: not where it found no memory, nor for a model that
+        waits for the device in the middle of a step."""
         kind = self._adapted if adapted else self._sharing if shares else self._plain
         if shape in kind:
             return True
-        if (shape, shares, adapted) in self._without:
+        if self.refusal is not None or (shape, shares, adapted) in self._without:
             return False
         try:
             kind[shape] = self._recorder.record(shape, shares=shares, adapted=adapted)
         except torch.OutOfMemoryError:
             logger.warning("no memory for the graph of %s: such steps are launched kernel by kernel", shape)
             self._without.add((shape, shares, adapted))
+        except HostWaitsError as error:
+            logger.warning("no CUDA graphs: a step of this model waits for the GPU (%s)", error)
+            self.refusal = str(error)
         return shape in kind
 
     def _kinds(self, shapes: Sequence[StepShape]) -> Iterator[tuple[StepShape, bool]]:
@@ -112,7 +118,7 @@ class StepGraphs:
         """The smallest shape that serves the step, recorded or not; None: no graph could."""
         levels, needs = batch.sharing.decodes, StepNeeds.of(rows)
         few = needs.rows - needs.decodes < needs.others * MANY_ROWS  # so they had better share what they read
-        if len(levels) > 1 or (batch.sharing.prefills and few):
+        if self.refusal is not None or len(levels) > 1 or (batch.sharing.prefills and few):
             return None
         adapted = has_adapters(rows)
         if adapted and (levels or self._adapters is None):

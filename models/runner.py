@@ -232,6 +232,7 @@ class ModelRunner(StepLauncher):
         graphs = self._make_graphs()
         graphs.capture(graphs.largest())
         taken = torch.cuda.memory_reserved(self.device) - before
+        self._use_graphs = graphs.refusal is None
         graphs.drop()
         return taken
 
