@@ -47,7 +47,9 @@ class Row:
 
 
 def runs(folder: Path = RESULTS) -> list[Report]:
-    return [Report.read(path) for path in sorted(folder.glob("attention_*.json"))]
+    """The newest first: what it says of ours, others are compared with."""
+    reports = [Report.read(path) for path in sorted(folder.glob("attention_*.json"))]
+    return sorted(reports, key=lambda report: str(report.machine["date"]), reverse=True)
 
 
 def with_section(reports: Sequence[Report], section: str) -> list[Report]:
