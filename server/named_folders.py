@@ -28,7 +28,7 @@ def _data(settings: Settings) -> list[str]:
         return ["data-dir: this user has no home directory, so a folder has to be named"]
     except OSError as error:
         if error.errno not in FULL:
-            reason = "it is no folder" if folder.exists() and not folder.is_dir() else error.strerror
+            reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
             return [f"data-dir: {folder} cannot hold files and jobs: {reason} (as user {os.geteuid()})"]
     return []
 

@@ -66,6 +66,11 @@ def test_a_file_is_no_data_directory(tmp_path: Path, below: str) -> None:
     assert ("it is no folder" if below == "" else os.strerror(errno.ENOTDIR)) in line
 
 
+def test_a_data_directory_that_cannot_even_be_looked_at_is_refused(tmp_path: Path) -> None:
+    (line,) = named_folders.problems(settings(data_dir=tmp_path / ("x" * 300)))
+    assert os.strerror(errno.ENAMETOOLONG) in line
+
+
 @pytest.mark.parametrize("below", ["", "below/that"])
 def test_a_data_directory_that_may_not_be_written_is_refused(read_only: Path, below: str) -> None:
     with not_root() as user:

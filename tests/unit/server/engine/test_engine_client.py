@@ -24,7 +24,7 @@ from server.engine.config import EngineConfig
 from server.engine.link import FROM_ENGINE, encode
 from server.engine.messages import AddRequest, FromEngine, RequestTimes, TokenDelta
 from server.engine.process import EngineProcess
-from server.engine.stream import MAX_BUFFERED, MAX_EVENTS, TokenStream
+from server.engine.stream import MAX_EVENTS
 from server.engine.token_ids import TokenIds
 from server.errors import ContextLengthExceeded, EngineUnavailable, LongwaveError, RequestFailedError
 
@@ -458,32 +458,6 @@ def test_the_engine_goes_when_its_parent_is_killed() -> None:
         parent.kill()
         parent.wait()
         asyncio.run(until(lambda: not exists(pid), limit=10.0))
-
-
-def delta(*token_ids: int, finish: Any = None) -> TokenDelta:
-    return TokenDelta("a", list(token_ids), finish_reason=finish)
-
-
-@in_loop
-async def test_a_slow_reader_gets_every_token_in_few_events() -> None:
-    stream = TokenStream("a")
-    for token in range(10_000):
-        stream.put(delta(token))
-    stream.put(delta(10_000, finish="stop"))
-    assert stream.num_events == MAX_EVENTS
-    received = [await stream.get() for _ in range(MAX_EVENTS)]
-    assert [token for part in received for token in part.token_ids] == list(range(10_001))
-    assert [part.finish_reason for part in received] == [None] * (MAX_EVENTS - 1) + ["stop"]
-
-
-@in_loop
-async def test_a_reader_that_does_not_read_at_all_is_cut() -> None:
-    stream = TokenStream("a")
-    for token in range(MAX_BUFFERED + 1):
-        stream.put(delta(token))
-    assert stream.num_events == 0
-    with pytest.raises(RequestFailedError):
-        await stream.get()
 
 
 @in_loop
