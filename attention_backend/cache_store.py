@@ -33,9 +33,17 @@ class Rotary:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, *, follow: bool
+        cls,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        interleaved: bool,
+        *,
+        follow: bool,
+        capacity: int,
     ) -> "Rotary | None":
-        """None without tables. Raises for tables that do not fit."""
+        """None without tables. Raises for tables that do not fit, or end before `capacity`, the cache's last key."""
         if (cos is None) != (sin is None):
             raise ValueError("rotary_cos and rotary_sin go together")
         if cos is None or sin is None:
@@ -43,24 +51,22 @@ class Rotary:
         if k is None:
             raise ValueError("rotary_cos without k: rotary is applied to new keys and their queries only")
         _check_rotary(q, cos, sin)
+        # Queries beyond the new keys, which follow them, may stand behind the cache's end.
+        positions = capacity + (max(q.shape[1] - k.shape[1], 0) if follow else 0)
+        if cos.shape[0] < positions:
+            raise ValueError(f"rotary_cos and rotary_sin have {cos.shape[0]} rows, the cache has {positions} positions")
         return cls(cos, sin, interleaved, follow)
 
 
 def store_new(
     q: Tensor, k: Tensor, v: Tensor, caches: Caches, lengths: Tensor, block_table: Tensor | None, rotary: Rotary | None
 ) -> Tensor:
-    """Writes k and v `[batch, seqlen_new, num_kv_heads, *]` behind the first `lengths` keys. Returns q, turned."""
-    for name, new, cache in (("k", k, caches.k), ("v", v, caches.v)):
-        if new.shape[3] != cache.shape[3]:
-            raise ValueError(f"{name} has head_dim {new.shape[3]}, its cache {cache.shape[3]}")
+    """Writes k and v `[batch, seqlen_new, num_kv_heads, *]`, which `check_new` has passed, behind the first `lengths`
+    keys. Returns q, turned."""
     slots = _slots(lengths, k.shape[1], caches.k, block_table).flatten()
     rows = (k.flatten(0, 1), v.flatten(0, 1))
     k_cache, v_cache = caches.k.transpose(1, 2), caches.v.transpose(1, 2)
-    scales: tuple[Tensor | None, Tensor | None] = (None, None)
-    if k_cache.dtype == v_cache.dtype == FP8:
-        scales = (_scale("k_scale", caches.k_scale, k), _scale("v_scale", caches.v_scale, v))
-    elif k_cache.dtype != k.dtype or v_cache.dtype != v.dtype:
-        raise TypeError(f"k and v are {k.dtype}, the caches {k_cache.dtype} and {v_cache.dtype}")
+    scales = (caches.k_scale, caches.v_scale)
     if rotary is None:
         paged_ops.store_kv_op(*rows, k_cache, v_cache, slots, *scales)
         return q
@@ -74,41 +80,53 @@ def store_new(
     return turned.view(q.shape)
 
 
-def _scale(name: str, scale: Tensor | None, x: Tensor) -> Tensor:
-    if scale is None:
-        raise ValueError(f"a {FP8} cache needs {name}: what its numbers are multiplied by")
-    check_tensor(name, scale, torch.float32, (x.shape[2],), x.device)
-    return scale
+def check_caches(q: Tensor, caches: Caches, block_table: Tensor | None) -> int:
+    """How many keys of a sequence the caches hold. Raises for caches that do not fit each other or q."""
+    k, v = caches.k, caches.v
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "q must be [batch, seqlen_q, heads, dim], k_cache and v_cache [batch_cache or num_blocks, slots, kv_heads, "
+            f"dim], alike but for dim; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if block_table is not None:
+        return block_table.shape[1] * k.shape[1]
+    if k.shape[0] < q.shape[0]:
+        raise ValueError(f"q has a batch of {q.shape[0]}, k_cache and v_cache have {k.shape[0]} rows")
+    return k.shape[1]
 
 
-def cache_lengths(
-    q: Tensor,
-    k_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    block_table: Tensor | None,
-) -> Tensor:
-    """int32 `[batch]`: keys in the cache before the new ones."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v go together")
-    if k is not None and cache_seqlens is None:
-        raise ValueError("k needs cache_seqlens: where in the cache the new keys go")
-    if k is not None and v is not None:
-        for name, new in (("k", k), ("v", v)):
-            if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2] != k_cache.shape[2]:
-                raise ValueError(
-                    f"{name} must be [{q.shape[0]}, seqlen_new, {k_cache.shape[2]}, dim], got {tuple(new.shape)}"
-                )
-            if new.dtype != q.dtype:
-                raise TypeError(f"{name} must have q's dtype {q.dtype}, got {new.dtype}")
-            check_device(name, new, q.device)
+def check_new(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> None:
+    """Raises for new keys and values that do not fit each other, their queries or the caches."""
+    for name, new, cache in (("k", k, caches.k), ("v", v, caches.v)):
+        if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2] != cache.shape[2]:
+            raise ValueError(
+                f"{name} must be [{q.shape[0]}, seqlen_new, {cache.shape[2]}, dim], got {tuple(new.shape)}"
+            )
+        if new.shape[3] != cache.shape[3]:
+            raise ValueError(f"{name} has head_dim {new.shape[3]}, its cache {cache.shape[3]}")
+        if new.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {new.dtype}")
+        check_device(name, new, q.device)
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} new rows a sequence, v {v.shape[1]}")
+    if caches.k.dtype == caches.v.dtype == FP8:
+        for name, scale in (("k_scale", caches.k_scale), ("v_scale", caches.v_scale)):
+            if scale is None:
+                raise ValueError(f"a {FP8} cache needs {name}: what its numbers are multiplied by")
+    elif caches.k.dtype != k.dtype or caches.v.dtype != v.dtype:
+        raise TypeError(f"k and v are {k.dtype}, the caches {caches.k.dtype} and {caches.v.dtype}")
+
+
+def cache_lengths(q: Tensor, num_new: int, capacity: int, cache_seqlens: int | Tensor | None) -> Tensor:
+    """int32 `[batch]`: keys in the cache before the new ones. Without `cache_seqlens`: all that it holds."""
     if isinstance(cache_seqlens, Tensor):
         check_tensor("cache_seqlens", cache_seqlens, torch.int32, (q.shape[0],), q.device)
         return cache_seqlens
-    if cache_seqlens is None and block_table is not None:
-        raise ValueError("block_table needs cache_seqlens: how many keys each sequence has")
-    length = k_cache.shape[1] if cache_seqlens is None else cache_seqlens
+    length = capacity if cache_seqlens is None else cache_seqlens
+    if not 0 <= length <= capacity:
+        raise ValueError(f"cache_seqlens must be from 0 to {capacity}, what the cache holds, got {length}")
+    if length + num_new > capacity:
+        raise ValueError(f"the cache holds {capacity} keys a sequence, the new ones would end at {length + num_new}")
     return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
 
 
@@ -123,15 +141,17 @@ def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _slots(lengths: Tensor, num_new: int, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
-    """int64 `[batch, num_new]`: the slots after the first `lengths`. Past the end of the cache: -1 on CUDA, an error
-    on the CPU, where looking costs nothing."""
+    """int64 `[batch, num_new]`: the slots after the first `lengths`. Outside of the cache: -1 on CUDA, an error on the
+    CPU, where looking costs nothing."""
     block_size = k_cache.shape[1]
     capacity = block_size * (1 if block_table is None else block_table.shape[1])
     positions = lengths.long().unsqueeze(1) + torch.arange(num_new, device=lengths.device)
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and bool((positions >= capacity).any()):
+    inside = (positions >= 0) & (positions < capacity)
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(inside.all()):
+        if bool((positions < 0).any()):
+            raise ValueError(f"cache_seqlens must be at least 0, got {lengths.min()}")
         raise ValueError(f"the cache holds {capacity} keys a sequence, the new ones would end at {positions.max() + 1}")
-    inside = positions < capacity
-    positions = positions.clamp_max(capacity - 1)
+    positions = positions.clamp(0, max(capacity - 1, 0))
     if block_table is None:
         rows = torch.arange(lengths.shape[0], device=lengths.device).unsqueeze(1)
     else:

@@ -34,8 +34,10 @@ def check_args(args: AttentionArgs) -> None:
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
-    if q_dim == 4 and k_dim == 4 and args.block_table is None and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same batch, got {q.shape[0]} and {k.shape[0]}")
+    if args.cu_seqlens_q is not None and (args.cu_seqlens_q.dim() != 1 or args.batch < 0):
+        raise ValueError(f"cu_seqlens_q must have shape [batch + 1], got {tuple(args.cu_seqlens_q.shape)}")
+    if k_dim == 4 and args.block_table is None and args.batch != k.shape[0]:
+        raise ValueError(f"q and k must have the same batch, got {args.batch} and {k.shape[0]}")
     _check_numbers(args)
     _check_lengths(args)
     _check_scores(args)
@@ -70,8 +72,8 @@ def _check_numbers(args: AttentionArgs) -> None:
     if not 0 < args.softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale must be positive and finite, got {args.softmax_scale}")
     for name, value in (("chunk_size", args.chunk_size), ("softcap", args.softcap), ("num_splits", args.num_splits)):
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be at least 0 and finite, got {value}")
 
 
 def _check_lengths(args: AttentionArgs) -> None:
@@ -87,6 +89,12 @@ def _check_lengths(args: AttentionArgs) -> None:
     for name, lengths in (("cu_seqlens_q", args.cu_seqlens_q), ("cu_seqlens_k", args.cu_seqlens_k)):
         if lengths is not None:
             check_tensor(name, lengths, torch.int32, (batch + 1,), device)
+    for name, starts, x, longest in (
+        ("q", args.cu_seqlens_q, args.q, args.max_seqlen_q),
+        ("k", args.cu_seqlens_k, args.k, args.max_seqlen_k),
+    ):
+        if starts is not None and x.shape[0] > 0 and longest < 1:
+            raise ValueError(f"cu_seqlens_{name} needs max_seqlen_{name}, the longest sequence, got {longest}")
     for name, lengths in (("seqused_k", args.seqused_k), ("leftpad_k", args.leftpad_k)):
         if lengths is not None:
             check_tensor(name, lengths, torch.int32, (batch,), device)
@@ -97,8 +105,11 @@ def _check_lengths(args: AttentionArgs) -> None:
 def _check_scores(args: AttentionArgs) -> None:
     device, batch = args.q.device, args.batch
     if args.key_mask is not None:
-        keys = args.k.shape[1] if args.k.dim() == 4 and args.block_table is None else None
-        check_tensor("key_mask", args.key_mask, torch.bool, (batch, keys), device)
+        dense = args.k.dim() == 4 and args.block_table is None
+        check_tensor("key_mask", args.key_mask, torch.bool, (batch, args.k.shape[1] if dense else None), device)
+        keys = args.max_seqlen_k if args.block_table is None else args.block_table.shape[1] * args.k.shape[1]
+        if not dense and args.key_mask.shape[1] < keys:
+            raise ValueError(f"key_mask must be as wide as a sequence can be, {keys}, got {args.key_mask.shape[1]}")
     if args.alibi_slopes is not None:
         shape: tuple[int, ...] = (args.num_heads,) if args.alibi_slopes.dim() == 1 else (batch, args.num_heads)
         check_tensor("alibi_slopes", args.alibi_slopes, torch.float32, shape, device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend import ops
-from attention_backend.checks import check_args
+from attention_backend.checks import check_args, check_tensor
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 
 Window = tuple[int, int]
@@ -29,6 +29,11 @@ def attention(args: AttentionArgs) -> Tensor:
 def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """As `attention`, with the log of every row's softmax denominator, `args.lse_shape`."""
     check_args(args)
+    return checked_attention(args)
+
+
+def checked_attention(args: AttentionArgs) -> tuple[Tensor, Tensor]:
+    """`attention_with_lse` of a problem that `check_args` has passed."""
     if args.q.device.type == "cuda":
         args = with_plain_strides(args)
     out, lse = ops.attention_op(
@@ -107,6 +112,8 @@ def flash_attn_varlen_func(
     With `block_table` k and v are pages `[num_blocks, page_size, num_kv_heads, *]` and cu_seqlens_k tells lengths only.
     lse is `[num_heads, total_q]`.
     """
+    if block_table is not None:
+        check_tensor("cu_seqlens_k", cu_seqlens_k, torch.int32, tuple(cu_seqlens_q.shape), q.device)
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -163,7 +170,11 @@ def with_plain_strides(args: AttentionArgs) -> AttentionArgs:
 
 
 def default_scale(softmax_scale: float | None, q: Tensor) -> float:
-    return float(q.shape[-1]) ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if softmax_scale is not None:
+        return float(softmax_scale)
+    if q.shape[-1] == 0:
+        raise ValueError(f"head_dim must be at least 1, got q of shape {tuple(q.shape)}")
+    return float(q.shape[-1]) ** -0.5
 
 
 def window_right(causal: bool, window_size: Window) -> int:

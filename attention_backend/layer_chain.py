@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from attention_backend.heuristics.layer_chain import MOST_ROWS
 from attention_backend.layers import ACTIVATIONS
+from attention_backend.no_gradients import refuse_gradients
 from attention_backend.operators import operator
 from attention_backend.reference import layers as reference
 
@@ -49,9 +50,14 @@ def layer_chain(
     `[rows, next_width]`. Rounded where Hugging Face's modules round. Results repeat bitwise.
     In a CUDA graph the weights are read while the kernels in front still run: they are constants there.
 
-    Raises UnsupportedError on a GPU for what `refuses` names, ValueError for shapes that do not fit.
+    Raises UnsupportedError for gradients and, on a GPU, for what `refuses` names, ValueError for shapes that do not
+    fit.
     """
     _check(attended, residual, weights, options)
+    refuse_gradients(
+        "layer_chain", attended, residual, weights.out, weights.norm_mlp, weights.gate_up, weights.down,
+        weights.norm_next, weights.next, weights.next_bias,
+    )  # fmt: skip
     total, out = layer_chain_op(
         attended, residual, weights.out, weights.norm_mlp, weights.gate_up, weights.down, weights.norm_next,
         weights.next, weights.next_bias, options.activation, options.eps_mlp, options.eps_next, options.unit_offset,

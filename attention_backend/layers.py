@@ -1,7 +1,8 @@
 """The layers around attention, fused: RMSNorm with its residual, rotary with the KV store, gated activations, linear.
 
 On a GPU each is one kernel in bfloat16 and float16; in float32 and on a CPU they are plain torch. Both round where
-Hugging Face's modules round. No gradients. Nothing waits for the device. Knows no model.
+Hugging Face's modules round. No gradients: UnsupportedError where autograd asks for one. Nothing waits for the device.
+Knows no model.
 """
 
 from typing import Any
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from attention_backend import paged_ops
+from attention_backend.checks import check_device
+from attention_backend.no_gradients import refuse_gradients
 from attention_backend.operators import operator
+from attention_backend.page_checks import check_pages, check_rotary_store
 from attention_backend.reference import layers as reference
 
 #: SiLU, GELU by its tanh approximation, GELU by erf.
@@ -25,6 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
     x `[rows, width]`, weight `[width]`; returns `[rows, width]`.
     """
     _check_norm(x, weight)
+    refuse_gradients("rms_norm", x, weight)
     normed: Tensor = rms_norm_op(x, weight, eps, unit_offset)
     return normed
 
@@ -36,6 +41,8 @@ def add_rms_norm(
     _check_norm(x, weight)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} does not fit x {tuple(x.shape)} {x.dtype}")
+    check_device("residual", residual, x.device)
+    refuse_gradients("add_rms_norm", x, residual, weight)
     normed, total = add_rms_norm_op(x, residual, weight, eps, unit_offset)
     return normed, total
 
@@ -63,16 +70,20 @@ def rotary_store(
     q `[tokens, heads, head_dim]`, k, v `[tokens, kv_heads, head_dim]` (views of one packed projection serve), caches
     `[num_blocks, kv_heads, block_size, head_dim]`, slot_mapping int64 `[tokens]` (negative: not stored), cos, sin
     float32 `[tokens, rotary_dim / 2]`, rounded to q's dtype before use. With q_norm and k_norm `[head_dim]` each head
-    goes through `rms_norm` first. float8_e4m3fn caches need the scales, float32 `[kv_heads]`.
+    goes through `rms_norm` first. Caches are of q's dtype, or float8_e4m3fn with scales (float32 `[kv_heads]`).
 
-    Raises UnsupportedError on a GPU for sizes that `refuses` names.
+    Raises UnsupportedError on a GPU for sizes that `refuses` names, and for rows that are not 16-byte aligned.
     """
-    _check_rotary(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+    check_rotary_store(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+    check_pages(q, k_cache, v_cache, k_scale, v_scale)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm go together")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None and (norm.shape != q.shape[2:] or norm.dtype != q.dtype or not norm.is_contiguous()):
             raise ValueError(f"{name} must be {q.dtype} [{q.shape[2]}], got {norm.dtype} {tuple(norm.shape)}")
+        if norm is not None:
+            check_device(name, norm, q.device)
+    refuse_gradients("rotary_store", q, k, v, k_cache, v_cache, cos, sin, q_norm, k_norm)
     turned: Tensor = rotary_store_op(
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
     )
@@ -98,6 +109,8 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if gate.dim() != 2 or gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be [rows, width] of one dtype")
+    check_device("up", up, gate.device)
+    refuse_gradients("gated_activation", gate, up)
     out: Tensor = gated_activation_op(gate, up, activation)
     return out
 
@@ -203,34 +216,4 @@ def _check_norm(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"x must be [rows, width] and weight [width], got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
         raise TypeError(f"x is {x.dtype}, its weight {weight.dtype}")
-
-
-def _check_rotary(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> None:
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[2]):
-        raise ValueError(
-            "q, k and v must be [tokens, heads, head_dim], k and v alike, "
-            f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if k_cache.shape != v_cache.shape or k_cache.dim() != 4 or k_cache.shape[1::2] != k.shape[1:]:
-        raise ValueError(
-            f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)} must be [num_blocks, {k.shape[1]}, block_size, "
-            f"{k.shape[2]}]"
-        )
-    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] != q.shape[0] or 2 * cos.shape[1] > q.shape[2]:
-        raise ValueError(
-            f"cos and sin must be [{q.shape[0]}, rotary_dim / 2] with rotary_dim <= {q.shape[2]}, "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if not cos.dtype == sin.dtype == torch.float32 or cos.stride() != sin.stride() or cos.stride(1) != 1:
-        raise TypeError(f"cos and sin must be float32 with rows alike, got {cos.dtype} and {sin.dtype}")
-    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != q.shape[:1] or not slot_mapping.is_contiguous():
-        raise ValueError(f"slot_mapping must be int64 [{q.shape[0]}], contiguous, got {tuple(slot_mapping.shape)}")
+    check_device("weight", weight, x.device)

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from attention_backend.checks import check_tensor
 from attention_backend.shared_prefix import PrefixGroups
 
 
@@ -35,6 +37,7 @@ class PagedMetadata:
 
     Sequences with exactly one query row come first (`num_decodes` of them), then the others (prefills and chunks).
     Where shapes are fixed, the last decodes may be missing (`decodes_here`): others' rows follow the present ones.
+    Raises TypeError for dtypes, ValueError for shapes, strides and devices: here, and so not again in every layer.
     """
 
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
@@ -47,6 +50,26 @@ class PagedMetadata:
     decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no row; None: all are
     shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
     shared_prefills: SharedPages | None = None  # of the others
+
+    def __post_init__(self) -> None:
+        device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0] if self.seq_lens.dim() else 0
+        for name, x, dtype, shape in (
+            ("seq_lens", self.seq_lens, torch.int32, (num_seqs,)),
+            ("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (num_seqs + 1,)),
+            ("block_table", self.block_table, torch.int32, (num_seqs, None)),
+            ("slot_mapping", self.slot_mapping, torch.int64, (None,)),
+        ):
+            check_tensor(name, x, dtype, shape, x.device)  # the devices are compared here, as there is no q yet
+            if x.device != device:
+                raise ValueError(f"{name} is on {x.device}, seq_lens on {device}")
+            if x.stride(-1) != 1 and x.shape[-1] > 1:
+                raise ValueError(f"the last dimension of {name} must be contiguous, got strides {x.stride()}")
+        if not 0 <= self.num_decodes <= num_seqs:
+            raise ValueError(f"num_decodes must be from 0 to {num_seqs}, the number of sequences: {self.num_decodes}")
+        if self.decodes_here is not None:
+            check_tensor("decodes_here", self.decodes_here, torch.bool, (self.num_decodes, 1, 1), device)
+        elif self.num_decodes > self.slot_mapping.shape[0]:
+            raise ValueError(f"{self.num_decodes} decodes need a row each, there are {self.slot_mapping.shape[0]}")
 
     @property
     def num_seqs(self) -> int:

@@ -14,10 +14,13 @@ class PageCopy:
     """Over the arrays of a KV cache, each `[num_blocks, ...]` of any dtype. `row_bytes` are the bytes of a block."""
 
     def __init__(self, arrays: Sequence[Tensor]) -> None:
-        """Raises ValueError for arrays whose pages are not contiguous, or not made of 16-byte pieces."""
+        """Raises ValueError for arrays whose pages are not contiguous, or not made of 16-byte pieces, and for arrays of
+        several devices."""
         self._arrays = list(arrays)
         self._pages = [_as_bytes(array) for array in arrays]
         self.device = arrays[0].device
+        if any(array.device != self.device for array in arrays):
+            raise ValueError(f"arrays must lie on one device, got {sorted({str(array.device) for array in arrays})}")
         self.row_bytes = 0
         table = []
         for array, pages in zip(arrays, self._pages, strict=True):
@@ -29,7 +32,11 @@ class PageCopy:
         self._table = torch.tensor(table, dtype=torch.int64, device=self.device)
 
     def gather(self, blocks: Tensor, rows: Tensor) -> None:
-        """Row i of `rows` (uint8 `[n, row_bytes]`) becomes block `blocks[i]` (int32)."""
+        """Row i of `rows` (uint8 `[n, row_bytes]`) becomes block `blocks[i]` (int32 `[n]`, contiguous).
+
+        Both are on the arrays' device, and each row begins at a multiple of 16 bytes.
+        Raises TypeError for dtypes, ValueError for shapes, strides and devices.
+        """
         self._copy(blocks, rows, to_pages=False)
 
     def scatter(self, rows: Tensor, blocks: Tensor) -> None:
@@ -37,8 +44,16 @@ class PageCopy:
         self._copy(blocks, rows, to_pages=True)
 
     def _copy(self, blocks: Tensor, rows: Tensor, *, to_pages: bool) -> None:
+        if blocks.dtype != torch.int32:
+            raise TypeError(f"blocks must be torch.int32, got {blocks.dtype}")
+        if blocks.dim() != 1 or not blocks.is_contiguous():
+            raise ValueError(f"blocks must be [n], contiguous, got {tuple(blocks.shape)}, strides {blocks.stride()}")
+        if blocks.device != self.device or rows.device != self.device:
+            raise ValueError(f"blocks are on {blocks.device}, rows on {rows.device}, the pages on {self.device}")
         if rows.dtype != torch.uint8 or rows.shape != (blocks.shape[0], self.row_bytes) or rows.stride(1) != 1:
             raise ValueError(f"rows must be uint8 [{blocks.shape[0]}, {self.row_bytes}], got {tuple(rows.shape)}")
+        if rows.stride(0) % _ALIGNMENT or rows.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"rows must begin at multiples of {_ALIGNMENT} bytes, got strides {rows.stride()}")
         if self.device.type == "cuda":
             from attention_backend.kernels.copy_pages import copy_pages
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 #: Columns of a mask descriptor (`AttentionArgs.mask_desc`), int32 `[batch, 8]`.
-#: All positions count keys from key 0 of the tensors handed in.
+#: All positions count keys from key 0 of the tensors handed in. A START below 0 is 0, also as the origin of chunks.
 DESC_START, DESC_STOP, DESC_Q_OFFSET, DESC_LEFT, DESC_RIGHT, DESC_CHUNK = range(6)
 DESC_COLUMNS = 8
+#: The most that LEFT, RIGHT and CHUNK may be, which is further than any key: with positions they sum within int32.
+FURTHEST = 1 << 30
 #: "no bound" in the LEFT and RIGHT columns of a descriptor and in `window_left` / `window_right`.
 UNBOUNDED = -1
 
@@ -31,7 +33,7 @@ class AttentionArgs:
       (The engine's pool is `[num_blocks, num_kv_heads, block_size, head_dim]`; it is handed in as a transposed view.)
 
     The rule of visibility. Row i of sequence b stands at position `p = i + q_offset[b]`, where q_offset defaults to
-    `stop[b] - seqlen_q[b]` (bottom-right alignment; stop = seqused_k, or the sequence's number of keys).
+    `stop[b] - seqlen_q[b]` (bottom-right alignment; stop = the sequence's number of keys, or seqused_k where less).
     It sees key j iff
 
     * `start[b] <= j < stop[b]`                     (start = leftpad_k, default 0)
@@ -66,7 +68,7 @@ class AttentionArgs:
     leftpad_k: Tensor | None = None  # int32 [batch]: first key in use
     block_table: Tensor | None = None  # int32 [batch, max_blocks_per_seq]
     mask_desc: Tensor | None = None  # int32 [batch, 8]: replaces start, stop, q_offset, window, causal and chunk
-    key_mask: Tensor | None = None  # bool [batch, seqlen_k]
+    key_mask: Tensor | None = None  # bool [batch, max_seqlen_k], or wider; paged: as wide as a table's pages
     bias: Tensor | None = None  # float [1 or batch, 1 or num_heads, 1 or seqlen_q, seqlen_k], dense only
     alibi_slopes: Tensor | None = None  # float32 [num_heads] or [batch, num_heads]
     sinks: Tensor | None = None  # [num_heads], any float dtype

@@ -14,6 +14,7 @@ from attention_backend import cascade
 from attention_backend.checks import check_args, check_tensor
 from attention_backend.errors import UnsupportedError
 from attention_backend.interface import Window, default_scale
+from attention_backend.no_gradients import refuse_gradients
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 from attention_backend.reference.tiles import compute_dtype
 
@@ -118,7 +119,7 @@ def cascade_attention(
             f"window_size={window_size} is not served: with a window, rows do not share what they see of a prefix. "
             "Shared-prefix attention is causal over all keys; for windows call flash_attn_with_kvcache"
         )
-    _refuse_gradients("shared-prefix attention", (q, k_cache, v_cache, *(() if sinks is None else (sinks,))))
+    refuse_gradients("shared-prefix attention", q, k_cache, v_cache, sinks)
     scale = default_scale(softmax_scale, q)
     check_args(
         AttentionArgs(
@@ -187,7 +188,7 @@ def merge_states(
         check_tensor(f"lses[{at}]", lse, compute_dtype(first.dtype), lse_shape, device)
     if sinks is not None:
         check_tensor("sinks", sinks, sinks.dtype, (first.shape[-2],), device)
-    _refuse_gradients("merge_states", (*outs, *lses, *(() if sinks is None else (sinks,))))
+    refuse_gradients("merge_states", *outs, *lses, sinks)
     out, lse = cascade.merge_states_op(list(outs), list(lses), sinks)
     return out, lse
 
@@ -207,8 +208,3 @@ def _check_prefixes(prefixes: Sequence[PrefixGroups], device: torch.device) -> N
             check_tensor("the cu_rows of a prefix", level.cu_rows, torch.int32, (groups + 1,), device)
         elif groups != 1:
             raise ValueError(f"{groups} groups of requests need cu_rows: which rows are whose")
-
-
-def _refuse_gradients(name: str, tensors: Sequence[Tensor]) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise UnsupportedError(f"{name} has no gradient: call it under torch.no_grad() or with detached tensors")

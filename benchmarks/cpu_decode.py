@@ -1,5 +1,5 @@
 """The quick start's speed on a CPU: our runner, without scheduler and server, against transformers' generate with eager
-attention and with its default, SDPA; the bundled model in float32.
+attention and with its default, SDPA; the bundled model, in float32 unless told otherwise.
 
 They take turns in one process, best round each. Prints and writes tokens per second of one request and of several
 at once, a 512-token prompt's time, and the paged attention of one layer.
@@ -42,8 +42,8 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 class Ours:
     """The runner, driven as the engine drives it: the prompts in one step, then a token of each at a time."""
 
-    def __init__(self, model: str, longest: int) -> None:
-        loaded = loader.load(registry.resolve(model), dtype="float32", device="cpu")
+    def __init__(self, model: str, longest: int, dtype: loader.DTypeName = "float32") -> None:
+        loaded = loader.load(registry.resolve(model), dtype=dtype, device="cpu")
         self.config = loaded.config
         self._blocks = -(-longest // BLOCK_SIZE)
         self._runner = ModelRunner(
@@ -78,12 +78,10 @@ class Ours:
 class Theirs:
     """transformers' own generate over the same folder."""
 
-    def __init__(self, model: str, attention: str) -> None:
+    def __init__(self, model: str, attention: str, dtype: torch.dtype) -> None:
         folder = registry.resolve(model).fetch()
         with without_progress_bars():
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation=attention
-            )
+            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
         self._model.eval()
 
     def generate(self, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -132,9 +130,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.threads:
         torch.set_num_threads(options.threads)
     longest = max(512 + 1, options.prompt + options.tokens)
-    ours = Ours(options.model, longest)
+    ours = Ours(options.model, longest, options.dtype)
+    dtype = getattr(torch, options.dtype)
     contenders: dict[str, Ours | Theirs] = {"ours": ours}
-    contenders |= {f"transformers_{attention}": Theirs(options.model, attention) for attention in ("eager", "sdpa")}
+    contenders |= {
+        f"transformers_{attention}": Theirs(options.model, attention, dtype) for attention in ("eager", "sdpa")
+    }
     generator = torch.Generator().manual_seed(0)
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -182,6 +183,7 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens generated per request")
     parser.add_argument("--rounds", type=int, default=4)

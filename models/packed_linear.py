@@ -1,7 +1,7 @@
 """Linear layers whose weights are laid out for oneDNN once, at load: on a CPU, decoding is bound by reading them.
 
 MKL, torch's default for float32, runs one row on one core, and a handful of rows 2 to 4 times slower than oneDNN does
-on AMD. Same float32 arithmetic, another order of sums. Knows no model.
+on AMD. Same arithmetic, another order of sums. Knows no model.
 """
 
 import torch
@@ -12,7 +12,7 @@ _TYPICAL_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """Inference only: y = x W^T + b, float32, CPU."""
+    """Inference only: y = x W^T + b, float32 or bfloat16, CPU."""
 
     WHY = "on a CPU each layer is laid out for oneDNN by itself"  # and so not with its neighbours
 
@@ -33,7 +33,8 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replaces every float32 nn.Linear of a model on a CPU, in place; returns how many.
+    """Replaces every nn.Linear of a model on a CPU, in place; returns how many. float32, and bfloat16 where the CPU has
+    the instructions that oneDNN needs for it.
 
     A weight that another module shares (tied embeddings) stays there too.
     """
@@ -47,11 +48,16 @@ def pack_linears(model: nn.Module) -> int:
     return len(names)
 
 
+def _dtypes() -> tuple[torch.dtype, ...]:
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
+
+
 def _can_pack(module: nn.Module) -> bool:
     # A subclass computes something else, and a forward hook would be lost.
     return (
         type(module) is nn.Linear
-        and module.weight.dtype == torch.float32
+        and module.weight.dtype in _dtypes()
         and module.weight.device.type == "cpu"
         and not (module._forward_hooks or module._forward_pre_hooks)
     )

@@ -1,5 +1,7 @@
-"""What a server prints once it serves: where, on which kernels, a command to try it. Knows no flags."""
+"""What a server prints once it serves: where, on which kernels, a command to try it, and when it asks nobody for a key.
+Knows no flags."""
 
+import ipaddress
 import json
 
 import typer
@@ -25,3 +27,13 @@ def announce(lifecycle: Lifecycle, port: int) -> None:
     )
     typer.echo("Try it:")
     typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
+    if not settings.api_key and not _is_loopback(settings.host):
+        typer.echo(f"No API key is set: whoever reaches {settings.host} port {port} is answered.", err=True)
+
+
+def _is_loopback(host: str) -> bool:
+    """False for a name that is not localhost: what it stands for is not known here."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

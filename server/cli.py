@@ -112,6 +112,8 @@ def serve(
     fine_tuning_max_length: Annotated[int | None, Flag(help="Most tokens of a training example.")] = None,
     fine_tuning_batch_tokens: Annotated[int | None, Flag(help="Tokens of one forward in training.")] = None,
     fine_tuning_checkpoint_every: Annotated[int | None, Flag(help="Steps between a job's checkpoints.")] = None,
+    fine_tuning_max_full_parameters: Annotated[int | None, Flag(help="Largest model that jobs may tune fully.")] = None,
+    max_full_models: Annotated[int | None, Flag(help="Most fully tuned models that are kept.")] = None,
     fine_tuning_deterministic: Annotated[bool | None, Flag(help="On a GPU too, jobs repeat bit for bit.")] = None,
     training_gpu_share: Annotated[float | None, Flag(help="Share of time that training takes beside answers.")] = None,
     enable_training: Annotated[bool | None, Flag(help="Serve /v1/training, the low-level calls.")] = None,
@@ -245,4 +247,4 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
-        print_diagnosis(diagnosis, Console())
+        print_diagnosis(diagnosis)

@@ -47,7 +47,9 @@ class Diagnosis:
         return asdict(self)
 
 
-def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """To standard output, as it stands: brackets in a message (longwave[cuda]) are no markup."""
+    console = Console(markup=False)
     facts = Table(show_header=False, box=None)
     facts.add_row("longwave", diagnosis.longwave)
     facts.add_row("python", diagnosis.python)
@@ -68,13 +70,13 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.layers:
         console.print(layers)
     if diagnosis.fused:
-        console.print(f"Fused: {diagnosis.fused}", markup=False)
+        console.print(f"Fused: {diagnosis.fused}")
     adapters = Table(show_header=False, box=None, pad_edge=False)
     for name, text in diagnosis.adapters.items():
         adapters.add_row(name, text)
     console.print(adapters)
     console.print("Kernels, in order of preference:")
     for line in diagnosis.kernels:
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
     for problem in diagnosis.problems:
-        console.print(f"! {problem}", style="yellow", markup=False)
+        console.print(f"! {problem}", style="yellow")

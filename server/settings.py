@@ -106,6 +106,10 @@ class Settings(BaseSettings):
         4096, ge=2, le=MAX_MODEL_LEN, description="Tokens of one forward in training: examples are packed up to it."
     )
     fine_tuning_checkpoint_every: int = Field(10, ge=1, le=1_000_000, description="Steps a crash may lose.")
+    fine_tuning_max_full_parameters: int = Field(
+        500_000_000, ge=0, le=2**50, description="Largest model that jobs may tune fully (training_type full); 0: none."
+    )
+    max_full_models: int = Field(8, ge=1, le=100_000, description="Most fully tuned models that are kept.")
     fine_tuning_deterministic: bool = Field(False, description="On a GPU too, jobs repeat bit for bit; slower.")
     training_gpu_share: float = Field(0.25, ge=0.01, le=1, description="Share of time for training beside answers.")
     enable_training: bool = Field(True, description="Serve /v1/training, the low-level calls.")
@@ -196,6 +200,8 @@ class Settings(BaseSettings):
             micro_batch_tokens=self.fine_tuning_batch_tokens,
             checkpoint_every=self.fine_tuning_checkpoint_every,
             deterministic=self.fine_tuning_deterministic,
+            max_full_parameters=self.fine_tuning_max_full_parameters,
+            max_full_models=self.max_full_models,
             gpu_share=self.training_gpu_share,
             max_rank=self.max_lora_rank,
         )

@@ -65,6 +65,7 @@ def dequantize(
     batch, width = block_table.shape
     if batch == 0 or width == 0:
         return
+    k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
     p = DequantizeParams(k_cache.data_ptr(), v_cache.data_ptr(), k_out.data_ptr(), v_out.data_ptr())
     p.k_scale, p.v_scale = k_scale.data_ptr(), v_scale.data_ptr()
     p.block_table, p.table_row = block_table.data_ptr(), block_table.stride(0)

@@ -21,7 +21,7 @@ from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, workspace
 from attention_backend.kernels.decode_params import DecodeParams
 from attention_backend.kernels.decode_variants import copies_whole_rows, decode_variant, hopper_decode_variant
-from attention_backend.kernels.params import fill_tensors, pointer, score_params, sequence_params
+from attention_backend.kernels.params import contiguous, fill_tensors, pointer, score_params, sequence_params
 from attention_backend.kernels.rows import is_expanded
 from attention_backend.kernels.tensor_map import tensor_map, whole_row_tensor_map
 from attention_backend.kernels.variants import Options
@@ -133,7 +133,8 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     sinks = fill_tensors(params, args, out, lse)
     params.partial_out, params.partial_lse = partial_out.data_ptr(), partial_lse.data_ptr()
     params.counters = counters.data_ptr()
-    params.k_scale, params.v_scale = pointer(args.k_scale), pointer(args.v_scale)
+    scales = contiguous(args.k_scale), contiguous(args.v_scale)
+    params.k_scale, params.v_scale = map(pointer, scales)
     params.batch, params.num_kv_heads = batch, kv_heads
     params.group_rows, params.min_tiles = group_rows, plan.min_tiles
     parameters: tuple[ctypes.Structure, ...] = (params,)
@@ -149,5 +150,5 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
         plan.smem_bytes,
         early=hopper and torch.cuda.is_current_stream_capturing(),
     )
-    del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
+    del sinks, scales  # kept alive until the launch was queued; the allocator is ordered by stream after that
     return out, lse

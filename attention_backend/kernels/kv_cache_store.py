@@ -8,7 +8,7 @@ from attention_backend.jit import load
 from attention_backend.kernels import device
 from attention_backend.kernels.decode_params import StoreParams
 from attention_backend.kernels.decode_variants import store_variant
-from attention_backend.kernels.params import pointer
+from attention_backend.kernels.params import contiguous, pointer
 
 _THREADS = 128
 _ALIGNMENT = 16  # bytes that a thread moves at once
@@ -31,6 +31,7 @@ def store(
     +-448. Raises UnsupportedError for rows that are not 16-byte aligned, or for float8 before sm_89.
     """
     if k.shape[0]:
+        k_scale, v_scale = contiguous(k_scale), contiguous(v_scale)
         p = _params(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         _launch(p, k, k.shape[0], 0, _is_fp8(k_cache))
 
@@ -56,7 +57,7 @@ def rotate_and_store(
     Returns the rotated q; q and k themselves stay as they are.
     """
     q = q if q.stride(-1) == 1 else q.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, k_scale, v_scale = cos.contiguous(), sin.contiguous(), contiguous(k_scale), contiguous(v_scale)
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     p = _params(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     p.q, p.q_out = q.data_ptr(), q_out.data_ptr()

@@ -6,7 +6,7 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from attention_backend.problem import AttentionArgs
+from attention_backend.problem import FURTHEST, AttentionArgs
 
 
 class SequenceParams(ctypes.Structure):
@@ -51,11 +51,13 @@ class ForwardParams(ctypes.Structure):
     )
 
 
-_FAR = 1 << 30  # further than any key; sums with a position stay within int32
-
-
 def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """An array that a kernel reads without strides. It must outlive the launch."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def sequence_params(args: AttentionArgs) -> SequenceParams:
@@ -66,8 +68,8 @@ def sequence_params(args: AttentionArgs) -> SequenceParams:
     p.leftpad_k = pointer(args.leftpad_k)
     p.mask_desc = pointer(args.mask_desc)
     p.seqlen_q = args.seqlen_q
-    p.window_left, p.window_right = min(args.window_left, _FAR), min(args.window_right, _FAR)
-    p.chunk_size = min(args.chunk_size, _FAR)
+    p.window_left, p.window_right = min(args.window_left, FURTHEST), min(args.window_right, FURTHEST)
+    p.chunk_size = min(args.chunk_size, FURTHEST)
     table = args.block_table
     if table is not None:
         page_size = args.k.shape[1]

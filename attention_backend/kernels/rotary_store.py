@@ -14,11 +14,12 @@ from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant, capability_of
 from attention_backend.kernels import device
 from attention_backend.kernels.decode_variants import FP8_FROM
-from attention_backend.kernels.params import pointer
-from attention_backend.kernels.rows import VECTOR, check_rows, element_define
+from attention_backend.kernels.params import contiguous, pointer
+from attention_backend.kernels.rows import VECTOR, begins_vectors, check_rows, element_define
 
 _THREADS = 128
 _PAIR = 2 * VECTOR  # elements of a lane
+_TABLE_VECTOR = 4  # float32 elements in 16 bytes
 _LANES = (2, 4, 8, 16, 32)  # of a head
 _SLOTS = 1 << 31  # the kernel counts them in 32 bits
 _FP8 = torch.float8_e4m3fn
@@ -98,12 +99,16 @@ def rotary_store(
         raise UnsupportedError(reason)
     fp8_kv = k_cache.dtype == _FP8
     check_rows(q=q, k=k, v=v)
+    if q_norm is not None and k_norm is not None:
+        check_rows(q_norm=q_norm, k_norm=k_norm)
+    _check_tables(cos=cos, sin=sin)
     _check_pages(k_cache, v_cache, fp8_kv, k_scale, v_scale)
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     out = q.new_empty(tokens, num_heads, head_dim)
     if not tokens:
         return out
+    k_scale, v_scale = contiguous(k_scale), contiguous(v_scale)
     norm = 0 if q_norm is None else 1 + unit_offset
     kernel, lanes = _kernel(q.dtype, head_dim, q.device.index, norm, fp8_kv)
     p = RotaryStoreParams(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), q_out=out.data_ptr())
@@ -128,6 +133,15 @@ def _kernel(dtype: torch.dtype, head_dim: int, index: int, norm: int, fp8_kv: bo
     """The kernel on a device, and its lanes of a head."""
     chosen, lanes = variant(dtype, head_dim, device.arch(index), norm, fp8_kv=fp8_kv)
     return load(chosen, index), lanes
+
+
+def _check_tables(**tables: Tensor) -> None:
+    for name, table in tables.items():
+        if not begins_vectors(table, _TABLE_VECTOR):
+            raise UnsupportedError(
+                f"{name} of strides {table.stride()}: its rows are read {_TABLE_VECTOR} elements at a time: they must "
+                "begin at multiples of 16 bytes"
+            )
 
 
 def _check_pages(

@@ -16,7 +16,7 @@ __all__ = ["Gradients", "backward", "forward"]
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """out `args.out_shape` in q's dtype; lse `args.lse_shape` in float32 (float64 for float64 inputs)."""
-    if args.dropout_threshold == 0 and args.k_scale is None and decode.serves(args):
+    if args.dropout_threshold == 0 and decode.serves(args):
         return decode.forward(args)
     dtype = tiles.compute_dtype(args.dtype)
     out = args.q.new_empty(args.out_shape)

@@ -120,9 +120,10 @@ def _visible(args: AttentionArgs, b: int, num_rows: int, num_keys: int) -> tuple
     """The rule of visibility, term by term as `AttentionArgs` states it."""
     if args.mask_desc is not None:
         start, stop, q_offset, left, right, chunk = args.mask_desc[b, :6].tolist()
+        start = max(start, 0)
     else:
         start = 0 if args.leftpad_k is None else int(args.leftpad_k[b])
-        stop = num_keys if args.seqused_k is None else int(args.seqused_k[b])
+        stop = num_keys if args.seqused_k is None else min(int(args.seqused_k[b]), num_keys)
         q_offset, left, right, chunk = stop - num_rows, args.window_left, args.window_right, args.chunk_size
     p = torch.arange(num_rows, device=args.q.device)[:, None] + q_offset
     j = torch.arange(num_keys, device=args.q.device)[None, :]

@@ -27,11 +27,11 @@ def row_intervals(
     chunk: Tensor | int
     if args.mask_desc is not None:
         desc = args.mask_desc[sequences].long().unsqueeze(-1)  # [n, 8, 1]
-        start, stop, q_offset = desc[:, DESC_START], desc[:, DESC_STOP], desc[:, DESC_Q_OFFSET]
+        start, stop, q_offset = desc[:, DESC_START].clamp_min(0), desc[:, DESC_STOP], desc[:, DESC_Q_OFFSET]
         left, right, chunk = desc[:, DESC_LEFT], desc[:, DESC_RIGHT], desc[:, DESC_CHUNK]
     else:
         count = _count(args, sequences)
-        stop = _column(args.seqused_k, sequences, count, num_keys, device)
+        stop = _column(args.seqused_k, sequences, count, num_keys, device).clamp_max(num_keys)
         start = _column(args.leftpad_k, sequences, count, 0, device)
         q_offset = stop - num_rows
         left, right, chunk = args.window_left, args.window_right, args.chunk_size

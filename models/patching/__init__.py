@@ -2,7 +2,7 @@
 
 from models.patching.errors import UnsupportedCallError, UnsupportedModelError
 from models.patching.register import LONGWAVE, LONGWAVE_PAGED, register
-from models.patching.rope import fix_longrope
+from models.patching.rope import fix_longrope, longrope_lengths
 from models.patching.support import check_supported, check_supported_for_serving
 from models.patching.temperature import fix_temperature
 
@@ -17,6 +17,7 @@ __all__ = [
     "check_supported_for_serving",
     "fix_longrope",
     "fix_temperature",
+    "longrope_lengths",
     "patch",
     "register",
 ]

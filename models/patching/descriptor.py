@@ -17,6 +17,7 @@ from attention_backend.problem import (
     DESC_RIGHT,
     DESC_START,
     DESC_STOP,
+    FURTHEST,
     UNBOUNDED,
 )
 from models.patching.errors import UnsupportedCallError
@@ -57,13 +58,13 @@ def encode_rows(
     desc[:, DESC_START] = 0
     desc[:, DESC_STOP] = seqlen_k
     desc[:, DESC_Q_OFFSET] = q_offset - kv_offset
-    desc[:, DESC_CHUNK] = rule.chunk
+    desc[:, DESC_CHUNK] = min(rule.chunk, FURTHEST)
     desc[:, DESC_SEQLEN_Q] = seqlen_q
     desc[:, DESC_SEQLEN_K] = seqlen_k
     if rule.left != UNBOUNDED:
-        desc[:, DESC_LEFT] = rule.left
+        desc[:, DESC_LEFT] = min(rule.left, FURTHEST)
     if rule.right != UNBOUNDED:
-        desc[:, DESC_RIGHT] = rule.right
+        desc[:, DESC_RIGHT] = min(rule.right, FURTHEST)
     if rule.chunk and rule.chunk_start is not None:
         # Chunks are counted from the row's first token, which a sliding cache may have dropped. The cache holds all
         # the keys of the chunk that the first query stands in, so the next chunk border in the cache is as good.

@@ -21,29 +21,36 @@ def fix_longrope(model: nn.Module, max_model_len: int) -> int:
     The same choice for every request, whatever its length. Returns how many embeddings were pinned; may be repeated.
     Raises UnsupportedModelError for an embedding that goes on choosing by itself.
     """
-    pinned = 0
+    found = _longropes(model)
+    for rope, layer_type in found:
+        rope.rope_type = _FIXED if layer_type is None else {**rope.rope_type, layer_type: _FIXED}
+        _pin(rope, max_model_len, layer_type)
+    return len(found)
+
+
+def longrope_lengths(model: nn.Module) -> list[int]:
+    """The original length of every LongRoPE of `model`: a `max_model_len` above it chooses the long factors."""
+    return [_parameters(rope, layer_type)["original_max_position_embeddings"] for rope, layer_type in _longropes(model)]
+
+
+def _longropes(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Each embedding with its layer type, None where it has one kind of layers; pinned ones too."""
+    found: list[tuple[Any, str | None]] = []
     for module in model.modules():
-        if not hasattr(module, "rope_type"):
-            continue
-        rope: Any = module
-        if isinstance(rope.rope_type, dict):
-            for layer_type, rope_type in rope.rope_type.items():
-                if rope_type in ("longrope", _FIXED):
-                    rope.rope_type = {**rope.rope_type, layer_type: _FIXED}
-                    _pin(rope, max_model_len, layer_type)
-                    pinned += 1
-        elif rope.rope_type in ("longrope", _FIXED):
-            rope.rope_type = _FIXED
-            _pin(rope, max_model_len, None)
-            pinned += 1
-    return pinned
+        rope_type: Any = getattr(module, "rope_type", None)
+        types = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+        found += [(module, layer_type) for layer_type, kind in types.items() if kind in ("longrope", _FIXED)]
+    return found
+
+
+def _parameters(rope: Any, layer_type: str | None) -> dict[str, Any]:
+    parameters: dict[str, Any] = rope.config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
 
 
 def _pin(rope: Any, max_model_len: int, layer_type: str | None) -> None:
     prefix = "" if layer_type is None else f"{layer_type}_"
-    parameters = rope.config.rope_parameters
-    if layer_type is not None:
-        parameters = parameters[layer_type]
+    parameters = _parameters(rope, layer_type)
     original_length = parameters["original_max_position_embeddings"]
     inv_freq: Tensor = getattr(rope, f"{prefix}inv_freq")
     is_long = max_model_len > original_length

@@ -35,3 +35,7 @@ class DivergedError(TrainingError):
 
 class OutOfMemoryError(TrainingError):
     """The device has too little memory for the plan's micro-batches."""
+
+
+class ModelTooLargeError(OutOfMemoryError):
+    """The device has too little memory for a model all of whose weights learn, whatever the micro-batches."""

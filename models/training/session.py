@@ -199,7 +199,8 @@ class TrainingSession:
         weights = WeightsFolder(folder)
         state = model.optimizer.state_tensors() if optimizer else None
         numbers = {"steps": model.steps, "calls": model.calls, "seed": model.seed}
-        weights.write(lambda place: self._base.save_adapter(place, name), state, numbers, files)
+        length = self._base.max_model_len
+        weights.write(lambda place: self._base.save_adapter(place, name), state, numbers, files, length)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> int:
         """Weights, and with `optimizer` what the next step depends on; else Adam begins anew. The gradient is
@@ -207,16 +208,14 @@ class TrainingSession:
         changed then."""
         model = self._models[name]
         now = model.optimizer.state_tensors()
-        tensors, numbers = WeightsFolder(folder).read(now, optimizer=optimizer, settings=self._settings_of(name))
+        equal = {"lora_alpha": model.lora.alpha, "r": model.lora.rank}  # shapes are compared besides
+        check = self._base.check_factors
+        tensors, numbers = WeightsFolder(folder).read(now, optimizer=optimizer, settings=equal, check=check)
         model.optimizer.load_state_tensors(tensors)
         model.optimizer.discard_gradients()
         model.steps, model.accumulated, model.broken = numbers.get("steps", 0), 0, None
         model.calls, model.seed = numbers.get("calls", model.calls), numbers.get("seed", model.seed)
         return model.steps
-
-    def _settings_of(self, name: str) -> dict[str, object]:
-        """What has to be equal in an adapter whose weights are loaded: shapes are compared besides."""
-        return {"lora_alpha": self._models[name].lora.alpha, "r": self._models[name].lora.rank}
 
     def _prepare(self, name: str, data: Sequence[Datum], loss: LossName) -> None:
         if name not in self._models:

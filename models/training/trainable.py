@@ -4,6 +4,7 @@ Knows how hidden states and log-probabilities of a packed batch come about; know
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,15 +23,24 @@ from transformers.pytorch_utils import Conv1D
 
 from models.adapters import find_linears
 from models.loader import LoadFormat, load_for_training
-from models.patching import UnsupportedModelError, check_supported_for_serving, fix_longrope, fix_temperature
+from models.patching import (
+    UnsupportedModelError,
+    check_supported_for_serving,
+    fix_longrope,
+    fix_temperature,
+    longrope_lengths,
+)
 from models.progress_bars import without_progress_bars
 from models.registry import ModelSource
 from models.training.activations import Checkpointing
-from models.training.errors import PlanError
+from models.training.errors import CheckpointError, PlanError
 from models.training.head import ModelHead
 from models.training.logprobs import chunk_rows, token_logprobs
 from models.training.packing import PackedBatch
 from models.training.plan import LoraSettings, TrainingDType, TrainingPlan
+from models.training.size import check_memory
+
+_log = logging.getLogger(__name__)
 
 #: What a tokenizer consists of; copied beside a fully tuned model.
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja")
@@ -42,10 +52,13 @@ class TrainableModel:
     def __init__(
         self, plan: TrainingPlan, source: ModelSource, device: torch.device, load_format: LoadFormat = "auto"
     ) -> None:
-        """Raises ModelLoadError, UnsupportedModelError (from models.patching) or PlanError."""
+        """Raises ModelLoadError, UnsupportedModelError (from models.patching), PlanError or ModelTooLargeError."""
         self._plan, self._source = plan, source
         self.device = device
-        self.base = load_for_training(source, dtype=_dtype(plan.dtype, device), device=device, load_format=load_format)
+        dtype = _dtype(plan.dtype, device)
+        if plan.lora is None and load_format == "auto":
+            check_memory(source, device, dtype)
+        self.base = load_for_training(source, dtype=dtype, device=device, load_format=load_format)
         self.config = self.base.config.get_text_config()
         if plan.max_length > self.config.max_position_embeddings:
             raise PlanError(
@@ -54,7 +67,8 @@ class TrainableModel:
             )
         # What packing asks of a family is what the engine's flat rows ask: no state but keys, positions that are told.
         check_supported_for_serving(self.base)
-        fix_longrope(self.base, plan.max_model_len or self.config.max_position_embeddings)
+        self.max_model_len: int = plan.max_model_len or self.config.max_position_embeddings
+        fix_longrope(self.base, self.max_model_len)
         fix_temperature(self.base)
         self.decoder = _decoder(self.base)
         self.head = ModelHead(self.base)
@@ -120,6 +134,20 @@ class TrainableModel:
                 yield
         finally:
             self._whole.train(was_training)
+
+    def check_factors(self, max_model_len: int | None) -> None:
+        """Raises CheckpointError for weights that learnt at this length with other factors of LongRoPE than the ones
+        here. None: nobody recorded it."""
+        lengths = longrope_lengths(self.base)
+        if max_model_len is None:
+            if lengths:
+                _log.warning("weights do not say for which max_model_len they learnt: LongRoPE's factors may differ")
+            return
+        if any((max_model_len > length) != (self.max_model_len > length) for length in lengths):
+            raise CheckpointError(
+                f"the weights learnt with LongRoPE's factors of max_model_len {max_model_len}; this model has the "
+                f"other ones, of max_model_len {self.max_model_len}"
+            )
 
     def save_adapter(self, folder: Path, name: str = "default") -> None:
         """PEFT's format: adapter_config.json and adapter_model.safetensors."""

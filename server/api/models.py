@@ -29,8 +29,11 @@ async def retrieve_model(model: str, lifecycle: LifecycleDep, origin: OriginDep)
 
 @router.delete("/v1/models/{model:path}", responses=READ_FAILURES | failures(400, 404, 507))
 async def delete_model(model: str, lifecycle: LifecycleDep, jobs: FineTuningDep, origin: OriginDep) -> ModelDeleted:
-    """Deletes a fine-tuned model for good. Its running answers are finished."""
+    """Deletes a fine-tuned model for good. Its running answers are finished. Also a whole model that a job has made:
+    it is not served here, and not in the list."""
     tuned = await jobs.adapter(model) if model.startswith(FINE_TUNED) else None
+    if tuned is None and model.startswith(FINE_TUNED) and await jobs.remove_model(model, origin.owner):
+        return ModelDeleted(id=model)
     if tuned is None or tuned.owner != origin.owner:
         lifecycle.check_model(model, origin.owner)
         raise InvalidRequest(f"`{model}` is not a model fine-tuned here: only those are deleted.", param="model")

@@ -66,7 +66,8 @@ class FileFolder:
         with alone(self.path / "lock"):
             for path in list(self._content.iterdir()):
                 file_id = path.name.removesuffix(UNFINISHED)
-                if not (listed(file_id) or _held(path) or listed(file_id)):  # it may be listed just before it is let go
+                # Asked twice: it may be listed just before it is let go.
+                if not (listed(file_id) or is_locked(path) or listed(file_id)):
                     path.unlink(missing_ok=True)
                     swept += 1
         return swept
@@ -92,11 +93,13 @@ def sync_folder(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _held(path: Path) -> bool:
+def is_locked(path: Path) -> bool | None:
+    """Whether a living process has flock on it; None for what cannot be opened: gone, or a link that somebody put
+    there. Raises OSError where there are no locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY | PRIVATE)
-    except OSError:  # gone, or a link that somebody put there
-        return False
+    except OSError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

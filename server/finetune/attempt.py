@@ -208,6 +208,7 @@ class Attempt:
             log_level=logging.getLogger().getEffectiveLevel(),
             answering_fd=config.answering_fd,
             gpu_share=config.gpu_share,
+            max_full_parameters=config.max_full_parameters if request.is_full else None,
         )
 
 

@@ -19,6 +19,8 @@ class TrainerConfig:
     checkpoint_every: int = 10  # steps
     deterministic: bool = False  # on a GPU too, the same bits again; a CPU gives them anyway
     max_rank: int = 16  # of the adapters that the engine serves
+    max_full_parameters: int = 0  # of a model that jobs may tune fully; 0: none
+    max_full_models: int = 8  # tuned fully that are kept, with the jobs that make one
     lease_seconds: float = 15.0
     beat_seconds: float = 3.0  # between two looks at the lease, and at what the owner wants
     silence_limit: float = 120.0  # seconds without a word from the trainer, then it counts as hung

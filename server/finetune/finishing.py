@@ -1,5 +1,5 @@
-"""A trainer's result -> an adapter that is served, a file of metrics, a job that has succeeded. Every part of it may be
-repeated after a crash. Knows no HTTP and no processes."""
+"""A trainer's result -> an adapter that is served, or a whole model that is kept; a file of metrics, a job that has
+succeeded. Every part of it may be repeated after a crash. Knows no HTTP and no processes."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,8 @@ class Finishing:
     async def finish(self, job: Job, finished: Finished) -> None:
         """The caller works in the job's folder alone. Raises LeaseLostError, InsufficientStorage, OSError."""
         name = model_name(job.request.model, job.request.suffix, job.id)
-        place = await asyncio.to_thread(self._folders.keep_adapter, job.id, Path(finished.result))
+        keep = self._folders.keep_model if job.request.is_full else self._folders.keep_adapter
+        place = await asyncio.to_thread(keep, job.id, Path(finished.result))
         steps = await self._writer.store(lambda store: store.journal.steps(job.id))
         content = metrics_csv(steps)
         file_id = result_file_id(job.id)
@@ -52,7 +53,7 @@ class Finishing:
             content=content,
             lines=len(steps),
         )
-        notes = await self.load(name, place, job.owner)
+        notes = [] if job.request.is_full else await self.load(name, place, job.owner)
         now = self._writer.clock()
         try:
             await self._writer.leases(

@@ -14,6 +14,7 @@ from pathlib import Path
 from server.files.folder import PRIVATE, make_private, sync_folder
 
 TRAINING, VALIDATION = "training_file", "validation_file"  # the request's names
+DELETED = ".deleted-"  # how names of whole models begin that are on their way out
 ORPHAN_SECONDS = 3600.0  # a folder that no job knows may be of one that is just being made
 
 
@@ -50,7 +51,7 @@ class JobFolder:
 
 
 class Folders:
-    """`root`/jobs/<job id> while a job lives, `root`/adapters/<job id> for what it made."""
+    """`root`/jobs/<job id> while a job lives, `root`/adapters/<job id> or `root`/models/<job id> for what it made."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -60,6 +61,12 @@ class Folders:
 
     def adapter(self, job_id: str) -> Path:
         return self.root / "adapters" / job_id
+
+    def model(self, job_id: str) -> Path:
+        return self.root / "models" / job_id
+
+    def num_models(self) -> int:
+        return sum(not path.name.startswith(DELETED) for path in _entries(self.root / "models"))
 
     def jobs(self) -> list[JobFolder]:
         return [JobFolder(path) for path in _entries(self.root / "jobs")]
@@ -86,7 +93,13 @@ class Folders:
     def keep_adapter(self, job_id: str, result: Path) -> Path:
         """Moves a result to where adapters are; a second time, after a crash, it is there already. It is on the disk
         when this returns. Raises OSError."""
-        place = self.adapter(job_id)
+        return self._keep(result, self.adapter(job_id))
+
+    def keep_model(self, job_id: str, result: Path) -> Path:
+        """As `keep_adapter`, of a whole model."""
+        return self._keep(result, self.model(job_id))
+
+    def _keep(self, result: Path, place: Path) -> Path:
         place.parent.mkdir(mode=0o700, exist_ok=True)
         if not place.exists():
             result.rename(place)
@@ -97,14 +110,34 @@ class Folders:
     def remove_adapter(self, job_id: str) -> None:
         shutil.rmtree(self.adapter(job_id), ignore_errors=True)
 
+    def remove_model(self, job_id: str) -> bool:
+        """Whether it was there. It is gone in one instant, and never half."""
+        doomed = self.root / "models" / f"{DELETED}{job_id}"
+        try:
+            self.model(job_id).rename(doomed)
+        except FileNotFoundError:
+            return False
+        shutil.rmtree(doomed, ignore_errors=True)
+        return True
+
     def sweep_adapters(self, has_ended: Callable[[str], bool | None], has_adapter: Callable[[str], bool]) -> None:
         """Removes those that are no job's model, or no longer. `has_ended` of an unknown job is None, and is asked
         first: a job has ended and has its adapter in the same instant."""
-        for path in _entries(self.root / "adapters"):
-            ended = has_ended(path.name)
-            with contextlib.suppress(FileNotFoundError):  # another server was faster
-                if ended is not False and not has_adapter(path.name) and (ended or _is_old(path)):
-                    shutil.rmtree(path, ignore_errors=True)
+        _sweep(self.root / "adapters", has_ended, has_adapter)
+
+    def sweep_models(self, has_ended: Callable[[str], bool | None], has_succeeded: Callable[[str], bool]) -> None:
+        """As `sweep_adapters`, of whole models; and what was deleted and is not gone yet."""
+        for path in (self.root / "models").glob(f"{DELETED}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        _sweep(self.root / "models", has_ended, has_succeeded)
+
+
+def _sweep(parent: Path, has_ended: Callable[[str], bool | None], is_kept: Callable[[str], bool]) -> None:
+    for path in _entries(parent):
+        ended = has_ended(path.name)
+        with contextlib.suppress(FileNotFoundError):  # another server was faster
+            if ended is not False and not is_kept(path.name) and (ended or _is_old(path)):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _entries(parent: Path) -> list[Path]:

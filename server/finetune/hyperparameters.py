@@ -15,6 +15,7 @@ TARGET_EPOCHS, MIN_SEEN, MAX_SEEN, MAX_AUTO_EPOCHS = 3, 100, 25_000, 25
 BATCH_SHARE, MAX_AUTO_BATCH = 0.002, 256
 #: Of LoRA: about ten times what full fine-tuning takes (Schulman et al. 2025, "LoRA Without Regret"); of DPO: a tenth.
 LEARNING_RATES = {"supervised": 2e-4, "dpo": 2e-5}
+FULL_SHARE = 0.1
 DPO_BETA = 0.1
 
 
@@ -60,7 +61,8 @@ def make_plan(
             f"{files.examples} examples in batches of {batch_size}, {n_epochs} times, are {steps} steps; a job has at "
             f"most {MAX_STEPS}."
         )
-    rate = asked.learning_rate or LEARNING_RATES[request.method] * (asked.learning_rate_multiplier or 1.0)
+    usual = LEARNING_RATES[request.method] * (FULL_SHARE if request.is_full else 1.0)
+    rate = asked.learning_rate or usual * (asked.learning_rate_multiplier or 1.0)
     rank = asked.rank or default_rank
     sequences = 2 if request.method == "dpo" else 1
     return TrainingPlan(
@@ -69,7 +71,9 @@ def make_plan(
         n_epochs=n_epochs,
         batch_size=batch_size,
         learning_rate=rate,
-        lora=LoraSettings(rank=rank, alpha=asked.alpha or 2 * rank, dropout=asked.dropout),
+        schedule=asked.lr_scheduler_type,
+        warmup_ratio=asked.warmup_ratio,
+        lora=None if request.is_full else LoraSettings(rank, asked.alpha or 2 * rank, asked.dropout),
         max_length=max(files.longest, 2),
         max_model_len=max_model_len,
         micro_batch_tokens=max(micro_batch_tokens, sequences * max(files.longest, 2)),

@@ -10,24 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from server.engine.adapter_registry import NAME as ADAPTER_NAME
 from server.errors import (
     InsufficientStorage,
     InvalidJobStatus,
-    InvalidRequest,
     JobMissing,
     LongwaveError,
     QuotaExceeded,
     SequenceConflict,
 )
 from server.files.store import FileStore
+from server.finetune.acceptance import check
 from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
 from server.finetune.folders import Folders
 from server.finetune.records import Adapter, Checkpoint, Event, Job, JobRequest
-from server.finetune.results import model_name
 from server.finetune.stats import FineTuningStats
-from server.finetune.store import JobStore, WrongStatusError
+from server.finetune.store import JobStore, TooManyModelsError, WrongStatusError
 from server.finetune.supervisor import Supervisor
 from server.finetune.tidying import Tidying
 from server.finetune.training_files import make_folder
@@ -93,24 +91,13 @@ class FineTuning:
         await self._writer.close()
 
     async def create(self, owner: str, request: JobRequest, key: str | None = None) -> Job:
-        """`key`: of idempotency. Raises InvalidRequest, InvalidFile, QuotaExceeded, SequenceConflict."""
+        """`key`: of idempotency. Raises InvalidRequest, UnsupportedParameter, InvalidFile, QuotaExceeded,
+        SequenceConflict."""
         known = None if key is None else await self._store(lambda store: store.sent_before(owner, key))
         if known is not None:  # whatever has become of its files since
             return _same(known, request)
         job_id = f"ftjob-{secrets.token_hex(16)}"
-        name = model_name(request.model, request.suffix, job_id)
-        if not ADAPTER_NAME.fullmatch(name):
-            raise InvalidRequest(
-                f"`{name:.300}` would be no name for a model: at most 256 letters, digits and . : @ / + - _ are. Serve "
-                "the base model under another name (--served-model-name).",
-                param="model",
-            )
-        if (request.hyperparameters.rank or 0) > self._config.max_rank:
-            raise InvalidRequest(
-                f"lora.rank is {request.hyperparameters.rank}; this server serves adapters up to rank "
-                f"{self._config.max_rank} (--max-lora-rank).",
-                param="lora.rank",
-            )
+        check(request, job_id, self._config)
         await asyncio.to_thread(make_folder, self._folders, self._files, job_id, owner, request)
         seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
         try:
@@ -124,8 +111,15 @@ class FineTuning:
                     self._writer.clock(),
                     key,
                     self._max_live_jobs,
+                    self._config.max_full_models - self._folders.num_models(),
                 )
             )
+        except TooManyModelsError:
+            self._folders.remove(job_id)
+            raise QuotaExceeded(
+                f"The server keeps {self._config.max_full_models} fully tuned models (with those that are being made), "
+                "which is its limit: delete one first."
+            ) from None
         except Exception:  # not when cancelled: the job may yet be written, and a folder of none is swept
             self._folders.remove(job_id)
             raise
@@ -212,6 +206,14 @@ class FineTuning:
         """For good. It has to be unloaded before."""
         await self._store(lambda store: store.remove_adapter(adapter.name))
         await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
+
+    async def remove_model(self, name: str, owner: str) -> bool:
+        """A whole model, for good. Whether the owner had one of that name."""
+        known = self._folders.root.exists()  # else nobody ever asked for fine-tuning: leave no trace on the disk
+        job = await self._store(lambda store: store.tuned(name, owner)) if known else None
+        if job is None or not job.request.is_full:
+            return False
+        return await asyncio.to_thread(self._folders.remove_model, job.id)
 
     async def _steer(self, job_id: str, owner: str, verb: str, act: Callable[[JobStore, str, float], Job]) -> Job:
         job = await self.get(job_id, owner)

@@ -5,6 +5,7 @@ The token is `jobs.attempt`, which every claim and every cancellation raises. (K
 locking", 2016.)
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,25 +35,34 @@ TRAIN = Stage("train", (Status.QUEUED, Status.RUNNING))
 
 class Leases:
     """`holder`: a name for this server; `seconds`: how long a lease lasts without a beat; `back_off`: seconds after a
-    first crash, twice as long after each one more."""
+    first crash, twice as long after each one more; `is_gone`: whether the server of that name has certainly ended, so
+    that its leases count no longer."""
 
-    def __init__(self, store: JobStore, holder: str, seconds: float, back_off: float) -> None:
+    def __init__(
+        self, store: JobStore, holder: str, seconds: float, back_off: float, is_gone: Callable[[str], bool]
+    ) -> None:
         self._store = store
         self._connection = store.connection
         self._journal = store.journal
         self._holder = holder
         self._seconds = seconds
         self._back_off = back_off
+        self._is_gone = is_gone
 
     def claim(self, stage: Stage, source: str, now: float) -> Job | None:
         """The oldest job of that base model that waits for the stage, now held by this server. One whose holder fell
-        silent waits too: that counts as a crash."""
-        marks = ", ".join("?" * len(stage.takes))
+        silent, or is gone, waits too: that counts as a crash."""
+        waits = f"source = ? AND status IN ({_marks(stage.takes)})"
         with self._store.transaction():
+            held = self._connection.execute(
+                f"SELECT DISTINCT holder FROM jobs WHERE {waits} AND holder IS NOT NULL", (source, *stage.takes)
+            )
+            gone = [holder for (holder,) in held.fetchall() if self._is_gone(holder)]
             row = self._connection.execute(
-                f"""SELECT id, holder FROM jobs WHERE source = ? AND status IN ({marks}) AND not_before <= ?
-                AND (lease_until IS NULL OR lease_until <= ?) ORDER BY sequence LIMIT 1""",
-                (source, *stage.takes, now, now),
+                f"""SELECT id, holder FROM jobs WHERE {waits} AND not_before <= ?
+                AND (lease_until IS NULL OR lease_until <= ? OR holder IN ({_marks(gone)}))
+                ORDER BY sequence LIMIT 1""",
+                (source, *stage.takes, now, now, *gone),
             ).fetchone()
             if row is None:
                 return None
@@ -140,7 +150,7 @@ class Leases:
     def succeeded(
         self, job: Job, now: float, *, model: str, trained_tokens: int, result_file: str | None, notes: list[str]
     ) -> None:
-        """`notes`: what the owner should know, as warnings."""
+        """`notes`: what the owner should know, as warnings. An adapter is from now on served under the name `model`."""
         with self._store.transaction():
             self._held(job)
             self._connection.execute(
@@ -148,13 +158,17 @@ class Leases:
                 trained_tokens = ?, result_file = ?, holder = NULL, lease_until = NULL WHERE id = ?""",
                 (Status.SUCCEEDED, now, model, trained_tokens, result_file, job.id),
             )
-            self._connection.execute(
-                "INSERT OR REPLACE INTO adapters (name, owner, job_id, source, created_at) VALUES (?, ?, ?, ?, ?)",
-                (model, job.owner, job.id, job.source, now),
-            )
+            if not job.request.is_full:
+                self._connection.execute(
+                    "INSERT OR REPLACE INTO adapters (name, owner, job_id, source, created_at) VALUES (?, ?, ?, ?, ?)",
+                    (model, job.owner, job.id, job.source, now),
+                )
             for note in notes:
                 self._journal.say(job.id, now, note, "warn")
             self._journal.say(job.id, now, f"New fine-tuned model created: {model}")
+            if job.request.is_full:
+                text = f"It is a whole model, in finetune/models/{job.id} of the server's data directory"
+                self._journal.say(job.id, now, f"{text}: `longwave serve --model` with that folder serves it")
             self._journal.say(job.id, now, "The job has successfully completed")
 
     def _held(self, job: Job) -> Job:
@@ -192,3 +206,7 @@ class Leases:
             (Status.FAILED, now, msgspec.json.encode(failure).decode(), job_id),
         )
         self._journal.say(job_id, now, failure.message, "error")
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ", ".join("?" * len(values))

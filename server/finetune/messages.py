@@ -25,6 +25,7 @@ class Arguments(msgspec.Struct, frozen=True):
     log_level: int
     answering_fd: int | None = None  # inherited; None: training never rests
     gpu_share: float = 1.0
+    max_full_parameters: int | None = None  # of a model all of whose weights are to learn; None: an adapter's job
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):

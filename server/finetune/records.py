@@ -5,6 +5,8 @@ from enum import StrEnum
 from typing import Any, Literal
 
 Method = Literal["supervised", "dpo"]
+Schedule = Literal["cosine", "linear"]
+TrainingType = Literal["lora", "full"]
 Level = Literal["info", "warn", "error"]
 
 
@@ -33,7 +35,10 @@ class Hyperparameters:
     batch_size: int | None = None
     learning_rate_multiplier: float | None = None
     learning_rate: float | None = None  # instead of the multiplier
+    lr_scheduler_type: Schedule = "cosine"
+    warmup_ratio: float = 0.03  # of all steps
     beta: float | None = None  # of DPO
+    training_type: TrainingType = "lora"  # what learns: an adapter, or all weights; then the following are nothing
     rank: int | None = None
     alpha: int | None = None  # None: twice the rank
     dropout: float = 0.0
@@ -51,6 +56,11 @@ class JobRequest:
     suffix: str | None = None
     seed: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights of the model learn."""
+        return self.hyperparameters.training_type == "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,10 @@ class WrongStatusError(Exception):
         self.job = job
 
 
+class TooManyModelsError(Exception):
+    """As many fully tuned models are kept, or being made, as there may be."""
+
+
 class JobStore:
     def __init__(self, path: Path) -> None:
         """Raises DatabaseError, sqlite3.Error."""
@@ -45,9 +49,10 @@ class JobStore:
 
     def create(
         self, job_id: str, owner: str, source: str, request: JobRequest, seed: int, now: float, key: str | None,
-        max_live: int,
+        max_live: int, max_full: int,
     ) -> Job | None:  # fmt: skip
-        """The new job, or the one that the owner's idempotency key made before; None when `max_live` jobs live."""
+        """The new job, or the one that the owner's idempotency key made before; None when `max_live` jobs live. Raises
+        TooManyModelsError for one that tunes fully when `max_full` such jobs live."""
         with self.transaction():
             known = None if key is None else self.sent_before(owner, key)
             if known is not None:
@@ -55,6 +60,8 @@ class JobStore:
             (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
             if live >= max_live:
                 return None
+            if request.is_full and self._live_full() >= max_full:
+                raise TooManyModelsError
             self.connection.execute(
                 """INSERT INTO jobs (id, owner, idempotency_key, source, request, seed, status, created_at)
                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)""",
@@ -133,6 +140,14 @@ class JobStore:
         job = self.known(job_id)
         return None if job is None else job.status.is_final
 
+    def has_succeeded(self, job_id: str) -> bool:
+        job = self.known(job_id)
+        return job is not None and job.status is Status.SUCCEEDED
+
+    def tuned(self, model: str, owner: str) -> Job | None:
+        """The job that made the owner's model of that name."""
+        return self._one("fine_tuned_model = ? AND owner = ? AND status = ?", model, owner, Status.SUCCEEDED)
+
     def counts(self) -> dict[str, int]:
         """How many jobs there are of each status, of all owners."""
         found = dict(self.connection.execute("SELECT status, count(*) FROM jobs GROUP BY status").fetchall())
@@ -163,6 +178,11 @@ class JobStore:
         self.connection.execute(
             "UPDATE jobs SET status = ?, estimated_finish = NULL, not_before = 0 WHERE id = ?", (status, job_id)
         )
+
+    def _live_full(self) -> int:
+        full = "json_extract(request, '$.hyperparameters.training_type') = 'full'"
+        counted = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE}) AND {full}")
+        return int(counted.fetchone()[0])
 
     def _one(self, where: str, *values: Any) -> Job | None:
         return next(iter(self._all(where, *values)), None)

@@ -49,6 +49,7 @@ class Tidying:
             except (OSError, LongwaveError) as error:
                 logger.warning("what %s has left cannot be removed yet: %s", folder.path.name, error)
         await self._writer.store(lambda store: self._folders.sweep_adapters(store.has_ended, store.holds_adapter_of))
+        await self._writer.store(lambda store: self._folders.sweep_models(store.has_ended, store.has_succeeded))
         self._stats.jobs = await self._writer.store(lambda store: store.counts())
 
     def _jobs(self, store: JobStore) -> dict[JobFolder, Job | None]:
@@ -69,3 +70,4 @@ class Tidying:
         with suppress(FileMissing):
             await asyncio.to_thread(self._files.delete, result_file_id(job.id), job.owner)
         await asyncio.to_thread(self._folders.remove_adapter, job.id)
+        await asyncio.to_thread(self._folders.remove_model, job.id)

@@ -20,6 +20,7 @@ from models.training import (
     DiskFullError,
     DivergedError,
     ExampleError,
+    ModelTooLargeError,
     OtherRunError,
     Outcome,
     OutOfMemoryError,
@@ -29,6 +30,7 @@ from models.training import (
     TrainingPlan,
     Verdict,
 )
+from models.training.size import check_size
 from models.unused_packages import leave_out_torch
 from server.answering import SignReader
 from server.engine.parent import die_with_parent
@@ -108,6 +110,8 @@ def _refusal(error: Exception) -> Refused | None:
 
 def _reason(error: Exception) -> str:
     """For the job's owner: no paths and no details of ours. The log has the rest."""
+    if isinstance(error, ModelTooLargeError):
+        return str(error)
     if isinstance(error, OutOfMemoryError | MemoryError):
         return "The device has too little memory for the job's batches"
     no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -119,6 +123,8 @@ def _reason(error: Exception) -> str:
 
 
 def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
+    if arguments.max_full_parameters is not None:
+        check_size(model_source(arguments), arguments.max_full_parameters)
     training, validation = read_datasets(arguments, folder)
     longest = max(training.longest, 0 if validation is None else validation.longest)
     checked = 0 if validation is None else len(validation.examples)

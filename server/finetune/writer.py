@@ -12,6 +12,7 @@ from typing import TypeVar
 from server.errors import InsufficientStorage
 from server.files.folder import make_private
 from server.finetune.database import DatabaseError
+from server.finetune.holders import Holders
 from server.finetune.leases import Leases
 from server.finetune.store import JobStore
 
@@ -35,6 +36,7 @@ class Writer:
         self._back_off = back_off
         self._folder = folder
         self._holder = holder
+        self._holders = Holders(folder / "holders", holder)
         self._lease_seconds = lease_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fine-tuning-store")
         self._opened: tuple[JobStore, Leases] | None = None
@@ -70,7 +72,7 @@ class Writer:
             event.set()
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._leave)
         self._thread.shutdown()
 
     async def _run(self, work: Callable[[JobStore, Leases], T]) -> T:
@@ -90,9 +92,15 @@ class Writer:
     def _open(self) -> tuple[JobStore, Leases]:
         if self._opened is None:
             make_private(self._folder)
+            self._holders.enter()
             store = JobStore(self._folder / "jobs.sqlite3")
-            self._opened = store, Leases(store, self._holder, self._lease_seconds, self._back_off)
+            leases = Leases(store, self._holder, self._lease_seconds, self._back_off, self._holders.is_gone)
+            self._opened = store, leases
         return self._opened
+
+    def _leave(self) -> None:
+        self._close()
+        self._holders.leave()
 
     def _close(self) -> None:
         if self._opened is not None:

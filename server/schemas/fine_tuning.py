@@ -1,12 +1,12 @@
-"""What a caller may say of a fine-tuning job: OpenAI's request, with `learning_rate` and `lora` beside its
-hyperparameters."""
+"""What a caller may say of a fine-tuning job: OpenAI's request, with `learning_rate`, its schedule, `training_type` and
+`lora` beside its hyperparameters."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
-from server.finetune.records import Hyperparameters, JobRequest
+from server.finetune.records import Hyperparameters, JobRequest, Schedule, TrainingType
 from server.schemas.wire import ModelName, RequestModel
 
 MAX_PAGE = 100
@@ -37,12 +37,27 @@ class HyperparametersRequest(RequestModel):
     batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH)] | Auto = "auto"
     learning_rate_multiplier: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
     learning_rate: Annotated[float, Field(gt=0, le=0.1)] | None = None
+    lr_scheduler_type: Annotated[
+        Schedule, Field(description="How the learning rate goes to 0 after the warm-up; transformers' name for it.")
+    ] = "cosine"
+    warmup_ratio: Annotated[
+        float, Field(ge=0, le=1, description="The share of all steps in which the learning rate rises to its peak.")
+    ] = 0.03
+    training_type: Annotated[
+        TrainingType, Field(description="lora: an adapter, served at once. full: all weights, kept as a model folder.")
+    ] = "lora"
     lora: LoraRequest = LoraRequest()
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "HyperparametersRequest":
         if self.learning_rate is not None and self.learning_rate_multiplier != "auto":
             raise ValueError("give learning_rate or learning_rate_multiplier, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _no_adapter_beside_all_weights(self) -> "HyperparametersRequest":
+        if self.training_type == "full" and "lora" in self.model_fields_set:
+            raise ValueError("with training_type full there is no adapter: leave `lora` out")
         return self
 
     def known(self) -> Hyperparameters:
@@ -53,7 +68,10 @@ class HyperparametersRequest(RequestModel):
                 None if self.learning_rate_multiplier == "auto" else self.learning_rate_multiplier
             ),
             learning_rate=self.learning_rate,
+            lr_scheduler_type=self.lr_scheduler_type,
+            warmup_ratio=self.warmup_ratio,
             beta=self.known_beta,
+            training_type=self.training_type,
             rank=self.lora.rank,
             alpha=self.lora.alpha,
             dropout=self.lora.dropout,

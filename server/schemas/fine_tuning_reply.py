@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_serializer
 
 from server.finetune import Checkpoint, Event, Job, Status, checkpoint_name, decided, metrics
+from server.finetune.records import Schedule, TrainingType
 from server.schemas.wire import WireModel
 
 
@@ -17,14 +18,17 @@ class LoraFields(WireModel):
 
 
 class HyperparameterFields(WireModel):
-    """`beta` is there for DPO only."""
+    """`beta` is there for DPO only; `lora` is null where all weights learn."""
 
     n_epochs: int | Literal["auto"]
     batch_size: int | Literal["auto"]
     learning_rate_multiplier: float | Literal["auto"] | None
     learning_rate: float | None
+    lr_scheduler_type: Schedule
+    warmup_ratio: float
     beta: float | Literal["auto"] | None
-    lora: LoraFields
+    training_type: TrainingType
+    lora: LoraFields | None
 
     @classmethod
     def of(cls, job: Job) -> "HyperparameterFields":
@@ -35,8 +39,11 @@ class HyperparameterFields(WireModel):
             batch_size=known.batch_size or "auto",
             learning_rate_multiplier=None if explicit else known.learning_rate_multiplier or "auto",
             learning_rate=known.learning_rate,
+            lr_scheduler_type=known.lr_scheduler_type,
+            warmup_ratio=known.warmup_ratio,
             beta=(known.beta or "auto") if job.request.method == "dpo" else None,
-            lora=LoraFields(rank=known.rank, alpha=known.alpha, dropout=known.dropout),
+            training_type=known.training_type,
+            lora=None if job.request.is_full else LoraFields(rank=known.rank, alpha=known.alpha, dropout=known.dropout),
         )
 
     @model_serializer
@@ -46,7 +53,10 @@ class HyperparameterFields(WireModel):
             "batch_size": self.batch_size,
             "learning_rate_multiplier": self.learning_rate_multiplier,
             "learning_rate": self.learning_rate,
-            "lora": self.lora.model_dump(),
+            "lr_scheduler_type": self.lr_scheduler_type,
+            "warmup_ratio": self.warmup_ratio,
+            "training_type": self.training_type,
+            "lora": None if self.lora is None else self.lora.model_dump(),
         }
         return fields if self.beta is None else {**fields, "beta": self.beta}
 

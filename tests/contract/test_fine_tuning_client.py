@@ -81,6 +81,53 @@ def test_hyperparameters_come_back_as_they_were_given(client: openai.OpenAI, fil
     assert explicit.hyperparameters.to_dict()["learning_rate"] == 1e-3
 
 
+def test_a_job_has_the_schedule_that_was_asked_for(client: openai.OpenAI, file: str) -> None:
+    def schedule(method: Any) -> tuple[Any, Any]:
+        job = client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=method)
+        assert client.fine_tuning.jobs.retrieve(job.id) == job
+        assert job.method is not None
+        given = job.method.to_dict()[method["type"]]["hyperparameters"]
+        assert given == job.hyperparameters.to_dict()
+        return given["lr_scheduler_type"], given["warmup_ratio"]
+
+    assert schedule(supervised()) == ("cosine", 0.03)
+    assert schedule(supervised(lr_scheduler_type="linear")) == ("linear", 0.03)
+    assert schedule(supervised(lr_scheduler_type="cosine", warmup_ratio=0)) == ("cosine", 0)
+
+
+def test_all_weights_learn_where_that_is_asked_for(client: openai.OpenAI, file: str) -> None:
+    job = client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=supervised(training_type="full"))
+    given = job.hyperparameters.to_dict()
+    assert (given["training_type"], given["lora"]) == ("full", None)
+    assert client.fine_tuning.jobs.retrieve(job.id) == job
+    usual = client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=supervised())
+    assert usual.hyperparameters.to_dict()["training_type"] == "lora"
+    client.fine_tuning.jobs.cancel(job.id)
+    refused(client, file, {"method": supervised(training_type="full", lora={"rank": 8})}, PLACE, "leave `lora` out")
+
+
+def test_full_fine_tuning_can_be_turned_off(tmp_path: Path) -> None:
+    with serving(tmp_path, fine_tuning_max_full_parameters=0) as url, connected(url) as client:
+        file = str(create(client).id)
+        with pytest.raises(openai.BadRequestError, match="training_type 'full' is turned off") as error:
+            client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=supervised(training_type="full"))
+        assert (error.value.code, error.value.param) == ("unsupported_parameter", "training_type")
+
+
+def test_as_many_fully_tuned_models_as_the_server_keeps(tmp_path: Path) -> None:
+    with serving(tmp_path, max_full_models=1) as url, connected(url) as client:
+        file = str(create(client).id)
+        full: Any = {"model": MODEL, "training_file": file, "method": supervised(training_type="full")}
+        first = client.fine_tuning.jobs.create(**full)
+        with pytest.raises(openai.RateLimitError, match="keeps 1 fully tuned models") as error:
+            client.fine_tuning.jobs.create(**full)
+        assert error.value.code == "insufficient_quota"
+        client.fine_tuning.jobs.create(model=MODEL, training_file=file)  # an adapter is none
+        client.fine_tuning.jobs.cancel(first.id)
+        client.fine_tuning.jobs.create(**full)
+        assert len(list((tmp_path / "finetune" / "jobs").iterdir())) == 2  # nothing of what was refused
+
+
 def test_hyperparameters_at_the_top_level_still_work(client: openai.OpenAI, file: str) -> None:
     job = client.fine_tuning.jobs.create(
         model=MODEL, training_file=file, hyperparameters={"n_epochs": 3, "batch_size": "auto"}
@@ -144,6 +191,11 @@ PLACE = "method.supervised.hyperparameters"
         ({"batch_size": 257}, "batch_size", "less than or equal to 256"),
         ({"learning_rate_multiplier": 0}, "learning_rate_multiplier", "greater than 0"),
         ({"learning_rate": 1.0}, "learning_rate", "less than or equal to 0.1"),
+        ({"lr_scheduler_type": "constant"}, "lr_scheduler_type", "'cosine' or 'linear'"),
+        ({"lr_scheduler_type": None}, "lr_scheduler_type", "'cosine' or 'linear'"),
+        ({"warmup_ratio": -0.1}, "warmup_ratio", "greater than or equal to 0"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio", "less than or equal to 1"),
+        ({"training_type": "half"}, "training_type", "'lora' or 'full'"),
         ({"lora": {"rank": 0}}, "lora.rank", "greater than or equal to 1"),
         ({"lora": {"dropout": 1}}, "lora.dropout", "less than 1"),
         ({"lora": {"r": 8}}, "lora.r", "Unrecognized"),

@@ -10,12 +10,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_backend import PagedMetadata, flash_attn_with_kvcache, layers, paged_attention
 from attention_backend.kernels import workspace
 from attention_backend.problem import AttentionArgs
-from tests.kernels import backward_oracle, error_rule, test_kv_store, test_layer_chain, test_layers, test_merge
+from tests.kernels import (
+    backward_oracle,
+    error_rule,
+    test_extremes,
+    test_kv_store,
+    test_layer_chain,
+    test_layers,
+    test_merge,
+)
 from tests.kernels.problems import Case, build
 
 from .device import Settings, emulated_device
+from .memory import guarded
 
 CPU = torch.device("cpu")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -40,6 +50,42 @@ def test_layers_around_attention() -> None:
         test_merge.test_states_of_every_head_dim_merge(9, 64, "fp16", CPU)
 
 
+def test_scales_may_have_any_strides() -> None:
+    """Kernels read them as arrays."""
+    dense = torch.tensor([0.5, 0.25])
+    for scale in (dense, torch.tensor([0.5, 9.0, 0.25, 9.0])[::2]):
+        assert float8_step(scale) == float8_step(dense)
+    assert float8_step(torch.tensor([0.5]).expand(2)) == float8_step(torch.tensor([0.5, 0.5]))
+    assert float8_step(torch.tensor([0.5]).expand(2)) != float8_step(dense)
+
+
+def float8_step(scale: torch.Tensor) -> list[list[float]]:
+    """What rotary_store, flash_attn_with_kvcache and two steps of paged_attention store and compute with it."""
+    torch.manual_seed(0)
+    heads, page, dim, rows = len(scale), 16, 32, 2
+    q, k = torch.randn(rows, 2 * heads, dim).to(BF16), torch.randn(rows, heads, dim).to(BF16)
+    pages = torch.randn(2, heads, page, dim).to(torch.float8_e4m3fn)
+    lens, table = torch.tensor([20], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    scales = {"k_scale": guarded(scale), "v_scale": guarded(scale)}
+    results = []
+    with emulated_device(HOPPER):
+        q, k, pages, lens, table = map(guarded, (q, k, pages, lens, table))
+        stored = guarded(pages)
+        tables = (guarded(torch.ones(rows, dim // 2)), guarded(torch.zeros(rows, dim // 2)))
+        results += [
+            layers.rotary_store(q, k, k, stored, guarded(stored), torch.arange(rows), *tables, **scales),
+            stored,
+        ]
+        cache = guarded(pages).transpose(1, 2)
+        options = {"cache_seqlens": lens, "block_table": table, "causal": True, **scales}
+        results += [flash_attn_with_kvcache(q[None], cache, guarded(cache), k[None], k[None], **options), cache]
+        for new in (1, rows):
+            ends = guarded(torch.tensor([0, new], dtype=torch.int32))
+            step = PagedMetadata(ends, lens, table, torch.full((new,), -1), int(new == 1), new, 32)
+            results.append(paged_attention(q[:new], None, None, pages, pages, step, softmax_scale=0.2, **scales))
+    return [x.float().flatten().tolist() for x in results]
+
+
 @pytest.mark.parametrize("num_sms", [1, 3, 7])
 def test_a_chain_of_layers_exchanges_words(num_sms: int) -> None:
     for seed in range(3):
@@ -62,6 +108,13 @@ def test_forward(case: Case, settings: Settings) -> None:
     for seed in range(2):
         with left_at_zero(settings._replace(seed=seed)):
             error_rule.check(build(case, CPU))
+
+
+@pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)
+def test_descriptors(settings: Settings) -> None:
+    with left_at_zero(settings):
+        for rows in (1, 70):
+            test_extremes.check_descriptors(rows, CPU)
 
 
 @pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)

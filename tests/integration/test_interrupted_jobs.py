@@ -1,6 +1,7 @@
 """Jobs of a small model that are cut short again and again, or share the server with somebody who asks all the time:
 they end as one that nobody disturbs, bit for bit."""
 
+import csv
 import json
 import re
 from collections.abc import Iterator
@@ -33,9 +34,12 @@ LITTLE_STEPS = 40  # so many that a job does not end between two looks at it
 LITTLE_METHOD: Any = {
     "type": "supervised",
     "supervised": {
-        "hyperparameters": {"n_epochs": LITTLE_STEPS // 2, "batch_size": 1, "learning_rate": 2e-2, "lora": {"rank": 4}}
+        "hyperparameters": {
+            "n_epochs": LITTLE_STEPS // 2, "batch_size": 1, "learning_rate": 2e-2, "lr_scheduler_type": "linear",
+            "warmup_ratio": 0.1, "lora": {"rank": 4},
+        }
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -139,4 +143,8 @@ def test_a_job_outlives_a_pause_kill_9_and_sigterm_and_its_model_is_the_same_bit
         assert answer(client, done.fine_tuned_model) == right
         (stopped_at,) = re.findall(rf"resumed after step (\d+) of {LITTLE_STEPS}", server.log())
         assert int(stopped_at) >= terminated_at  # SIGTERM has cost no step
+        rows = csv.DictReader(client.files.content(done.result_files[0]).text.splitlines())
+        rates = [float(row["learning_rate"]) for row in rows]
+        left = LITTLE_STEPS * 9 // 10
+        assert rates[-left:] == pytest.approx([2e-2 * (1 - step / left) for step in range(left)])  # a line
     assert weights(little_folder, done) == weights(little_folder, uninterrupted)

@@ -30,9 +30,9 @@ class Sequence:
 def _bounds(args: AttentionArgs, b: int, num_rows: int, num_keys: int) -> tuple[int, int, int, int, int, int]:
     if args.mask_desc is not None:
         start, stop, q_offset, left, right, chunk = (int(x) for x in args.mask_desc[b, :6])
-        return start, stop, q_offset, left, right, chunk
+        return max(start, 0), stop, q_offset, left, right, chunk
     start = 0 if args.leftpad_k is None else int(args.leftpad_k[b])
-    stop = num_keys if args.seqused_k is None else int(args.seqused_k[b])
+    stop = num_keys if args.seqused_k is None else min(int(args.seqused_k[b]), num_keys)
     return start, stop, stop - num_rows, args.window_left, args.window_right, args.chunk_size
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_backend.problem import AttentionArgs
+from attention_backend.problem import DESC_COLUMNS, FURTHEST, AttentionArgs
 
 from .error_rule import check, kernels_for, run
 from .problems import Case, build
@@ -62,6 +62,28 @@ def check_finite_under_a_bias_that_hides_a_whole_row(value: float, device: torch
         assert not out.isnan().any(), name
         others = torch.arange(130, device=device) != 5
         assert torch.equal(out[:, others], plain[:, others]), name
+
+
+def check_descriptors(rows: int, device: torch.device) -> None:
+    """Windows and chunks as far as they may be, and starts before the first key, which are the first key."""
+    far, keys = FURTHEST, 80
+    masks = ((0, -1, far, 0), (0, far, 0, 0), (3, far, far, far), (-3, -1, -1, 8), (-3, -1, 0, 8), (-5, 4, far, 16))
+    args = build(Case(rows, keys, batch=len(masks), mask="full"), device)
+    desc = torch.zeros((len(masks), DESC_COLUMNS), dtype=torch.int32)
+    for row, (start, left, right, chunk) in zip(desc, masks, strict=True):
+        row[:6] = torch.tensor([start, keys, keys - rows, left, right, chunk])
+    check(replace(args, mask_desc=desc.to(device)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 70])
+def test_descriptors_at_the_ends_of_their_range(rows: int, device: torch.device) -> None:
+    check_descriptors(rows, device)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_descriptors_at_the_ends_of_their_range_on_cpu(rows: int) -> None:
+    check_descriptors(rows, CPU)
 
 
 @pytest.mark.gpu

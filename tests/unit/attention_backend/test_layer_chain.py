@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from attention_backend import UnsupportedError
 from attention_backend import layer_chain as chains
 from attention_backend.heuristics.layer_chain import chain_config
 from attention_backend.layer_chain import MOST_ROWS, ChainOptions, ChainWeights, layer_chain, refuses
@@ -66,6 +67,11 @@ def test_more_rows_than_it_takes_and_unknown_activations_are_refused() -> None:
         layer_chain(randn(MOST_ROWS + 1, ATTENDED), randn(MOST_ROWS + 1, WIDTH), made(), OPTIONS)
     with pytest.raises(ValueError, match="'relu' is not one of"):
         layer_chain(randn(1, ATTENDED), randn(1, WIDTH), made(), replace(OPTIONS, activation="relu"))
+
+
+def test_it_has_no_gradient() -> None:
+    with pytest.raises(UnsupportedError, match="layer_chain has no gradient"):
+        layer_chain(randn(1, ATTENDED), randn(1, WIDTH).requires_grad_(), made(), OPTIONS)
 
 
 def test_a_cpu_has_no_kernel_for_it() -> None:

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from attention_backend import layers
+from attention_backend import UnsupportedError, layers
+from attention_backend.kernels import rotary_store as kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOKENS, HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 7, 4, 2, 32, 4, 5
@@ -108,6 +109,10 @@ def test_gated_activations_are_torchs(dtype: torch.dtype) -> None:
     assert torch.equal(layers.gated_activation(gate, up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
 
 
+FLOAT8 = {name: torch.zeros(BLOCKS, KV_HEADS, PAGE, DIM, dtype=torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+SCALES = {name: torch.ones(KV_HEADS) for name in ("k_scale", "v_scale")}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -117,6 +122,21 @@ def test_gated_activations_are_torchs(dtype: torch.dtype) -> None:
         ({"cos": torch.zeros(TOKENS, DIM)}, ValueError, "with rotary_dim <= 32"),
         ({"sin": torch.zeros(TOKENS, DIM // 2).half()}, TypeError, "cos and sin must be float32"),
         ({"slot_mapping": torch.zeros(TOKENS, dtype=torch.int32)}, ValueError, "slot_mapping must be int64"),
+        (
+            {"k": randn(TOKENS, KV_HEADS, DIM).half()},
+            TypeError,
+            "must have one dtype, got torch.float32, torch.float16",
+        ),
+        ({"v": randn(TOKENS, KV_HEADS, DIM).double()}, TypeError, "must have one dtype"),
+        ({"k_cache": torch.zeros(BLOCKS, KV_HEADS, PAGE, DIM).half()}, TypeError, "q is torch.float32, the caches are"),
+        ({"v": randn(TOKENS, KV_HEADS, DIM).to("meta")}, ValueError, "must be on one device, got cpu, cpu, meta"),
+        ({"cos": torch.zeros(TOKENS, 16, device="meta")}, ValueError, "must be on one device"),
+        ({"v_cache": torch.zeros(BLOCKS, KV_HEADS, PAGE, DIM, device="meta")}, ValueError, "v_cache is on meta"),
+        ({"k_scale": torch.ones(KV_HEADS)}, ValueError, "k_scale goes with torch.float8_e4m3fn caches"),
+        (FLOAT8, ValueError, "k_scale goes with"),
+        ({**FLOAT8, **SCALES, "v_scale": torch.ones(3)}, ValueError, r"v_scale must have shape \[2\]"),
+        ({**FLOAT8, **SCALES, "k_scale": torch.ones(2).half()}, TypeError, "k_scale must be torch.float32"),
+        ({"q_norm": torch.ones(DIM), "k_norm": torch.ones(DIM, device="meta")}, ValueError, "k_norm is on meta"),
         ({"q_norm": torch.ones(DIM)}, ValueError, "q_norm and k_norm go together"),
         ({"q_norm": torch.ones(DIM), "k_norm": torch.ones(DIM).half()}, ValueError, "k_norm must be torch.float32"),
     ],
@@ -124,6 +144,15 @@ def test_gated_activations_are_torchs(dtype: torch.dtype) -> None:
 def test_rotary_calls_that_do_not_fit_raise(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         layers.rotary_store(**(rotary_inputs() | changes))
+
+
+@pytest.mark.parametrize("name", ["cos", "sin", "q_norm"])
+def test_the_kernel_refuses_what_it_cannot_read_16_bytes_at_a_time(name: str) -> None:
+    call = rotary_inputs(torch.bfloat16) | {n: torch.ones(DIM, dtype=torch.bfloat16) for n in ("q_norm", "k_norm")}
+    whole = torch.zeros(*call[name].shape[:-1], call[name].shape[-1] + 8, dtype=call[name].dtype)
+    call[name] = whole[..., 1 : call[name].shape[-1] + 1]
+    with pytest.raises(UnsupportedError, match=f"{name} of .*multiples of"):
+        kernel.rotary_store(**call, eps=1e-6, unit_offset=False, k_scale=None, v_scale=None)
 
 
 def test_rows_that_do_not_fit_raise() -> None:
@@ -136,6 +165,12 @@ def test_rows_that_do_not_fit_raise() -> None:
         layers.add_rms_norm(x, x[:2], weight, 1e-6)
     with pytest.raises(ValueError, match="activation 'relu' is not one of silu, gelu_tanh, gelu"):
         layers.gated_activation(x, x, "relu")
+    with pytest.raises(ValueError, match="weight is on meta"):
+        layers.rms_norm(x, weight.to("meta"), 1e-6)
+    with pytest.raises(ValueError, match="residual is on meta"):
+        layers.add_rms_norm(x, x.to("meta"), weight, 1e-6)
+    with pytest.raises(ValueError, match="up is on meta"):
+        layers.gated_activation(x, x.to("meta"), "silu")
     with pytest.raises(ValueError, match="of one dtype"):
         layers.gated_activation(x, x[:2], "silu")
 
@@ -167,3 +202,19 @@ def test_compiled_layers_are_one_graph_with_the_right_shapes() -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*call.values()), layer(*again.values()))
     assert torch.equal(call["k_cache"], again["k_cache"])
+
+
+def test_layers_have_no_gradients() -> None:
+    x, weight = randn(TOKENS, 48), randn(48).requires_grad_()
+    call = rotary_inputs()
+    with pytest.raises(UnsupportedError, match=r"^rms_norm has no gradient"):
+        layers.rms_norm(x, weight, 1e-5)
+    with pytest.raises(UnsupportedError, match="add_rms_norm has no gradient"):
+        layers.add_rms_norm(x, x, weight, 1e-5)
+    with pytest.raises(UnsupportedError, match="gated_activation has no gradient"):
+        layers.gated_activation(x.clone().requires_grad_(), x, "silu")
+    with pytest.raises(UnsupportedError, match="rotary_store has no gradient"):
+        layers.rotary_store(**{**call, "v": call["v"].clone().requires_grad_()})
+    assert not call["v_cache"].any()
+    with torch.no_grad():
+        assert torch.equal(layers.rms_norm(x, weight, 1e-5), layers.rms_norm(x, weight.detach(), 1e-5))

@@ -57,3 +57,36 @@ def test_rows_of_another_size_are_refused() -> None:
     copy = PageCopy(arrays(torch.float32))
     with pytest.raises(ValueError, match="rows must be uint8"):
         copy.gather(torch.tensor([1], dtype=torch.int32), torch.zeros(2, copy.row_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "error", "words"),
+    [
+        (torch.tensor([3, 1]), TypeError, "blocks must be torch.int32, got torch.int64"),
+        (torch.tensor([3, 0, 1, 0], dtype=torch.int32)[::2], ValueError, r"contiguous, got \(2,\), strides \(2,\)"),
+        (torch.tensor([[3], [1]], dtype=torch.int32), ValueError, r"blocks must be \[n\]"),
+        (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "blocks are on meta, rows on cpu"),
+    ],
+)
+def test_block_numbers_that_a_kernel_would_misread_are_refused(
+    blocks: Tensor, error: type[Exception], words: str
+) -> None:
+    pages = arrays(torch.float32)
+    before = [array.clone() for array in pages]
+    copy = PageCopy(pages)
+    rows = torch.ones(2, copy.row_bytes, dtype=torch.uint8)
+    with pytest.raises(error, match=words):
+        copy.gather(blocks, rows)
+    with pytest.raises(error, match=words):
+        copy.scatter(rows, blocks)
+    assert (rows == 1).all()
+    assert all(torch.equal(x, y) for x, y in zip(pages, before, strict=True))
+
+
+def test_rows_between_16_bytes_and_arrays_of_two_devices_are_refused() -> None:
+    copy = PageCopy(arrays(torch.float32))
+    rows = torch.zeros(1, copy.row_bytes + 16, dtype=torch.uint8)[:, 4 : 4 + copy.row_bytes]
+    with pytest.raises(ValueError, match="rows must begin at multiples of 16 bytes"):
+        copy.gather(torch.tensor([1], dtype=torch.int32), rows)
+    with pytest.raises(ValueError, match=r"on one device, got \['cpu', 'meta'\]"):
+        PageCopy([torch.zeros(4, 16), torch.zeros(4, 16, device="meta")])

@@ -38,8 +38,20 @@ def test_a_models_logits_stay_and_tied_embeddings_too() -> None:
     assert pack_linears(model) == 0
 
 
+@pytest.mark.parametrize("rows", [1, 8, 200])
+def test_bfloat16_is_packed_where_the_cpu_has_it(rows: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(576, 192, dtype=torch.bfloat16).requires_grad_(False)
+    model = nn.Sequential(linear)
+    assert pack_linears(model) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    x = torch.randn(rows, 576).bfloat16()
+    exact = x.double() @ linear.weight.double().T + linear.bias.double()
+    error, plain = ((y.double() - exact).abs().max() for y in (model(x), linear(x)))
+    assert error <= 2 * plain
+
+
 def test_other_dtypes_and_subclasses_are_left_alone() -> None:
     class Scaled(nn.Linear):
         pass
 
-    assert pack_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), Scaled(8, 8))) == 0
+    assert pack_linears(nn.Sequential(nn.Linear(8, 8, dtype=torch.float16), Scaled(8, 8))) == 0

@@ -116,6 +116,21 @@ def test_a_decode_gives_the_same_bits_alone_and_in_a_batch_of_equals() -> None:
     torch.testing.assert_close(cpu.forward(alone)[0], out[:1], atol=1e-6, rtol=1e-6)
 
 
+def test_lengths_beyond_the_keys_end_with_the_keys() -> None:
+    options: dict[str, Any] = {"window_left": 9, "window_right": 0, "alibi_slopes": torch.rand(4)}
+    args = replace(dense(torch.float64), **options)
+    pages = replace(args, k=args.k.reshape(15, 13, 2, 16), v=args.v.reshape(15, 13, 2, 16), max_seqlen_k=65)
+    pages = replace(pages, block_table=torch.arange(15, dtype=torch.int32).view(3, 5))
+    decodes = replace(pages, q=args.q[:, :1], alibi_slopes=None)
+    within, beyond = (torch.tensor([end, 20, 0], dtype=torch.int32) for end in (65, 70))
+    for problem in (args, pages, decodes):
+        assert_matches_standard(replace(problem, seqused_k=beyond))
+        for implementation in (cpu.forward, standard.attention):
+            wants = implementation(replace(problem, seqused_k=within))
+            for ours, want in zip(implementation(replace(problem, seqused_k=beyond)), wants, strict=True):
+                assert torch.equal(ours, want)
+
+
 def test_the_engines_transposed_pool_and_a_plain_cache_agree() -> None:
     args = paged(torch.float32)
     plain = replace(args, k=args.k.contiguous(), v=args.v.contiguous())

@@ -37,6 +37,17 @@ def problem(lengths: list[int], dtype: torch.dtype = torch.float32, **options: A
     )
 
 
+def float8(args: AttentionArgs) -> AttentionArgs:
+    """The same keys and values rounded to float8, each head with scales of its own."""
+    k_scale, v_scale = torch.tensor([0.02, 0.5]), torch.tensor([0.3, 0.01])
+    assert len(k_scale) == KV_HEADS
+    k, v = (
+        (x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).transpose(1, 2).contiguous()
+        for x, scale in ((args.k, k_scale), (args.v, v_scale))
+    )
+    return replace(args, k=k.transpose(1, 2), v=v.transpose(1, 2), k_scale=k_scale, v_scale=v_scale)
+
+
 def tiled(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     starts = torch.arange(args.batch + 1, dtype=torch.int32)
     out, lse = cpu.forward(replace(args, q=args.q.squeeze(1), cu_seqlens_q=starts, max_seqlen_q=1))
@@ -75,6 +86,29 @@ def test_every_dtype_agrees_with_the_tiled_path(dtype: torch.dtype, tolerance: f
     assert_same(problem([5, 130], dtype), tolerance)
 
 
+FLOAT8_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window_left": 20},
+    {"chunk_size": 48},
+    {"softcap": 3.0},
+    {"sinks": torch.linspace(-2, 3, HEADS)},
+    {"leftpad_k": torch.tensor([3, 0, 17, 0, 100], dtype=torch.int32)},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", FLOAT8_OPTIONS, ids=lambda options: "+".join(options) or "plain")
+def test_float8_pages_agree_with_the_tiled_path(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = float8(problem([1, 16, 49, 700, 2100], dtype, **options))
+    calls = []
+    forward = decode.forward
+    monkeypatch.setattr(decode, "forward", lambda args: calls.append(1) or forward(args))
+    assert_same(args, 8e-3 if dtype == torch.bfloat16 else 5e-6)
+    assert calls == [1], "the tiled path was compared with itself"
+
+
 def test_a_sequence_without_keys_gives_zero_and_minus_infinity() -> None:
     args = problem([0, 33], sinks=torch.ones(HEADS))
     assert_same(args)
@@ -99,16 +133,23 @@ def test_a_context_too_long_to_copy_is_left_to_the_tiled_path(monkeypatch: pytes
     assert not decode.serves(args)
 
 
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
-def test_slots_out_of_sight_may_hold_anything(garbage: float) -> None:
+@pytest.mark.parametrize(
+    ("garbage", "eight"), [(torch.nan, False), (torch.inf, False), (-torch.inf, False), (torch.nan, True)]
+)
+def test_slots_out_of_sight_may_hold_anything(garbage: float, eight: bool) -> None:
     args = problem([5, 70], window_left=30)
+    if eight:  # which has a NaN, but no infinity
+        args = float8(args)
     expected = cpu.forward(args)
     seen = torch.zeros(args.k.shape[:2], dtype=torch.bool)
     assert args.block_table is not None
     for b, length in enumerate((5, 70)):
         for position in range(max(0, length - 31), length):
             seen[args.block_table[b, position // BLOCK_SIZE], position % BLOCK_SIZE] = True
-    args.k[~seen], args.v[~seen] = garbage, garbage
+    for cache in (args.k, args.v):
+        filled = cache.float().masked_fill(~seen[..., None, None], garbage)
+        assert not filled.isfinite().all()
+        cache.copy_(filled)
     for ours, clean in zip(cpu.forward(args), expected, strict=True):
         assert torch.equal(ours, clean)
 

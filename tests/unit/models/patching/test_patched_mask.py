@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import masking_utils
 
+from attention_backend.problem import FURTHEST
 from models.patching import UnsupportedCallError
-from models.patching.descriptor import decode
+from models.patching.descriptor import decode, encode_rows
 from models.patching.mask import MAX_DENSE_KEYS, longwave_mask
 from models.patching.rule import MaskRule, classify, describe
 
@@ -116,6 +117,12 @@ def test_unions_of_nested_patterns_are_the_wider_one() -> None:
     union = masking_utils.or_masks(sliding, masking_utils.causal_mask_function)
     assert classify(union) == MaskRule(right=0)
     assert classify(masking_utils.or_masks(masking_utils.bidirectional_mask_function, union)) == MaskRule()
+
+
+def test_windows_wider_than_any_length_are_cut_to_what_kernels_add_up() -> None:
+    rule = MaskRule(left=2**40, right=2**31 - 1, chunk=2**31 - 1)
+    desc = encode_rows(rule, 2, 3, 9, 6, 0, torch.device("cpu"))
+    assert desc[:, :6].tolist() == [[0, 9, 6, FURTHEST, FURTHEST, FURTHEST]] * 2
 
 
 def test_intersections_take_the_narrower_window() -> None:

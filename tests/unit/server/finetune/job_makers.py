@@ -1,6 +1,6 @@
 """Jobs, stores and leases as the tests of fine-tuning need them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +26,14 @@ def opened(folder: Path) -> Iterator[JobStore]:
 
 
 def create(store: JobStore, name: str = "ftjob-1", owner: str = "me", now: float = 100.0, **changes: Any) -> Job:
-    key, limit = changes.pop("key", None), changes.pop("max_live", 100)
-    job = store.create(name, owner, MODEL, replace(REQUEST, **changes), 7, now, key, limit)
+    key, limit, full = changes.pop("key", None), changes.pop("max_live", 100), changes.pop("max_full", 100)
+    job = store.create(name, owner, MODEL, replace(REQUEST, **changes), 7, now, key, limit, full)
     assert job is not None
     return job
 
 
-def leases(store: JobStore, holder: str = "server-a") -> Leases:
-    return Leases(store, holder, LEASE, back_off=1.0)
+def leases(store: JobStore, holder: str = "server-a", gone: Sequence[str] = ()) -> Leases:
+    return Leases(store, holder, LEASE, back_off=1.0, is_gone=gone.__contains__)
 
 
 def validated(store: JobStore, held: Leases, now: float = 101.0, steps: int = 4) -> None:

@@ -1,5 +1,5 @@
 """A server that brings one job to its end, or takes back what a cancelled one has left, and kills itself (SIGKILL) at
-the named instant: python killed_finish.py FOLDER INSTANT. Prints the job's id."""
+the named instant: python killed_finish.py FOLDER INSTANT TRAINING_TYPE. Prints the job's id."""
 
 import asyncio
 import os
@@ -47,8 +47,8 @@ TAKING_BACK = {
 }
 
 
-async def finish(work: Work, instant: str) -> None:
-    job = await work.create(steps=2)  # its own file is listed by then
+async def finish(work: Work, instant: str, training_type: Any) -> None:
+    job = await work.create(steps=2, training_type=training_type)  # its own file is listed by then
     print(job.id, flush=True)  # noqa: T201 - the test reads it
     if instant in FINISHING:
         setattr(*FINISHING[instant])
@@ -59,17 +59,17 @@ async def finish(work: Work, instant: str) -> None:
     await work.jobs.remove_adapter(adapter)
 
 
-async def take_back(work: Work, instant: str) -> None:
+async def take_back(work: Work, instant: str, _: str) -> None:
     (job,) = await work.jobs.page("me", None, 1, {})
     setattr(*TAKING_BACK[instant])
     await work.jobs.cancel(job.id, "me")
 
 
-async def main(folder: Path, instant: str) -> None:
+async def main(folder: Path, instant: str, training_type: str) -> None:
     taking_back = instant in TAKING_BACK
     async with at_work(folder, start=not taking_back) as work:
-        await (take_back if taking_back else finish)(work, instant)
+        await (take_back if taking_back else finish)(work, instant, training_type)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -1,5 +1,5 @@
-"""A server that works on one job until it is killed: python killed_server.py FOLDER. Prints the job's id and its
-trainer's process id once two steps are trained."""
+"""A server that works on one job until it is killed: python killed_server.py FOLDER LEASE_SECONDS. Prints the job's id
+and its trainer's process id once two steps are trained."""
 
 import asyncio
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 from working import at_work
 
 
-async def main(folder: Path) -> None:
-    async with at_work(folder) as work:
+async def main(folder: Path, lease_seconds: float) -> None:
+    async with at_work(folder, lease_seconds=lease_seconds) as work:
         job = await work.create()
         await work.told(job, "Step 2/6")
         print(job.id, work.trainer_pid, flush=True)  # noqa: T201 - the test reads it
@@ -17,4 +17,4 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1])))
+    asyncio.run(main(Path(sys.argv[1]), float(sys.argv[2])))

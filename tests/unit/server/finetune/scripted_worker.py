@@ -19,9 +19,11 @@ from models.training import (
     DiskFullError,
     DivergedError,
     Example,
+    ModelTooLargeError,
     OtherRunError,
     Outcome,
     Pacer,
+    PlanError,
     StepReport,
     TrainingPlan,
     Verdict,
@@ -45,6 +47,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "full for a checkpoint": lambda: DiskFullError("checkpoints/3 cannot be written"),
     "another run": lambda: OtherRunError("/srv/run/checkpoints belongs to another plan"),
     "unsupported": unsupported,
+    "too large": lambda: ModelTooLargeError("Full fine-tuning keeps 9 GiB; cpu has 1 GiB free"),
 }
 
 
@@ -147,7 +150,14 @@ def read(_: Arguments, folder: JobFolder) -> tuple[Dataset, None]:
     return Dataset(tuple(Example((1, 2), (False, True)) for _ in lines), 2 * len(lines), 2), None
 
 
+def check_size(_: None, most: int) -> None:
+    parameters = json.loads(Path(os.environ["FINE_TUNING_SCRIPT"]).read_text()).get("parameters", 1)
+    if parameters > most:
+        raise PlanError(f"the base model has {parameters} parameters")
+
+
 if __name__ == "__main__":
+    worker.check_size = check_size
     worker.read_datasets = read
     worker.model_source = lambda _: None  # there is no such model
     worker.main(ScriptedTrainer)

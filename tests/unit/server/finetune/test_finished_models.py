@@ -88,7 +88,7 @@ def test_a_job_lost_while_its_model_is_loaded_is_not_served_and_taken_back_if_it
         else:
             with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
                 later = time.time() + 1000
-                thief = Leases(store, "thief", 10_000.0, back_off=0.0)
+                thief = Leases(store, "thief", 10_000.0, back_off=0.0, is_gone=lambda _: False)
                 assert thief.claim(TRAIN, "base", later) is None
                 assert thief.claim(TRAIN, "base", later) is not None
         served.set()

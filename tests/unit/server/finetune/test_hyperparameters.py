@@ -14,7 +14,7 @@ from server.training.config import TrainingConfig
 
 
 def plan(
-    examples: int = 10, longest: int = 50, request: JobRequest = REQUEST, default_rank: int = 16, **asked: float | int
+    examples: int = 10, longest: int = 50, request: JobRequest = REQUEST, default_rank: int = 16, **asked: float | str
 ) -> TrainingPlan:
     files = Validated(examples, 0, examples * 10, longest)
     asking = replace(request, hyperparameters=Hyperparameters(**asked))  # type: ignore[arg-type]
@@ -42,6 +42,12 @@ def test_what_was_asked_for_is_not_changed() -> None:
     assert made.lora is not None
     assert (made.lora.rank, made.lora.alpha, made.lora.dropout) == (4, 6, 0.1)
     assert plan(learning_rate=0.003).learning_rate == 0.003
+
+
+def test_a_plan_has_the_schedule_that_was_asked_for() -> None:
+    assert (plan().schedule, plan().warmup_ratio) == ("cosine", 0.03)
+    made = plan(lr_scheduler_type="linear", warmup_ratio=0.5)
+    assert (made.schedule, made.warmup_ratio) == ("linear", 0.5)
 
 
 def test_alpha_is_twice_the_rank_unless_said() -> None:
@@ -79,6 +85,15 @@ def test_dpo_learns_more_slowly_and_has_a_beta() -> None:
     made = plan(request=dpo)
     assert (made.method, made.learning_rate, made.dpo_beta) == ("dpo", 2e-5, 0.1)
     assert plan(request=dpo, beta=0.3).dpo_beta == 0.3
+
+
+def test_all_weights_learn_more_slowly_and_without_an_adapter() -> None:
+    made = plan(training_type="full")
+    assert (made.lora, made.learning_rate) == (None, pytest.approx(2e-5))
+    assert plan(training_type="full", learning_rate_multiplier=2.0).learning_rate == pytest.approx(4e-5)
+    assert plan(training_type="full", learning_rate=1e-3).learning_rate == 1e-3
+    dpo = replace(REQUEST, method="dpo")
+    assert plan(request=dpo, training_type="full").learning_rate == pytest.approx(2e-6)
 
 
 def test_steps_are_bounded() -> None:

@@ -21,6 +21,15 @@ def test_a_job_comes_back_as_it_was_created(tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
+def test_a_job_of_a_version_without_schedules_is_read_with_the_one_that_it_had(tmp_path: Path) -> None:
+    old = """{"model": "base", "method": "supervised", "training_file": "file-1", "hyperparameters": {"n_epochs": 2}}"""
+    with opened(tmp_path) as store:
+        create(store)
+        store.connection.execute("UPDATE jobs SET request = ?", (old,))
+        asked = store.get("ftjob-1").request.hyperparameters
+        assert (asked.n_epochs, asked.lr_scheduler_type, asked.warmup_ratio) == (2, "cosine", 0.03)
+
+
 def test_another_owners_jobs_do_not_exist(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         create(store)
@@ -58,7 +67,7 @@ def test_an_idempotency_key_makes_one_job_per_owner(tmp_path: Path) -> None:
 def test_only_jobs_that_have_not_ended_count_in_the_limit(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         create(store, max_live=1)
-        assert store.create("ftjob-2", "me", MODEL, REQUEST, 7, 1.0, None, 1) is None
+        assert store.create("ftjob-2", "me", MODEL, REQUEST, 7, 1.0, None, 1, 1) is None
         store.cancel("ftjob-1", 2.0)
         create(store, "ftjob-2", max_live=1)
 

@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 Leave = Callable[[str], str]
 
 
-def killed(folder: Path, instant: str) -> str:
+def killed(folder: Path, instant: str, training_type: str = "lora") -> str:
     """The id of its job."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "killed_finish.py"), str(folder), instant],
+        [sys.executable, str(Path(__file__).parent / "killed_finish.py"), str(folder), instant, training_type],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

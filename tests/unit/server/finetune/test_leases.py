@@ -64,6 +64,23 @@ def test_a_beat_holds_the_job_for_longer(tmp_path: Path) -> None:
         assert other.claim(VALIDATE, MODEL, 110.0 + LEASE) is not None
 
 
+def test_a_lease_of_a_server_that_is_gone_counts_no_longer(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        create(store, "ftjob-2")
+        assert leases(store, "server-a").claim(VALIDATE, MODEL, 100.0) is not None
+        alive = leases(store, "server-b").claim(VALIDATE, MODEL, 100.0)
+        assert alive is not None
+        other = leases(store, "server-c", gone=["server-a"])
+        assert other.claim(VALIDATE, MODEL, 100.0) is None  # that is a crash, and it waits a moment
+        assert "The server or its trainer was killed (crash 1 of 4 without a new checkpoint)" in messages(store)
+        taken = other.claim(VALIDATE, MODEL, 101.0)
+        assert taken is not None
+        assert (taken.id, taken.attempt, taken.crashes) == ("ftjob-1", 2, 1)
+        assert other.claim(VALIDATE, MODEL, 101.0) is None
+        assert store.get(alive.id) == alive
+
+
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("how", ["taken over", "cancelled", "by another server"])
 def test_whoever_lost_the_job_writes_nothing(tmp_path: Path, write: str, how: str) -> None:

@@ -23,11 +23,12 @@ from server.finetune.messages import (
 from server.finetune.process import TrainerProcess
 from server.frames import HEADER, body_size, frame
 
-HEAVY = "import sys, server.finetune, server.api.fine_tuning; print(sorted({'torch', 'peft'} & set(sys.modules)))"
+HEAVY = "import sys, {}; print(sorted({{'torch', 'transformers', 'peft'}} & set(sys.modules)))"
 
 
-def test_the_api_process_gets_no_torch_from_fine_tuning() -> None:
-    done = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("rooms", ["server.finetune, server.api.fine_tuning", "server.finetune.worker"])
+def test_neither_the_api_process_nor_a_trainer_that_starts_gets_torch_from_fine_tuning(rooms: str) -> None:
+    done = subprocess.run([sys.executable, "-c", HEAVY.format(rooms)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -3,10 +3,13 @@
 import asyncio
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -110,7 +113,7 @@ def test_a_server_whose_lease_was_taken_ends_its_trainer_and_writes_nothing(run:
         pid = await work.trainer(job, step=2)
         store = JobStore(tmp_path / "finetune" / "jobs.sqlite3")  # as another server that finds the lease lapsed
         later = time.time() + 1000
-        thief = Leases(store, "thief", 10_000.0, back_off=0.0)
+        thief = Leases(store, "thief", 10_000.0, back_off=0.0, is_gone=lambda _: False)
         assert thief.claim(TRAIN, "base", later) is None
         taken = thief.claim(TRAIN, "base", later)
         assert taken is not None
@@ -141,21 +144,35 @@ def test_a_job_in_whose_folder_somebody_works_waits_without_a_crash(run: Run, tm
     run(main, lease_seconds=1.0)
 
 
-def test_the_trainer_dies_with_its_server(
-    run: Run, truth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """kill -9 of the whole server: its trainer goes too, and the next server takes the job up when the lease lapses."""
-    script(tmp_path, monkeypatch, hold_at=3)
-    command = [sys.executable, str(Path(__file__).parent / "killed_server.py"), str(tmp_path)]
+@contextmanager
+def another_server(folder: Path, lease_seconds: float) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    """A process of its own, killed at the end; its job, and that one's trainer, which has trained two steps."""
+    command = [sys.executable, str(Path(__file__).parent / "killed_server.py"), str(folder), str(lease_seconds)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stdout is not None
         job_id, trainer = server.stdout.readline().split()
-        server.kill()
-    deadline = time.monotonic() + 20
-    while is_running(int(trainer)) and time.monotonic() < deadline:
+        try:
+            yield server, job_id, int(trainer)
+        finally:
+            server.kill()
+
+
+def ended(pid: int) -> bool:
+    deadline = time.monotonic() + LIMIT
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)  # between two looks
-    assert not is_running(int(trainer))
+    return not is_running(pid)
+
+
+def test_the_trainer_dies_with_its_server_and_the_next_one_waits_for_no_lease(
+    run: Run, truth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 of the whole server, whose lease would last for days."""
+    script(tmp_path, monkeypatch, hold_at=3)
+    with another_server(tmp_path, lease_seconds=1e6) as (_, job_id, trainer):
+        pass
+    assert ended(trainer)
 
     async def main(work: Work) -> None:
         job = await work.jobs.get(job_id, "me")
@@ -164,3 +181,26 @@ def test_the_trainer_dies_with_its_server(
 
     run(main)
     connect(tmp_path / "finetune" / "jobs.sqlite3").close()  # whole
+
+
+def test_a_server_that_stands_still_loses_its_job_by_its_lease_and_trains_nothing_twice(
+    run: Run, truth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch, hold_at=3)
+    with another_server(tmp_path, lease_seconds=1.0) as (server, job_id, trainer):
+        server.send_signal(signal.SIGSTOP)  # and not its trainer, which holds the job's folder
+
+        async def main(work: Work) -> None:
+            job = await work.jobs.get(job_id, "me")
+            await work.wait(
+                job, lambda now: now.attempt >= job.attempt + 2
+            )  # taken, and left to who works in the folder
+            assert is_running(trainer)
+            assert len(work.trained()) == 2
+            server.send_signal(signal.SIGCONT)
+            await work.wait(job, lambda _: not is_running(trainer))
+            work.go_on()
+            assert work.weights(await work.succeeded(job)) == truth
+            assert Counter(work.trained()) == Counter(f"{job_id} {step}" for step in range(1, 7))
+
+        run(main, {"hold_at": 3}, lease_seconds=1.0)

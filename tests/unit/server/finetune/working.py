@@ -23,7 +23,7 @@ Run = Callable[..., None]
 # On "auto" a trainer imports torch, only to see that there is no GPU.
 CONFIG: dict[str, Any] = {
     "worker": "scripted_worker", "device": "cpu", "lease_seconds": 5.0, "beat_seconds": 0.2, "back_off": 0.05,
-    "checkpoint_every": 2,
+    "checkpoint_every": 2, "max_full_parameters": 100,
 }  # fmt: skip
 
 
@@ -46,7 +46,8 @@ class Work:
 
     async def create(self, content: bytes = PAIR * 4, owner: str = "me", steps: int = 6, **changes: Any) -> Job:
         file_id = put(self.files, content, owner)
-        asked = Hyperparameters(n_epochs=steps, batch_size=len(content.splitlines()))
+        kind = changes.pop("training_type", "lora")
+        asked = Hyperparameters(n_epochs=steps, batch_size=len(content.splitlines()), training_type=kind)
         request = JobRequest(MODEL, "supervised", asked, file_id, **{"seed": 1, **changes})
         return await self.jobs.create(owner, request)
 

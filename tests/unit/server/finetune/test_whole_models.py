@@ -1,0 +1,183 @@
+"""Jobs that tune all weights: what they make is a folder, kept and not served, until its owner deletes it."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from job_makers import REQUEST, create, opened
+from test_killed_finish import killed
+from working import Run, Work, script
+
+from server.errors import QuotaExceeded
+from server.finetune import Hyperparameters, Job, Status, decided
+from server.finetune.folders import DELETED, ORPHAN_SECONDS, Folders
+from server.finetune.store import TooManyModelsError
+
+pytestmark = pytest.mark.timeout(180)
+
+FULL = Hyperparameters(training_type="full")
+
+
+async def begin(work: Work, owner: str = "me") -> Job:
+    return await work.create(owner=owner, steps=2, training_type="full")
+
+
+def models(work: Work) -> list[str]:
+    folder = work.folder / "finetune" / "models"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_a_whole_model_is_kept_and_not_served_until_it_is_deleted(run: Run) -> None:
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await begin(work))
+        name = str(done.fine_tuned_model)
+        assert name == f"ft:base::{done.id[6:18]}"
+        assert decided(done).rank is None
+        assert models(work) == [done.id]
+        assert (work.folder / "finetune" / "models" / done.id / "weights").exists()
+        assert work.loaded == []
+        assert await work.jobs.adapter(name) is None
+        assert (await work.said(done))[-2:] == [
+            f"It is a whole model, in finetune/models/{done.id} of the server's data directory: `longwave serve "
+            "--model` with that folder serves it",
+            "The job has successfully completed",
+        ]  # fmt: skip
+        await work.wait(done, lambda _: not work.job_folder(done).exists())
+        await work.jobs.supervisor.tidy()
+        assert models(work) == [done.id]
+        assert not await work.jobs.remove_model(name, "you")
+        assert await work.jobs.remove_model(name, "me")
+        assert models(work) == []
+        assert not await work.jobs.remove_model(name, "me")
+
+    run(main)
+
+
+def test_an_adapter_is_no_whole_model(run: Run) -> None:
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await work.create(steps=1))
+        assert not await work.jobs.remove_model(str(done.fine_tuned_model), "me")
+        assert await work.jobs.adapter(str(done.fine_tuned_model)) is not None
+
+    run(main)
+
+
+def test_to_ask_for_a_model_leaves_no_trace_where_there_never_was_a_job(run: Run, tmp_path: Path) -> None:
+    async def main(work: Work) -> None:
+        assert not await work.jobs.remove_model("ft:base::123", "me")
+        assert not (tmp_path / "finetune").exists()
+
+    run(main)
+
+
+def test_the_next_server_keeps_what_is_there_and_serves_none_of_it(run: Run) -> None:
+    async def first(work: Work) -> None:
+        await work.succeeded(await begin(work))
+
+    async def second(work: Work) -> None:
+        (job,) = await work.jobs.page("me", None, 9, {})
+        assert models(work) == [job.id]
+        assert work.loaded == []
+
+    run(first)
+    run(second)
+
+
+def test_a_model_above_the_limit_fails_before_it_is_trained(run: Run) -> None:
+    async def main(work: Work) -> None:
+        failed = await work.failed(await begin(work))
+        assert failed.failure is not None
+        assert (failed.failure.code, failed.failure.message) == (
+            "invalid_hyperparameters", "the base model has 101 parameters",
+        )  # fmt: skip
+        await work.succeeded(await work.create(steps=1))  # an adapter is trained on a model of any size
+
+    run(main, {"parameters": 101}, max_full_parameters=100)
+
+
+def test_a_device_that_is_too_small_fails_the_job_with_the_reason(run: Run) -> None:
+    async def main(work: Work) -> None:
+        failed = await work.failed(await begin(work))
+        assert failed.failure is not None
+        assert failed.failure.code == "trainer_crashed"
+        assert failed.failure.message.endswith("the last time: Full fine-tuning keeps 9 GiB; cpu has 1 GiB free")
+        await work.wait(failed, lambda _: not work.job_folder(failed).exists())
+        assert models(work) == []
+
+    run(main, {"raise_at": 1, "error": "too large"})
+
+
+def test_kept_models_and_those_being_made_are_bounded_together(run: Run) -> None:
+    async def main(work: Work) -> None:
+        kept = await work.succeeded(await begin(work))
+        await begin(work, "you")
+        with pytest.raises(QuotaExceeded, match="keeps 2 fully tuned models"):
+            await begin(work)
+        assert await work.jobs.remove_model(str(kept.fine_tuned_model), "me")
+        await begin(work)
+
+    run(main, max_full_models=2)
+
+
+def test_two_requests_at_once_do_not_pass_the_bound_together(tmp_path: Path) -> None:
+    full = {"hyperparameters": FULL}
+    with opened(tmp_path) as store:
+        create(store, **full, max_full=1)
+        with pytest.raises(TooManyModelsError):
+            create(store, "ftjob-2", **full, max_full=1)
+        assert store.known("ftjob-2") is None
+        create(store, "ftjob-3", max_full=1)
+        assert store.get("ftjob-3").request == replace(REQUEST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "instant", ["the adapter is in its place", "the result file is listed", "the job has succeeded"]
+)
+def test_a_job_killed_at_its_end_keeps_one_model_and_a_cancelled_one_none(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, instant, "full")
+
+    async def main(work: Work) -> None:
+        job = await work.jobs.get(job_id, "me")
+        assert models(work) == [job_id]
+        if job.status is not Status.SUCCEEDED:
+            await work.jobs.cancel(job_id, "me")
+            await work.wait(job, lambda _: not work.job_folder(job).exists())
+            assert models(work) == []
+        await work.jobs.supervisor.tidy()
+        assert models(work) == ([job_id] if job.status is Status.SUCCEEDED else [])
+
+    run(main, start=False)
+
+
+@pytest.mark.slow
+def test_a_job_killed_at_its_end_succeeds_with_the_next_server(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, "the result file is listed", "full")
+
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await work.jobs.get(job_id, "me"))
+        assert models(work) == [done.id]
+        assert work.loaded == []
+
+    run(main)
+
+
+def test_what_no_job_keeps_is_swept_and_a_deletion_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    folders = Folders(tmp_path)
+    for name in (f"{DELETED}ftjob-1", "ftjob-kept", "ftjob-live", "ftjob-failed", "ftjob-unknown", "ftjob-unknown-old"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    assert folders.num_models() == 5
+    before = time.time() - 2 * ORPHAN_SECONDS
+    os.utime(tmp_path / "models" / "ftjob-unknown-old", (before, before))
+    ended = {"ftjob-kept": True, "ftjob-live": False, "ftjob-failed": True}
+    folders.sweep_models(ended.get, lambda job_id: job_id == "ftjob-kept")
+    left = sorted(path.name for path in (tmp_path / "models").iterdir())
+    assert left == ["ftjob-kept", "ftjob-live", "ftjob-unknown"]
