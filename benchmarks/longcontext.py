@@ -52,6 +52,31 @@ class GpuMemory:
             self._stop.wait(0.5)
 
 
+class Progress:
+    """Says every half minute how full the KV cache is and what the GPU does: a million tokens take minutes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._say, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _say(self) -> None:
+        begin = time.perf_counter()
+        while not self._stop.wait(30):
+            lines = httpx.get(f"{self._url}/metrics", timeout=30).text.splitlines()
+            full = next(line for line in lines if line.startswith("longwave:kv_cache_usage_perc"))
+            gpu = machine.output("nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader")
+            seconds = time.perf_counter() - begin
+            print(f"{seconds:.0f} s: {float(full.rsplit(' ', 1)[1]):.1%} of the KV cache; {gpu}", flush=True)  # noqa: T201
+
+
 def completion(url: str, model: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     """Streams one greedy completion of token ids; times in milliseconds."""
     body = {
@@ -66,7 +91,7 @@ def completion(url: str, model: str, prompt: list[int], max_tokens: int) -> dict
     arrivals: list[float] = []
     usage: dict[str, Any] = {}
     begin = time.perf_counter()
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as reply:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=1800) as reply:
         if reply.status_code != 200:
             raise SystemExit(f"{reply.status_code}: {reply.read().decode()}")
         for line in reply.iter_lines():
@@ -114,7 +139,7 @@ def main() -> None:
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         words = random.Random(0)
         flags = ["--load-format", "dummy", "--max-model-len", str(longest), *extra]
-        with GpuMemory() as memory, started_server(folder, flags) as (url, ready_s):
+        with GpuMemory() as memory, started_server(folder, flags) as (url, ready_s), Progress(url):
             name = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
             cases = []
             for context in (64, *args.contexts):  # the first one warms up

@@ -87,7 +87,7 @@ RECORDINGS = (
     Recording("serving", "serving", 560, ("--vllm-args", '{"max_num_batched_tokens": 8192}'), "vllm"),
     Recording("serving_http", "serving", 560, _HTTP, "vllm"),
     Recording("longcontext", "longcontext", 150),
-    Recording("longcontext_1m", "longcontext", 560, ("--contexts", "1048448", "--kv-cache-dtype", "fp8")),
+    Recording("longcontext_1m", "longcontext", 580, ("--contexts", "1000000", "--kv-cache-dtype", "fp8")),
     Recording("beside_training", "beside_training", 400, ("--shares", "0.25,1")),
     Recording("training", "training", 350),
     Recording("training_longest", "training", 500, ("--longest",)),
