@@ -1,11 +1,12 @@
 """How long a step takes, predicted from what runs in it: fitted to measured steps, corrected by every further one. Pure
 arithmetic: no clock, no requests, no device.
 
-    seconds = linear(rows) + attention * pairs + kv_read * kv_tokens
+    seconds = linear(rows) + attention * pairs + chunk_read * chunk_keys + kv_read * kv_tokens
 
 linear() is piecewise linear and never falls: flat while a step does little but read weights, then one slope or another
-for each size of the matrix products. The form, without the steps of the first part, is that of Sarathi-Serve and of
-Vidur (arXiv 2403.02310, 2405.05465)."""
+for each size of the matrix products. chunk_read is what a chunk costs whatever its rows: next to nothing where its keys
+are read while their products are computed, much where float8 pages are copied first. The form, without that and the
+steps of the first part, is that of Sarathi-Serve and of Vidur (arXiv 2403.02310, 2405.05465)."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -17,8 +18,12 @@ import numpy as np
 from server.engine.nonnegative import nonnegative_least_squares
 
 KNOTS = (0, 64, 128, 256, 512, 1024, 2048, 4096)  # rows where linear() may turn
+LARGE_STEP = 2 * KNOTS[-1]  # rows, most of them in the last piece
 MEMORY_BOUND_ROWS = 32  # a chunk of fewer rows takes as long as reading its keys: it counts as a decode
 DEEP_CONTEXT = 32_768  # tokens: where rehearsals measure attention, so that they are short
+#: Rows of chunks there. A copy of float8 pages is 2 and 6 % of the larger two's time, which is what measuring errs by,
+#: but 19 % of that of 64 rows: those tell keys from pairs.
+DEEP_CHUNKS = (64, 512, 2048)
 DECODES = ((1, DEEP_CONTEXT), (16, 4096), (64, 2048))  # (sequences, their tokens in the cache) in rehearsals
 PRIOR_WEIGHT = 0.01  # of the shape that is assumed, against a measured step's 1: decides what no step measured
 CORRECTION = 0.2  # of a step's relative error goes into the parts of its prediction
@@ -34,12 +39,15 @@ class StepWork(NamedTuple):
     rows: int = 0  # tokens through the linear layers
     pairs: int = 0  # (query, visible key) pairs of chunks
     kv_tokens: int = 0  # keys that rows of decodes read
+    chunk_keys: int = 0  # keys that chunks read, each once, however many rows see it
 
     def with_chunk(self, context: int, count: int) -> "StepWork":
         """`count` tokens of one sequence more, after `context` that are in the cache."""
+        rows, keys = self.rows + count, context + count
         if count < MEMORY_BOUND_ROWS:
-            return StepWork(self.rows + count, self.pairs, self.kv_tokens + context + count)
-        return StepWork(self.rows + count, self.pairs + causal_pairs(context, count), self.kv_tokens)
+            return self._replace(rows=rows, kv_tokens=self.kv_tokens + keys)
+        pairs = self.pairs + causal_pairs(context, count)
+        return self._replace(rows=rows, pairs=pairs, chunk_keys=self.chunk_keys + keys)
 
 
 def causal_pairs(context: int, count: int) -> int:
@@ -65,7 +73,7 @@ def rehearsals(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: in
     context, decodes. Their sequences want pages of their own: one page read again and again would come from a cache."""
     most = min(max_num_batched_tokens, max_model_len)
     steps = [[(0, count)] for count in sorted({*(min(most, knot) for knot in KNOTS[1:]), most})]
-    for count in sorted({min(512, most), min(2048, most)}):
+    for count in sorted({min(count, most) for count in DEEP_CHUNKS}):
         steps.append([(min(DEEP_CONTEXT, max_model_len - count), count)])
     for num_seqs, context in DECODES:
         if num_seqs <= min(max_num_seqs, max_num_batched_tokens):
@@ -83,8 +91,14 @@ class StepTimeModel:
         slopes: Sequence[float] = (0.0, 0.0, 0.0, *(20e-6,) * 5),
         attention: float = 0.8e-9,
         kv_read: float = 30e-9,
+        chunk_read: float = 4e-9,
     ) -> None:
-        """`base` in seconds, `slopes` in seconds a row from each of KNOTS on, the rest in seconds a pair and a key."""
+        """`base` in seconds, `slopes` in seconds a row from each of KNOTS on, the rest in seconds a pair and a key.
+
+        A key of that 8B model is 128 KiB in bfloat16 (32 layers of 8 heads, 128 numbers for K and V each), 30 ns at 4.4
+        TB/s. A chunk of MEMORY_BOUND_ROWS takes as long: 26 ns for that many pairs, and 4 ns besides. To copy float8
+        pages, one byte a number read and two written, is 49 ns at 4 TB/s: whether it is done, rehearsals tell.
+        """
         if len(slopes) != len(KNOTS):
             raise ValueError(f"linear() has {len(KNOTS)} slopes, not {len(slopes)}")
         self._slopes = list(slopes)
@@ -93,7 +107,8 @@ class StepTimeModel:
             self._at_knots.append(self._at_knots[-1] + slope * (end - start))
         self._attention = attention
         self._kv_read = kv_read
-        self._factors = [1.0, 1.0, 1.0]  # corrections of the three parts
+        self._chunk_read = chunk_read
+        self._factors = [1.0, 1.0, 1.0, 1.0]  # corrections of the four parts
 
     @classmethod
     def fit(cls, samples: Iterable[StepSample]) -> "StepTimeModel":
@@ -103,27 +118,34 @@ class StepTimeModel:
         if not samples:
             return prior
         ratio = np.median([sample.seconds / prior.predict(sample.work) for sample in samples])
-        assumed = np.array([prior._at_knots[0], *prior._slopes, prior._attention, prior._kv_read])
-        unit = np.where(assumed > 0, assumed, prior._slopes[-1]) * ratio  # so that all unknowns are near 1
+        assumed = np.array([prior._at_knots[0], *prior._slopes, prior._attention, prior._kv_read, prior._chunk_read])
+        unit = np.where(assumed > 0, assumed, prior._slopes[-1])  # so that all unknowns are near 1
+        unit[-1] = prior._kv_read  # of either kind of key: where chunks read theirs for nothing is not known
+        unit *= ratio
         rows = np.array([_features(sample.work) for sample in samples]) * unit
         rows /= np.array([[sample.seconds] for sample in samples])
         system = np.concatenate([rows, PRIOR_WEIGHT * np.eye(len(unit))])
-        wanted = np.concatenate([np.ones(len(samples)), PRIOR_WEIGHT * (assumed > 0)])
+        wanted = np.concatenate([np.ones(len(samples)), PRIOR_WEIGHT * assumed * ratio / unit])
         found = (nonnegative_least_squares(system, wanted) * unit).tolist()
-        return cls(found[0], found[1:-2], found[-2], found[-1])
+        return cls(found[0], found[1:-3], *found[-3:])
 
     def __str__(self) -> str:
-        linear, attention, kv_read = self._factors
+        linear, attention, kv_read, chunk_read = self._factors
         return (
             f"{1e3 * self.floor:.2f} ms a step, {1e6 * linear * self._slopes[-1]:.2f} us a row of many, "
             f"{1e9 * attention * self._attention:.3f} ns a pair of query and key, "
-            f"{1e9 * kv_read * self._kv_read:.1f} ns a key of a decode"
+            f"{1e9 * kv_read * self._kv_read:.1f} ns a key of a decode, "
+            f"{1e9 * chunk_read * self._chunk_read:.1f} ns a key of a chunk"
         )
 
     @property
     def floor(self) -> float:
         """Seconds of a step of one row: launches, and every weight read once."""
         return self.linear(1)
+
+    def keys_read(self, keys: int) -> float:
+        """Seconds that chunks which read so many keys take for that, whatever their rows."""
+        return self._factors[3] * self._chunk_read * keys
 
     def linear(self, rows: int) -> float:
         index = bisect_right(KNOTS, rows) - 1
@@ -134,9 +156,12 @@ class StepTimeModel:
         return sum(self._parts(work))
 
     def prompt_seconds(self, context: int, count: int) -> float:
-        """What `count` further tokens of a prompt cost in large steps, that share the reading of weights."""
-        whole = self.linear(2 * KNOTS[-1]) / (2 * KNOTS[-1])
-        return whole * count + self._factors[1] * self._attention * causal_pairs(context, count)
+        """What `count` further tokens of a prompt cost in large steps, that share the reading of weights and keys."""
+        whole = self.linear(LARGE_STEP) / LARGE_STEP
+        steps = -(-count // LARGE_STEP)
+        keys = steps * context + count * (steps + 1) // 2  # of `steps` equal chunks
+        pairs = self._factors[1] * self._attention * causal_pairs(context, count)
+        return whole * count + pairs + self.keys_read(keys)
 
     def largest_chunk(self, work: StepWork, context: int, seconds: float, most: int) -> int:
         """The largest chunk after `context` tokens, of at most `most`, with which a step that does `work` already stays
@@ -164,14 +189,14 @@ class StepTimeModel:
         mean = sum(moved) / len(moved)
         self._factors = [factor + RETURN * (mean - factor) for factor in moved]
 
-    def _parts(self, work: StepWork) -> tuple[float, float, float]:
-        _, attention, kv_read = self._factors
+    def _parts(self, work: StepWork) -> tuple[float, ...]:
+        _, attention, kv_read, _ = self._factors
         pairs, keys = attention * self._attention * work.pairs, kv_read * self._kv_read * work.kv_tokens
-        return self.linear(work.rows), pairs, keys
+        return self.linear(work.rows), pairs, keys, self.keys_read(work.chunk_keys)
 
 
 def _features(work: StepWork) -> list[float]:
-    """Of which predict() is a linear combination: 1, rows between knots, pairs, keys."""
+    """Of which predict() is a linear combination: 1, rows between knots, pairs, keys of decodes and of chunks."""
     ends = (*KNOTS[1:], max(work.rows, KNOTS[-1]))
     ramps = [float(min(max(work.rows - start, 0), end - start)) for start, end in zip(KNOTS, ends, strict=True)]
-    return [1.0, *ramps, float(work.pairs), float(work.kv_tokens)]
+    return [1.0, *ramps, float(work.pairs), float(work.kv_tokens), float(work.chunk_keys)]

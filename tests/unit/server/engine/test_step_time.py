@@ -6,9 +6,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_device import h200_seconds
+from simulated_device import COPY, copying_seconds, h200_seconds
 
 from server.engine.step_time import (
+    LARGE_STEP,
     MEMORY_BOUND_ROWS,
     StepSample,
     StepTimeModel,
@@ -48,10 +49,10 @@ def test_pairs_are_counted_as_causal_attention_sees_them() -> None:
     assert causal_pairs(0, 4) == 1 + 2 + 3 + 4
     assert causal_pairs(10, 2) == 11 + 12
     wide = work_of([(100, 1), (50, MEMORY_BOUND_ROWS)])
-    assert wide == (1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS), 101)
+    assert wide == (1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS), 101, 50 + MEMORY_BOUND_ROWS)
 
 
-@pytest.mark.parametrize("device", [h200_seconds, small_gpu, uneven_gpu])
+@pytest.mark.parametrize("device", [h200_seconds, small_gpu, uneven_gpu, copying_seconds])
 def test_a_fitted_model_predicts_steps_it_has_not_seen_within_a_tenth(device: Device) -> None:
     model = fitted(device)
     rng = random.Random(0)
@@ -60,9 +61,31 @@ def test_a_fitted_model_predicts_steps_it_has_not_seen_within_a_tenth(device: De
         assert model.predict(work) == pytest.approx(device(work), rel=0.1)
 
 
-def test_a_model_says_what_it_found() -> None:
-    expected = "5.2 ms a step, 20.6 us a row of many, 0.8 ns a pair of query and key, 29.8 ns a key of a decode"
-    assert _numbers(str(fitted(h200_seconds))) == pytest.approx(_numbers(expected), rel=0.1)
+@pytest.mark.parametrize(
+    ("device", "keys"),
+    [
+        (h200_seconds, "29.8 ns a key of a decode, 0.0 ns a key of a chunk"),
+        (copying_seconds, "14.9 ns a key of a decode, 49.2 ns a key of a chunk"),
+    ],
+)
+def test_a_model_says_what_it_found(device: Device, keys: str) -> None:
+    expected = "5.2 ms a step, 20.6 us a row of many, 0.8 ns a pair of query and key, " + keys
+    assert _numbers(str(fitted(device))) == pytest.approx(_numbers(expected), rel=0.1)
+
+
+@pytest.mark.parametrize("keys", [0.0, 4e-9, COPY])
+def test_what_chunks_pay_for_keys_is_told_from_what_they_pay_for_pairs(keys: float) -> None:
+    """Seconds a key, from rehearsals whose times are wrong by 2 %."""
+
+    def measured(rng: random.Random, work: StepWork) -> StepSample:
+        return StepSample(work, (h200_seconds(work) + keys * work.chunk_keys) * rng.gauss(1, 0.02))
+
+    works = [work_of(chunks) for chunks in rehearsals(8192, 256, 132_096)]
+    models = [StepTimeModel.fit(measured(random.Random(seed), work) for work in works) for seed in range(40)]
+    found = sorted(model.keys_read(1) for model in models)
+    assert found[20] == pytest.approx(keys, abs=3e-9)
+    assert all(0 <= each <= keys + 20e-9 for each in found)
+    assert found[0] >= keys - 20e-9
 
 
 def test_noise_in_the_samples_is_averaged() -> None:
@@ -120,6 +143,28 @@ def test_a_correction_goes_where_the_time_went() -> None:
     assert model.predict(decode) < 1.4 * before
 
 
+def test_a_copy_that_takes_longer_than_it_did_is_not_taken_for_pairs() -> None:
+    def device(work: StepWork) -> float:
+        return copying_seconds(work) + COPY * work.chunk_keys
+
+    model = fitted(copying_seconds)
+    rng = random.Random(0)
+    for _ in range(400):
+        work = work_of([(rng.randrange(400_000, 1_000_000), rng.choice([64, 512]))])
+        model.observe(work, device(work))
+    for rows in (64, 128, 512):
+        work = work_of([(700_000, rows)])
+        assert model.predict(work) == pytest.approx(device(work), rel=0.1)
+
+
+def test_what_is_left_of_a_prompt_costs_what_its_large_steps_cost() -> None:
+    model = StepTimeModel(chunk_read=1e-6)
+    steps = [work_of([(50_000 + LARGE_STEP * number, LARGE_STEP)]) for number in range(10)]
+    expected = sum(map(model.predict, steps))
+    assert model.prompt_seconds(50_000, 10 * LARGE_STEP) == pytest.approx(expected, rel=1e-3)
+    assert model.prompt_seconds(900_000, 1) > 0.9, "its keys are read whole"
+
+
 def test_an_error_that_no_part_explains_does_not_move_time_from_part_to_part() -> None:
     """Every fourth step takes half as long again, for a reason that the model does not know."""
     model = fitted(h200_seconds)
@@ -139,11 +184,12 @@ def test_an_error_that_no_part_explains_does_not_move_time_from_part_to_part() -
     seconds=st.floats(0, 0.5),
     most=st.integers(0, 10_000),
     decodes=st.lists(st.integers(0, 100_000), max_size=20),
+    chunk_read=st.sampled_from([0.0, 4e-9, COPY]),
 )
 def test_the_largest_chunk_fits_and_one_token_more_does_not(
-    context: int, seconds: float, most: int, decodes: list[int]
+    context: int, seconds: float, most: int, decodes: list[int], chunk_read: float
 ) -> None:
-    model = StepTimeModel()
+    model = StepTimeModel(chunk_read=chunk_read)
     work = work_of((decode, 1) for decode in decodes)
     count = model.largest_chunk(work, context, seconds, most)
     assert 0 <= count <= most
