@@ -1,6 +1,7 @@
 """Attention over float8 pages, also where the kernel that serves the problem reads none: then over a copy in q's dtype.
 
-A prefill does so much with every key that the copy is some percent of its time. Knows no step and waits for no device.
+A long chunk does so much with every key that the copy is some percent of its time; a short one, deep in a context, is
+half copying: whoever cuts prompts must count it. Knows no step and waits for no device.
 """
 
 from dataclasses import replace

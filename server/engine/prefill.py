@@ -4,9 +4,9 @@ Between tenants the least served goes first (fairness.py); then whoever is soone
 second: so short prompts pass giant ones, and giants are finished one after another, not all at the end. The oldest
 prompt always has a quarter, so that nobody is passed for ever.
 
-A step with decodes in it lasts no longer than they want (--tpot-target-ms); limits bind only under contention. It may
-last half as long again where more of the same tenant's requests wait for their first token than decode, and up to
-BURST_STEP targets in a burst (burst.py)."""
+A step with decodes in it lasts no longer than they want (--tpot-target-ms), unless it would do little but read weights
+and copy keys for a deep prompt; limits bind only under contention. It may last half as long again where more of the
+same tenant's requests wait for their first token than decode, and up to BURST_STEP targets in a burst (burst.py)."""
 
 from bisect import insort
 from collections import Counter
@@ -25,8 +25,11 @@ TILES = (512, 64)
 LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
-FLOORS = 3  # a step may last as long as FLOORS reads of all weights, or most of it would be reading
-LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it
+FLOORS = 3  # a step may last FLOORS reads of all weights and of its chunk's keys, or most of it would be reading
+LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it,
+#: and longer where reading a chunk's keys (copying them, where pages are float8) would be more than this part of it.
+#: Weights do not count here: they are read beneath the products of so many rows.
+KEYS_SHARE = 0.1
 CROWD = 1.5  # TPOT targets that a step may last for decodes whose tenant has more requests that wait
 BURST_STEP = 4  # TPOT targets that a step may last for the requests of a burst,
 BURST_ROWS = 1024  # while it is as long as so many rows of a prompt take: more of them are no faster each
@@ -84,6 +87,7 @@ class PrefillPlan:
         self._free_tokens = max_tokens - decode_work.rows
         self._decodes = decode_work
         self._limit = inf  # seconds of the step
+        self._decodes_limit = inf  # what the decodes want of it
         self._turns: list[tuple[Turn, Request]] = []
         self._oldest: Request | None = None
         for request in prefills:
@@ -150,15 +154,17 @@ class PrefillPlan:
     def _limit_with(self, prompt: Request, target: float) -> float:
         """Seconds that a step with this prompt, and the decodes, may last."""
         model = self.model
-        limit = LONGEST_STEP * target
+        keys = model.keys_read(prompt.num_computed)
+        limit = max(LONGEST_STEP * target, keys / KEYS_SHARE)
         in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
         if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:
             limit = self._patience(prompt, target, in_burst)  # its first token comes soon, if nothing is in the way
         if self._oldest is None:  # the first prompt: once a step
             for request in self._running:
-                limit = min(limit, self._patience(request, target, in_burst))
+                self._decodes_limit = min(self._decodes_limit, self._patience(request, target, in_burst))
         decode_seconds = model.predict(self._decodes) if self._running else 0.0
-        return max(limit, FLOORS * model.floor, decode_seconds / (1 - 1 / PROMPTS_SHARE))
+        least = max(FLOORS * (model.floor + keys), decode_seconds / (1 - 1 / PROMPTS_SHARE))
+        return max(min(limit, self._decodes_limit), least)
 
     def _patience(self, request: Request, target: float, in_burst: float) -> float:
         """Seconds; `in_burst`: if it is of a burst."""

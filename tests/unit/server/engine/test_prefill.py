@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_device import rehearsed
+from simulated_device import copying_seconds, rehearsed
 
 from models.batch import SamplingParams
 from server.engine.burst import Burst
@@ -15,6 +15,7 @@ from server.engine.prefill import (
     BURST_STEP,
     CROWD,
     FLOORS,
+    KEYS_SHARE,
     LONGEST_STEP,
     MIN_TIMED_CHUNK,
     OLDEST_SHARE,
@@ -24,11 +25,12 @@ from server.engine.prefill import (
     PrefillPlan,
 )
 from server.engine.request import Request
-from server.engine.step_time import StepWork, work_of
+from server.engine.step_time import StepTimeModel, StepWork, work_of
 from server.engine.token_ids import TokenIds
 
 TARGET = 0.028
 MODEL = rehearsed()
+COPYING = rehearsed(copying_seconds)  # float8 pages
 NOW = 100.0
 
 
@@ -63,6 +65,7 @@ def plan_of(
     ranks: dict[bytes, int] | None = None,
     waiting: dict[bytes, int] | None = None,
     burst: Burst | None = None,
+    model: StepTimeModel = MODEL,
 ) -> PrefillPlan:
     return PrefillPlan(
         prompts,
@@ -71,7 +74,7 @@ def plan_of(
         max_tokens=max_tokens,
         tpot_target=target,
         now=NOW,
-        model=MODEL,
+        model=model,
         ranks={b"": 0} if ranks is None else ranks,
         waiting=waiting or {},
         burst=burst or Burst(),
@@ -93,13 +96,15 @@ some_prompts = st.lists(
     contexts=st.lists(st.integers(1, 100_000), max_size=12),
     max_tokens=st.integers(16, 10_000),
     target=st.sampled_from([None, 0.005, 0.028, 1.0]),
+    model=st.sampled_from([MODEL, COPYING]),
 )
 def test_any_step_keeps_to_its_limits_and_moves_somebody(
-    prompts: list[Prompt], contexts: list[int], max_tokens: int, target: float | None
+    prompts: list[Prompt], contexts: list[int], max_tokens: int, target: float | None, model: StepTimeModel
 ) -> None:
     requests = [make(number, prompt) for number, prompt in enumerate(prompts)]
     decodes = [decoding(100 + number, context) for number, context in enumerate(contexts)]
-    plan = plan_of(requests, decodes, max_tokens=max_tokens, target=target, ranks={b"a": 0, b"b": 1, b"c": 5})
+    ranks = {b"a": 0, b"b": 1, b"c": 5}
+    plan = plan_of(requests, decodes, max_tokens=max_tokens, target=target, ranks=ranks, model=model)
     shares, work = plan.shares()
     given_tokens = sum(count for _, count in shares)
     assert given_tokens + len(decodes) <= max_tokens
@@ -113,11 +118,13 @@ def test_any_step_keeps_to_its_limits_and_moves_somebody(
         oldest = min(shares, key=lambda share: share[0].sequence_number)
         assert oldest[0] is requests[0], "the oldest always moves"
     if target is not None and shares:
-        alone = MODEL.predict(work_of(running)) if running else 0.0
-        limit = max(LONGEST_STEP * target, FLOORS * MODEL.floor, alone * PROMPTS_SHARE / (PROMPTS_SHARE - 1))
+        alone = model.predict(work_of(running)) if running else 0.0
+        keys = model.keys_read(min(request.num_computed for request in requests))
+        limit = max(LONGEST_STEP * target, keys / KEYS_SHARE, FLOORS * (model.floor + keys))
+        limit = max(limit, alone * PROMPTS_SHARE / (PROMPTS_SHARE - 1))
         first = requests[0]
-        least = MODEL.predict(work_of([*running, (first.num_computed, min(MIN_TIMED_CHUNK, first.num_remaining))]))
-        assert MODEL.predict(work) <= (limit + least) * 1.001
+        least = model.predict(work_of([*running, (first.num_computed, min(MIN_TIMED_CHUNK, first.num_remaining))]))
+        assert model.predict(work) <= (limit + least) * 1.001
 
 
 def test_a_prompt_alone_has_all_tokens_when_time_is_no_limit() -> None:
@@ -128,6 +135,33 @@ def test_a_prompt_alone_may_take_several_targets_long() -> None:
     plan = plan_of([make(0, Prompt(100_000, 60_000))])
     work = plan.shares()[1]
     assert 0.7 * LONGEST_STEP * TARGET < MODEL.predict(work) <= LONGEST_STEP * TARGET
+
+
+@pytest.mark.parametrize("context", [400_000, 700_000, 1_000_000])
+def test_a_deep_prompt_alone_is_mostly_not_copied(context: int) -> None:
+    """Its steps are longer where keys are copied, and no longer where they are not."""
+    seconds = COPYING.predict(plan_of([make(0, Prompt(100_000, context))], model=COPYING).shares()[1])
+    assert LONGEST_STEP * TARGET < seconds <= COPYING.keys_read(context) / KEYS_SHARE
+    assert COPYING.keys_read(context) < 0.13 * seconds
+    assert MODEL.predict(plan_of([make(0, Prompt(100_000, context))]).shares()[1]) <= LONGEST_STEP * TARGET
+
+
+@pytest.mark.parametrize("context", [400_000, 1_000_000])
+def test_beside_decodes_a_deep_prompt_has_most_of_what_is_not_copying(context: int) -> None:
+    prompt, decodes = make(0, Prompt(100_000, context)), [decoding(1, 600) for _ in range(8)]
+    seconds = COPYING.predict(plan_of([prompt], decodes, model=COPYING).shares()[1])
+    longest = FLOORS * (COPYING.floor + COPYING.keys_read(context))
+    assert 0.85 * longest < seconds <= longest
+
+
+@pytest.mark.parametrize("deep_is_first", [True, False])
+def test_what_a_deep_prompt_may_take_is_not_for_others(deep_is_first: bool) -> None:
+    """Whoever of them came first: decodes wait for its own rows, not for longer steps of everybody's."""
+    deep, other = make(0, Prompt(100_000, 1_000_000)), make(1, Prompt(4000))
+    prompts = [deep, other] if deep_is_first else [other, deep]
+    shares = counts(plan_of(prompts, [decoding(2, 600)], model=COPYING))
+    assert shares[0] == MIN_TIMED_CHUNK
+    assert COPYING.predict(work_of([(600, 1), (0, shares[1])])) <= TARGET
 
 
 @pytest.mark.parametrize("context", [0, 10_000, 60_000, 120_000])
