@@ -35,7 +35,6 @@ from server.finetune.writer import Writer
 logger = logging.getLogger("longwave")
 
 RETRY_SECONDS = 1.0  # between attempts to write to a disk that is full
-STORAGE_SECONDS = 10.0  # until a job is taken up again after that
 
 
 class Attempt:
@@ -62,22 +61,26 @@ class Attempt:
         self._stopping = False
         self._lost = False  # somebody else has the job now, or nobody can write down what happens to it
         self._hung = False
-        self._gone = False  # the trainer; what became of the job is being written
+        self._gone = False  # the trainer, if there was one; what became of the job is being written
         self.process: TrainerProcess | None = None
 
     async def run(self) -> None:
         """Whatever happens, cancellation too, no process is left, and no lease that this server could give back."""
-        held, not_before, crash = True, 0.0, None
+        held = True
+        no_room: str | None = None
+        crash: str | None = None
         try:
-            self.process = await TrainerProcess.start(self._arguments(), self._config.worker)
+            word: LastWord | None = self._settling.told_before(self.job)
+            if word is None:
+                self.process = await TrainerProcess.start(self._arguments(), self._config.worker)
             logger.info("%s of %s begins: attempt %d", self._stage.name, self.job.id, self.job.attempt)
-            watching = asyncio.create_task(self._watch(self.process))
+            self._gone = word is not None
+            watching = asyncio.create_task(self._watch())
             try:
-                word = await self._read(self.process)
-                status = await self.process.wait()
+                word = word or await self._hear()
                 if not self._lost:
                     self._gone = True
-                    await self._settling.settle(self.job, word or self._without_a_word(status))
+                    await self._settling.settle(self.job, word)
                     held = False
             finally:
                 watching.cancel()
@@ -87,7 +90,7 @@ class Attempt:
             logger.info("%s", error)
         except (InsufficientStorage, OSError) as error:
             logger.error("%s is stopped: what it does cannot be written down: %s", self.job.id, error)
-            not_before = self._now() + STORAGE_SECONDS
+            no_room = "The server had no room to write down what the job does"
         except UnreadableError as error:
             logger.error("%s: its trainer is ended: %s", self.job.id, error)
             crash = "The trainer sent a message that cannot be read"
@@ -98,10 +101,12 @@ class Attempt:
             if self.process is not None:
                 await self.process.close()
             if held:
-                await self._let_go(not_before, crash)
+                await self._let_go(no_room, crash)
 
-    async def _read(self, process: TrainerProcess) -> LastWord | None:
-        """To the end of what the trainer says. Raises UnreadableError."""
+    async def _hear(self) -> LastWord:
+        """To the end of the trainer. Raises UnreadableError."""
+        process = self.process
+        assert process is not None
         last: LastWord | None = None
         while (message := await process.receive()) is not None:
             self._heard = time.monotonic()
@@ -117,7 +122,8 @@ class Attempt:
                     last = message
             if not isinstance(message, Beat):
                 self._writer.announce_news()
-        return last
+        status = await process.wait()
+        return last or self._without_a_word(status)
 
     async def _begin(self, told: Started) -> None:
         await self._writer.leases(lambda leases: leases.started(self.job, self._now(), told.device))
@@ -132,7 +138,7 @@ class Attempt:
             lambda leases: leases.stepped(self.job, self._now(), step, total, checkpoint=checkpoint)
         )
 
-    async def _watch(self, process: TrainerProcess) -> None:
+    async def _watch(self) -> None:
         """Keeps the lease, and looks what the owner wants; ends the process when the job is no longer this server's."""
         changed = self._writer.listen()
         draining = asyncio.create_task(self._draining.wait())
@@ -143,7 +149,7 @@ class Attempt:
                 self._obey(await self._writer.leases(lambda leases: leases.beat(self.job, self._now())))
                 if not self._gone and time.monotonic() - self._heard > self._config.silence_limit:
                     self._hung = True
-                    process.kill()
+                    self._kill()
                     return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._config.beat_seconds):
@@ -153,10 +159,14 @@ class Attempt:
                 return
             self._lost = True
             logger.info("%s: its trainer is ended: %s", self.job.id, error)
-            process.kill()
+            self._kill()
         finally:
             draining.cancel()
             self._writer.forget(changed)
+
+    def _kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
 
     def _obey(self, status: Status) -> None:
         wanted = status in (Status.RUNNING, Status.VALIDATING) and not self._draining.is_set()
@@ -174,13 +184,15 @@ class Attempt:
             return Stopped()
         return Crashed("The trainer did not answer any more" if self._hung else _ended(status))
 
-    async def _let_go(self, not_before: float, crash: str | None) -> None:
+    async def _let_go(self, no_room: str | None, crash: str | None) -> None:
         """Gives the lease back, as soon as that can be written. `crash`: why this attempt counts as one."""
         while True:
             try:
-                if crash is None:
-                    return await self._writer.leases(lambda leases: leases.stopped(self.job, not_before))
-                return await self._settling.crashed(self.job, crash)
+                if crash is not None:
+                    return await self._settling.crashed(self.job, crash)
+                if no_room is not None:
+                    return await self._settling.no_room(self.job, no_room)
+                return await self._writer.leases(lambda leases: leases.stopped(self.job))
             except LeaseLostError:
                 return None
             except InsufficientStorage:

@@ -39,8 +39,6 @@ class Finishing:
     async def finish(self, job: Job, finished: Finished) -> None:
         """The caller works in the job's folder alone. Raises LeaseLostError, InsufficientStorage, OSError."""
         name = model_name(job.request.model, job.request.suffix, job.id)
-        keep = self._folders.keep_model if job.request.is_full else self._folders.keep_adapter
-        place = await asyncio.to_thread(keep, job.id, Path(finished.result))
         steps = await self._writer.store(lambda store: store.journal.steps(job.id))
         content = metrics_csv(steps)
         file_id = result_file_id(job.id)
@@ -53,6 +51,8 @@ class Finishing:
             content=content,
             lines=len(steps),
         )
+        # Last of what is written: while a disk is full, the result stays where the next trainer finds it.
+        place = await asyncio.to_thread(self._folders.keep, job.id, Path(finished.result), whole=job.request.is_full)
         notes = [] if job.request.is_full else await self.load(name, place, job.owner)
         now = self._writer.clock()
         try:

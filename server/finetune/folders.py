@@ -59,11 +59,9 @@ class Folders:
     def job(self, job_id: str) -> JobFolder:
         return JobFolder(self.root / "jobs" / job_id)
 
-    def adapter(self, job_id: str) -> Path:
-        return self.root / "adapters" / job_id
-
-    def model(self, job_id: str) -> Path:
-        return self.root / "models" / job_id
+    def made(self, job_id: str, *, whole: bool) -> Path:
+        """Where a job's adapter is, or its `whole` model."""
+        return self.root / ("models" if whole else "adapters") / job_id
 
     def num_models(self) -> int:
         return sum(not path.name.startswith(DELETED) for path in _entries(self.root / "models"))
@@ -90,16 +88,10 @@ class Folders:
         """Of a job that has ended: datasets, checkpoints. The adapter stays."""
         shutil.rmtree(self.job(job_id).path, ignore_errors=True)
 
-    def keep_adapter(self, job_id: str, result: Path) -> Path:
-        """Moves a result to where adapters are; a second time, after a crash, it is there already. It is on the disk
+    def keep(self, job_id: str, result: Path, *, whole: bool) -> Path:
+        """Moves a result to where it is `made`; a second time, after a crash, it is there already. It is on the disk
         when this returns. Raises OSError."""
-        return self._keep(result, self.adapter(job_id))
-
-    def keep_model(self, job_id: str, result: Path) -> Path:
-        """As `keep_adapter`, of a whole model."""
-        return self._keep(result, self.model(job_id))
-
-    def _keep(self, result: Path, place: Path) -> Path:
+        place = self.made(job_id, whole=whole)
         place.parent.mkdir(mode=0o700, exist_ok=True)
         if not place.exists():
             result.rename(place)
@@ -108,13 +100,13 @@ class Folders:
         return place
 
     def remove_adapter(self, job_id: str) -> None:
-        shutil.rmtree(self.adapter(job_id), ignore_errors=True)
+        shutil.rmtree(self.made(job_id, whole=False), ignore_errors=True)
 
     def remove_model(self, job_id: str) -> bool:
         """Whether it was there. It is gone in one instant, and never half."""
         doomed = self.root / "models" / f"{DELETED}{job_id}"
         try:
-            self.model(job_id).rename(doomed)
+            self.made(job_id, whole=True).rename(doomed)
         except FileNotFoundError:
             return False
         shutil.rmtree(doomed, ignore_errors=True)

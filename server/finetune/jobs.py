@@ -74,7 +74,8 @@ class FineTuning:
         try:
             if self._folders.root.exists():
                 for adapter in await self._store(lambda store: store.adapters(self._config.source)):
-                    await self._finishing.load(adapter.name, self._folders.adapter(adapter.job_id), adapter.owner)
+                    folder = self._folders.made(adapter.job_id, whole=False)
+                    await self._finishing.load(adapter.name, folder, adapter.owner)
                 await self.supervisor.tidy()
         except InsufficientStorage:
             pass  # it is in the log

@@ -57,6 +57,12 @@ class Journal:
         if done.rowcount:
             self.say(job_id, now, f"Checkpoint created at step {step}")
 
+    def last_checkpoint(self, job_id: str) -> float | None:
+        """When the newest one was made."""
+        asked = "SELECT max(created_at) FROM checkpoints WHERE job_id = ?"
+        last: float | None = self._connection.execute(asked, (job_id,)).fetchone()[0]
+        return last
+
     def events(self, job_id: str, *, after: int | None, before: int | None, limit: int) -> list[Event]:
         """Behind `after`, the oldest first; else the newest first, and older than `before` when it is given."""
         where, bound = ("sequence > ?", after) if after is not None else ("sequence < ?", before or 2**62)

@@ -15,6 +15,7 @@ from server.finetune.store import JobStore
 
 MAX_CRASHES = 4  # in a row, without a new checkpoint between them
 MAX_BACK_OFF = 60.0
+MIN_WAIT, MAX_WAIT = 10.0, 300.0  # seconds of a job for which there is no room
 
 
 class LeaseLostError(Exception):
@@ -126,11 +127,30 @@ class Leases:
                 )
             return held.status
 
+    def trained(self, job: Job, now: float, tokens: int) -> None:
+        """There is a result, of so many trained tokens: whatever happens next, no trainer has to tell that again."""
+        with self._store.transaction():
+            self._held(job)
+            self._connection.execute(
+                "UPDATE jobs SET trained_tokens = ?, lease_until = ? WHERE id = ?",
+                (tokens, now + self._seconds, job.id),
+            )
+
     def stopped(self, job: Job, not_before: float = 0.0) -> None:
         """Nobody works on it any more, and nothing went wrong: it waits, or is paused."""
         with self._store.transaction():
             status = self._held(job).status
             self._connection.execute("UPDATE jobs SET not_before = ? WHERE id = ?", (not_before, job.id))
+            self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
+
+    def no_room(self, job: Job, now: float, reason: str) -> None:
+        """Nobody works on it for a while, and nothing is lost: for as long again as it has made no checkpoint, within
+        bounds, so that waits grow whoever works on it."""
+        with self._store.transaction():
+            status = self._held(job).status
+            wait = min(MAX_WAIT, max(MIN_WAIT, now - (self._journal.last_checkpoint(job.id) or job.created_at)))
+            self._journal.say(job.id, now, f"{reason}. The job waits, and is tried again in {wait:.0f} s", "warn")
+            self._connection.execute("UPDATE jobs SET not_before = ? WHERE id = ?", (now + wait, job.id))
             self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
 
     def crashed(self, job: Job, now: float, reason: str) -> bool:

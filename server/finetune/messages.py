@@ -85,6 +85,13 @@ class Crashed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class NoRoom(msgspec.Struct, frozen=True, tag=True):
+    """The disk is full, or memory is."""
+
+    reason: str
+    on_disk: bool
+
+
 class Recorded(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -93,9 +100,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Write a checkpoint and end."""
 
 
-FromTrainer = Beat | Validated | Started | Stepped | Finished | Stopped | Busy | Refused | Crashed
+FromTrainer = Beat | Validated | Started | Stepped | Finished | Stopped | Busy | Refused | Crashed | NoRoom
 ToTrainer = Recorded | Stop
-LastWord = Validated | Finished | Stopped | Busy | Refused | Crashed
+LastWord = Validated | Finished | Stopped | Busy | Refused | Crashed | NoRoom
 
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer)
 _to_trainer = msgspec.msgpack.Decoder(ToTrainer)

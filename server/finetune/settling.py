@@ -8,7 +8,7 @@ from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing
 from server.finetune.folders import Folders
 from server.finetune.hyperparameters import TooManyStepsError, make_plan, total_steps
-from server.finetune.messages import Busy, Crashed, Finished, LastWord, Refused, Stopped, Validated
+from server.finetune.messages import Busy, Crashed, Finished, LastWord, NoRoom, Refused, Stopped, Validated
 from server.finetune.records import Failure, Job, Status
 from server.finetune.stats import FineTuningStats
 from server.finetune.writer import Writer
@@ -35,6 +35,14 @@ class Settling:
         self._stats = stats
         self._max_model_len = max_model_len
 
+    def told_before(self, job: Job) -> Finished | None:
+        """The last word of an earlier trainer whose result is in its place already: the server was killed before it
+        had written that the job has succeeded. Another trainer would only make the result again. Raises OSError."""
+        place = self._folders.made(job.id, whole=job.request.is_full)
+        if job.trained_tokens is None or not place.exists():
+            return None
+        return Finished(job.trained_tokens, str(place))
+
     async def settle(self, job: Job, word: LastWord) -> None:
         """Raises OSError, too."""
         leases = self._writer.leases
@@ -49,6 +57,12 @@ class Settling:
                 await self._wait(job)
             case Refused(code=code, message=text, param=param):
                 await self._fail(job, Failure(code, text, param))
+            case NoRoom(reason=reason, on_disk=on_disk):
+                # A disk is full of other things, too; what memory never was enough for will not fit tomorrow either.
+                if on_disk or await self._writer.store(lambda store: store.journal.last_checkpoint(job.id)) is not None:
+                    await self.no_room(job, reason)
+                else:
+                    await self.crashed(job, reason)
             case Crashed(reason=reason):
                 await self.crashed(job, reason)
         self._writer.announce()
@@ -61,6 +75,12 @@ class Settling:
         self._stats.crashes += 1
         if failed:
             self._stats.end(Status.FAILED)
+
+    async def no_room(self, job: Job, reason: str) -> None:
+        """It waits, and loses nothing, until somebody has made room."""
+        logger.warning("%s waits: %s", job.id, reason)
+        now = self._writer.clock()
+        await self._writer.leases(lambda leases: leases.no_room(job, now, reason))
 
     async def _validated(self, job: Job, files: Validated) -> None:
         config = self._config
@@ -88,8 +108,8 @@ class Settling:
 
     async def _finished(self, job: Job, word: Finished) -> None:
         """What is tidied of jobs that have ended meanwhile waits until this is over."""
-        now = self._writer.clock()
-        await self._writer.leases(lambda leases: leases.beat(job, now))  # else its folder may be gone
+        now, tokens = self._writer.clock(), word.trained_tokens
+        await self._writer.leases(lambda leases: leases.trained(job, now, tokens))  # else its folder may be gone
         with self._folders.job(job.id).alone() as alone:
             if not alone:
                 return await self._wait(job)

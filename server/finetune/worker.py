@@ -2,7 +2,6 @@
 The only file of the room that runs models.training's Trainer; logs carry no text of the data."""
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -15,47 +14,20 @@ from typing import Any, Protocol
 
 import msgspec
 
-from models.errors import ModelLoadError
-from models.training import (
-    DiskFullError,
-    DivergedError,
-    ExampleError,
-    ModelTooLargeError,
-    OtherRunError,
-    Outcome,
-    OutOfMemoryError,
-    Pacer,
-    PlanError,
-    StepReport,
-    TrainingPlan,
-    Verdict,
-)
+from models.training import Outcome, Pacer, StepReport, TrainingPlan, Verdict
 from models.training.size import check_size
 from models.unused_packages import leave_out_torch
 from server.answering import SignReader
 from server.engine.parent import die_with_parent
-from server.finetune.dataset import Dataset, DatasetError, read_dataset
+from server.finetune.dataset import Dataset, read_dataset
 from server.finetune.folders import TRAINING, VALIDATION, JobFolder
+from server.finetune.last_words import last_word
 from server.finetune.link import TrainerLink
-from server.finetune.messages import (
-    Arguments,
-    Busy,
-    Crashed,
-    Finished,
-    LastWord,
-    Refused,
-    Started,
-    Stepped,
-    Stopped,
-    Validated,
-)
+from server.finetune.messages import Arguments, Busy, Finished, LastWord, Started, Stepped, Stopped, Validated
 from server.text.tokenizer import TextTokenizer
-
-logger = logging.getLogger("server.finetune.worker")  # __name__ is "__main__" in the process itself
 
 NICENESS = 10  # of 19: answers come before training
 OOM_SCORE = 900  # of 1000: where memory ends, the trainer goes and not the engine
-OTHER_RUN = "The job's checkpoints do not fit it any more: its files or the server's base model have changed since then"
 
 
 class Trains(Protocol):
@@ -74,57 +46,17 @@ def serve(arguments: Arguments, link: TrainerLink, make_trainer: MakeTrainer) ->
         with folder.alone() as alone:
             if not alone:
                 return Busy()
+            # Not while files are validated only: by the time of training, the server may have another limit.
+            if arguments.max_full_parameters is not None:
+                check_size(model_source(arguments), arguments.max_full_parameters)
             if arguments.stage == "validate":
                 return _validate(arguments, folder)
             return _train(arguments, folder, link, make_trainer)
     except Exception as error:
-        return _last_word(error)
-
-
-def _last_word(error: Exception) -> Refused | Crashed:
-    refused = _refusal(error)
-    if refused is not None:
-        return refused
-    logger.error("the trainer failed", exc_info=error)
-    return Crashed(_reason(error))
-
-
-def _refusal(error: Exception) -> Refused | None:
-    """What will go wrong every time."""
-    match error:
-        case DatasetError(param=param):
-            return Refused(f"invalid_{param}", str(error), param)
-        case ExampleError(index=index):
-            line = "" if index is None else f"Line {index + 1}: "
-            return Refused(f"invalid_{TRAINING}", f"{line}{error}", TRAINING)
-        case OtherRunError():  # its message names folders
-            logger.error("%s", error)
-            return Refused("checkpoint_mismatch", OTHER_RUN)
-        case PlanError() | DivergedError():
-            code = "training_diverged" if isinstance(error, DivergedError) else "invalid_hyperparameters"
-            return Refused(code, str(error), "hyperparameters")
-        case NotImplementedError():  # UnsupportedModelError is one, of a room that would bring torch along
-            return Refused("unsupported_model", f"The base model cannot be trained on this server: {error}", "model")
-    return None
-
-
-def _reason(error: Exception) -> str:
-    """For the job's owner: no paths and no details of ours. The log has the rest."""
-    if isinstance(error, ModelTooLargeError):
-        return str(error)
-    if isinstance(error, OutOfMemoryError | MemoryError):
-        return "The device has too little memory for the job's batches"
-    no_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if no_room or isinstance(error, DiskFullError):
-        return "The server's disk is full"
-    if isinstance(error, ModelLoadError):
-        return "The model could not be loaded"
-    return f"The trainer failed ({type(error).__name__})"
+        return last_word(error)
 
 
 def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
-    if arguments.max_full_parameters is not None:
-        check_size(model_source(arguments), arguments.max_full_parameters)
     training, validation = read_datasets(arguments, folder)
     longest = max(training.longest, 0 if validation is None else validation.longest)
     checked = 0 if validation is None else len(validation.examples)

@@ -113,7 +113,7 @@ class FineTuningJob(WireModel):
             training_file=asked.training_file,
             validation_file=asked.validation_file,
             result_files=[] if job.result_file is None else [job.result_file],
-            trained_tokens=job.trained_tokens,
+            trained_tokens=job.trained_tokens if job.status == "succeeded" else None,
             total_steps=job.total_steps,
             seed=job.seed,
             method=MethodObject(type=asked.method, hyperparameters=hyperparameters),

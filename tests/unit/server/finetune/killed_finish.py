@@ -30,11 +30,11 @@ def then_die(act: Callable[..., Any]) -> Callable[..., Any]:
     return acted
 
 
-#: Between any two of the adapter's rename, the result file's bytes and listing, the engine and the job's last row.
+#: Between any two of the result file's bytes and listing, the adapter's rename, the engine and the job's last row.
 FINISHING = {
-    "the adapter is in its place": (FileStore, "put", die),
     "the result file's bytes are there": (Catalog, "add", die),
     "the result file is listed": (Catalog, "add", then_die(Catalog.add)),
+    "the adapter is in its place": (Folders, "keep", then_die(Folders.keep)),
     "the model is served": (Leases, "succeeded", die),
     "the job has succeeded": (Leases, "succeeded", then_die(Leases.succeeded)),
 }

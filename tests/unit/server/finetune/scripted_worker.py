@@ -22,6 +22,7 @@ from models.training import (
     ModelTooLargeError,
     OtherRunError,
     Outcome,
+    OutOfMemoryError,
     Pacer,
     PlanError,
     StepReport,
@@ -47,6 +48,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "full for a checkpoint": lambda: DiskFullError("checkpoints/3 cannot be written"),
     "another run": lambda: OtherRunError("/srv/run/checkpoints belongs to another plan"),
     "unsupported": unsupported,
+    "out of memory": lambda: OutOfMemoryError("cpu has too little memory for this plan"),
     "too large": lambda: ModelTooLargeError("Full fine-tuning keeps 9 GiB; cpu has 1 GiB free"),
 }
 

@@ -14,6 +14,7 @@ from server.errors import InvalidAdapter
 from server.finetune import Status, TrainerConfig
 from server.finetune.leases import TRAIN, Leases
 from server.finetune.store import JobStore
+from server.schemas.fine_tuning_reply import FineTuningJob
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -114,7 +115,7 @@ def test_a_model_whose_end_cannot_be_written_is_not_served_until_it_is(
         succeeded(leases, *asked, **named)
 
     monkeypatch.setattr(Leases, "succeeded", full)
-    monkeypatch.setattr("server.finetune.attempt.STORAGE_SECONDS", 0.2)
+    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.2)
 
     async def main(work: Work) -> None:
         job = await work.create()
@@ -139,8 +140,10 @@ def test_a_job_cancelled_after_its_end_could_not_be_written_leaves_nothing(
     async def main(work: Work) -> None:
         job = await work.create()
         place = tmp_path / "finetune" / "adapters" / job.id
-        await work.wait(job, lambda now: place.exists() and now.status is Status.QUEUED)  # for STORAGE_SECONDS
+        await work.wait(job, lambda now: place.exists() and now.status is Status.QUEUED)  # for MIN_WAIT
         assert work.loaded == []
+        waiting = await work.jobs.get(job.id, "me")
+        assert (waiting.trained_tokens, FineTuningJob.of(waiting).trained_tokens) == (60, None)  # it is not done yet
         await work.jobs.cancel(job.id, "me")
         await work.wait(job, lambda _: not work.job_folder(job).exists())
         assert not place.exists()

@@ -72,7 +72,7 @@ def left(work: Work) -> dict[str, list[str]]:
     finetune, files = work.folder / "finetune", work.folder / "files"
     return {
         "jobs": sorted(path.name for path in (finetune / "jobs").iterdir()),
-        "adapters": sorted(path.name for path in (finetune / "adapters").iterdir()),
+        "adapters": sorted(path.name for path in (finetune / "adapters").glob("*")),
         "files": sorted(path.name for path in (files / "content").iterdir()),
         "listed": sorted(file.id for file in work.files.page("me", purpose=None, after=None, limit=9, order="asc")),
         "served": sorted(name for name, _, _ in work.loaded),
@@ -109,6 +109,26 @@ def test_a_job_killed_at_its_end_succeeds_with_the_same_model_once(
         assert work.weights(job) == weights
 
     run(main)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_result_that_is_in_its_place_needs_no_other_trainer(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Which would make it again, of a whole model with gigabytes that may not be free by then."""
+    script(tmp_path, monkeypatch)
+    job_id = killed(tmp_path, "the adapter is in its place", kind)
+
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await work.jobs.get(job_id, "me"))
+        assert done.trained_tokens == 20
+        place = tmp_path / "finetune" / ("models" if kind == "full" else "adapters") / job_id
+        assert (place / "weights").exists()
+        assert len(work.loaded) == (0 if kind == "full" else 1)
+        await settled(work, done)
+        assert place.exists()
+
+    run(main, worker="no_such_module")  # a trainer that is started ends at once
 
 
 @pytest.mark.parametrize("instant", [instant for instant in FINISHING if instant != "the job has succeeded"])

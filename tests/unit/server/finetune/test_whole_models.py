@@ -4,15 +4,17 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_makers import REQUEST, create, opened
 from test_killed_finish import killed
 from working import Run, Work, script
 
-from server.errors import QuotaExceeded
+from server.errors import InsufficientStorage, QuotaExceeded
 from server.finetune import Hyperparameters, Job, Status, decided
 from server.finetune.folders import DELETED, ORPHAN_SECONDS, Folders
+from server.finetune.leases import MAX_CRASHES
 from server.finetune.store import TooManyModelsError
 
 pytestmark = pytest.mark.timeout(180)
@@ -132,10 +134,53 @@ def test_two_requests_at_once_do_not_pass_the_bound_together(tmp_path: Path) -> 
         assert store.get("ftjob-3").request == replace(REQUEST)
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_result_stays_with_its_trainer_until_everything_else_is_on_the_disk(
+    run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.1)
+
+    async def main(work: Work) -> None:
+        put, left = work.files.put, []
+
+        def full(*given: Any, **named: Any) -> Any:
+            if named["purpose"] == "fine-tune-results" and len(left) < MAX_CRASHES:
+                left.append([path.parent.name for path in (work.folder / "finetune").rglob("result")])
+                raise InsufficientStorage("The disk is full.")
+            return put(*given, **named)
+
+        monkeypatch.setattr(work.files, "put", full)
+        done = await work.succeeded(await work.create(steps=2, training_type=kind))
+        assert left == [["run"]] * MAX_CRASHES
+        assert work.jobs.stats.crashes == 0
+        assert len(work.trained()) == 2
+        said = await work.said(done)
+        assert sum(text.startswith("The server had no room to write down") for text in said) == MAX_CRASHES
+
+    run(main)
+
+
+def test_a_server_of_a_lower_limit_refuses_what_another_has_validated(run: Run) -> None:
+    async def validate(work: Work) -> None:
+        job = await begin(work)
+        await work.wait(job, lambda now: now.plan is not None)
+        await work.jobs.pause(job.id, "me")
+
+    async def refuse(work: Work) -> None:
+        (job,) = await work.jobs.page("me", None, 9, {})
+        await work.jobs.resume(job.id, "me")
+        failed = await work.failed(job)
+        assert failed.failure is not None
+        assert failed.failure.message == "the base model has 50 parameters"
+        await work.wait(job, lambda _: not work.job_folder(job).exists())
+        assert models(work) == []
+
+    run(validate, {"parameters": 50, "hold_at": 1}, max_full_parameters=50)
+    run(refuse, {"parameters": 50}, max_full_parameters=49)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "instant", ["the adapter is in its place", "the result file is listed", "the job has succeeded"]
-)
+@pytest.mark.parametrize("instant", ["the adapter is in its place", "the model is served", "the job has succeeded"])
 def test_a_job_killed_at_its_end_keeps_one_model_and_a_cancelled_one_none(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
 ) -> None:
