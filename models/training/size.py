@@ -14,6 +14,9 @@ GIB = 2**30
 #: Bytes for each parameter, whatever the batches: the weight, its gradient and AdamW's two moments in float32; beside
 #: weights in bfloat16 a float32 master.
 STATE_BYTES = {"float32": 16, "bfloat16": 18}
+#: Of them in a checkpoint: the float32 weight and the moments. From a GPU they are copied all at once before they are
+#: written; what is in host memory is written from where it is.
+CHECKPOINT_BYTES = 12
 
 
 def num_parameters(source: ModelSource) -> int:
@@ -46,6 +49,12 @@ def check_memory(source: ModelSource, device: Any, dtype: str) -> None:
         raise ModelTooLargeError(
             f"Full fine-tuning of {parameters} parameters keeps {needed / GIB:.2f} GiB (weights, gradients and AdamW's "
             f"moments), beside what batches need; {device} has {free / GIB:.2f} GiB free"
+        )
+    copied, host = CHECKPOINT_BYTES * parameters, available_memory_bytes()
+    if device.type != "cpu" and copied > host:
+        raise ModelTooLargeError(
+            f"A checkpoint of {parameters} parameters takes {copied / GIB:.2f} GiB of host memory while it is written; "
+            f"{host / GIB:.2f} GiB are free there"
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from server.files.folder import PRIVATE, make_private, sync_folder
+from server.finetune.records import JOB_ID
 
 TRAINING, VALIDATION = "training_file", "validation_file"  # the request's names
 DELETED = ".deleted-"  # how names of whole models begin that are on their way out
@@ -63,8 +64,9 @@ class Folders:
         """Where a job's adapter is, or its `whole` model."""
         return self.root / ("models" if whole else "adapters") / job_id
 
-    def num_models(self) -> int:
-        return sum(not path.name.startswith(DELETED) for path in _entries(self.root / "models"))
+    def models(self) -> set[str]:
+        """The jobs whose whole models are here."""
+        return {path.name for path in _entries(self.root / "models") if path.name.startswith(JOB_ID)}
 
     def jobs(self) -> list[JobFolder]:
         return [JobFolder(path) for path in _entries(self.root / "jobs")]
@@ -103,33 +105,39 @@ class Folders:
         shutil.rmtree(self.made(job_id, whole=False), ignore_errors=True)
 
     def remove_model(self, job_id: str) -> bool:
-        """Whether it was there. It is gone in one instant, and never half."""
+        """Whether it was there. It is gone in one instant, and never half; on the disk, too, when this returns. Raises
+        OSError."""
         doomed = self.root / "models" / f"{DELETED}{job_id}"
         try:
             self.made(job_id, whole=True).rename(doomed)
         except FileNotFoundError:
             return False
+        sync_folder(doomed.parent)
         shutil.rmtree(doomed, ignore_errors=True)
         return True
 
-    def sweep_adapters(self, has_ended: Callable[[str], bool | None], has_adapter: Callable[[str], bool]) -> None:
-        """Removes those that are no job's model, or no longer. `has_ended` of an unknown job is None, and is asked
-        first: a job has ended and has its adapter in the same instant."""
-        _sweep(self.root / "adapters", has_ended, has_adapter)
+    def stray_adapters(self, has_ended: Callable[[str], bool | None], has_adapter: Callable[[str], bool]) -> list[Path]:
+        """Those that are no job's model, or no longer, and never will be. `has_ended` of an unknown job is None, and is
+        asked first: a job has ended and has its adapter in the same instant."""
+        return _strays(self.root / "adapters", has_ended, has_adapter)
 
-    def sweep_models(self, has_ended: Callable[[str], bool | None], has_succeeded: Callable[[str], bool]) -> None:
-        """As `sweep_adapters`, of whole models; and what was deleted and is not gone yet."""
-        for path in (self.root / "models").glob(f"{DELETED}*"):
-            shutil.rmtree(path, ignore_errors=True)
-        _sweep(self.root / "models", has_ended, has_succeeded)
+    def stray_models(self, has_ended: Callable[[str], bool | None], has_succeeded: Callable[[str], bool]) -> list[Path]:
+        """As `stray_adapters`, of whole models; and what was deleted and is not gone yet."""
+        deleted = [path for path in _entries(self.root / "models") if path.name.startswith(DELETED)]
+        return deleted + _strays(self.root / "models", has_ended, has_succeeded)
 
 
-def _sweep(parent: Path, has_ended: Callable[[str], bool | None], is_kept: Callable[[str], bool]) -> None:
+def _strays(parent: Path, has_ended: Callable[[str], bool | None], is_kept: Callable[[str], bool]) -> list[Path]:
+    """What has no name of ours is somebody's own."""
+    strays = []
     for path in _entries(parent):
+        if not path.name.startswith(JOB_ID):
+            continue
         ended = has_ended(path.name)
         with contextlib.suppress(FileNotFoundError):  # another server was faster
             if ended is not False and not is_kept(path.name) and (ended or _is_old(path)):
-                shutil.rmtree(path, ignore_errors=True)
+                strays.append(path)
+    return strays
 
 
 def _entries(parent: Path) -> list[Path]:

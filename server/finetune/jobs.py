@@ -6,7 +6,6 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +20,10 @@ from server.errors import (
 from server.files.store import FileStore
 from server.finetune.acceptance import check
 from server.finetune.config import TrainerConfig
+from server.finetune.feed import follow
 from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
 from server.finetune.folders import Folders
-from server.finetune.records import Adapter, Checkpoint, Event, Job, JobRequest
+from server.finetune.records import JOB_ID, Adapter, Checkpoint, Event, Job, JobRequest
 from server.finetune.stats import FineTuningStats
 from server.finetune.store import JobStore, TooManyModelsError, WrongStatusError
 from server.finetune.supervisor import Supervisor
@@ -36,8 +36,6 @@ logger = logging.getLogger("longwave")
 T = TypeVar("T")
 
 MAX_SEED = 2**31 - 1
-EVENTS_AT_ONCE = 100
-NEWS_SECONDS = 1.0
 
 
 class FineTuning:
@@ -97,7 +95,7 @@ class FineTuning:
         known = None if key is None else await self._store(lambda store: store.sent_before(owner, key))
         if known is not None:  # whatever has become of its files since
             return _same(known, request)
-        job_id = f"ftjob-{secrets.token_hex(16)}"
+        job_id = f"{JOB_ID}{secrets.token_hex(16)}"
         check(request, job_id, self._config)
         await asyncio.to_thread(make_folder, self._folders, self._files, job_id, owner, request)
         seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
@@ -112,7 +110,8 @@ class FineTuning:
                     self._writer.clock(),
                     key,
                     self._max_live_jobs,
-                    self._config.max_full_models - self._folders.num_models(),
+                    self._config.max_full_models,
+                    self._folders.models,
                 )
             )
         except TooManyModelsError:
@@ -165,27 +164,7 @@ class FineTuning:
         """The job's events behind `after`, the oldest first, as they come, until it has ended. None now and then: no
         news. Raises JobMissing for an `after` that is no event of the job."""
         seen = 0 if after is None else await self._event_sequence(job, after)
-        return self._follow(job.id, seen)
-
-    async def _follow(self, job_id: str, seen: int) -> AsyncIterator[Event | None]:
-        changed = self._writer.listen(news=True)
-        try:
-            while True:
-                changed.clear()
-                ended = await self._store(partial(JobStore.has_ended, job_id=job_id))
-                events = await self._store(partial(_events_after, job_id, seen))
-                for event in events:
-                    yield event
-                    seen = event.sequence
-                if ended and len(events) < EVENTS_AT_ONCE:
-                    return
-                if not events:
-                    with contextlib.suppress(TimeoutError):  # other servers' news are not announced
-                        async with asyncio.timeout(NEWS_SECONDS):
-                            await changed.wait()
-                    yield None
-        finally:
-            self._writer.forget(changed)
+        return follow(self._writer, job.id, seen)
 
     async def checkpoints(self, job_id: str, owner: str, after: str | None, limit: int) -> tuple[Job, list[Checkpoint]]:
         """The newest first, older than the checkpoint `after`."""
@@ -209,12 +188,19 @@ class FineTuning:
         await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
 
     async def remove_model(self, name: str, owner: str) -> bool:
-        """A whole model, for good. Whether the owner had one of that name."""
+        """A whole model, for good. Whether the owner had one of that name. Raises InsufficientStorage when the disk
+        refuses."""
         known = self._folders.root.exists()  # else nobody ever asked for fine-tuning: leave no trace on the disk
         job = await self._store(lambda store: store.tuned(name, owner)) if known else None
         if job is None or not job.request.is_full:
             return False
-        return await asyncio.to_thread(self._folders.remove_model, job.id)
+        try:
+            return await asyncio.to_thread(self._folders.remove_model, job.id)
+        except OSError as error:
+            logger.error("the model of %s cannot be deleted: %s", job.id, error)
+            raise InsufficientStorage(
+                "The model cannot be deleted: the server's data directory cannot be used."
+            ) from error
 
     async def _steer(self, job_id: str, owner: str, verb: str, act: Callable[[JobStore, str, float], Job]) -> Job:
         job = await self.get(job_id, owner)
@@ -245,7 +231,3 @@ def _same(job: Job, request: JobRequest) -> Job:
     if job.request != request:
         raise SequenceConflict("This Idempotency-Key was sent before, with another request.")
     return job
-
-
-def _events_after(job_id: str, seen: int, store: JobStore) -> list[Event]:
-    return store.journal.events(job_id, after=seen, before=None, limit=EVENTS_AT_ONCE)

@@ -9,6 +9,8 @@ Schedule = Literal["cosine", "linear"]
 TrainingType = Literal["lora", "full"]
 Level = Literal["info", "warn", "error"]
 
+JOB_ID = "ftjob-"  # how the id of every job begins
+
 
 class Status(StrEnum):
     VALIDATING = "validating_files"

@@ -1,7 +1,7 @@
 """Jobs and finished adapters in SQL, as their owners see and change them. Blocking, for one thread; must not know who
 trains (server.finetune.leases does), HTTP, or files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,11 @@ class JobStore:
 
     def create(
         self, job_id: str, owner: str, source: str, request: JobRequest, seed: int, now: float, key: str | None,
-        max_live: int, max_full: int,
+        max_live: int, max_full: int, models: Callable[[], set[str]],
     ) -> Job | None:  # fmt: skip
         """The new job, or the one that the owner's idempotency key made before; None when `max_live` jobs live. Raises
-        TooManyModelsError for one that tunes fully when `max_full` such jobs live."""
+        TooManyModelsError for one that tunes fully when `max_full` such jobs live or have left a model: `models` names
+        the jobs whose models are on the disk, where a job's is shortly before it has ended."""
         with self.transaction():
             known = None if key is None else self.sent_before(owner, key)
             if known is not None:
@@ -60,7 +61,7 @@ class JobStore:
             (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
             if live >= max_live:
                 return None
-            if request.is_full and self._live_full() >= max_full:
+            if request.is_full and len(models() | self._live_full()) >= max_full:
                 raise TooManyModelsError
             self.connection.execute(
                 """INSERT INTO jobs (id, owner, idempotency_key, source, request, seed, status, created_at)
@@ -179,10 +180,9 @@ class JobStore:
             "UPDATE jobs SET status = ?, estimated_finish = NULL, not_before = 0 WHERE id = ?", (status, job_id)
         )
 
-    def _live_full(self) -> int:
+    def _live_full(self) -> set[str]:
         full = "json_extract(request, '$.hyperparameters.training_type') = 'full'"
-        counted = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE}) AND {full}")
-        return int(counted.fetchone()[0])
+        return {name for (name,) in self.connection.execute(f"SELECT id FROM jobs WHERE status IN ({LIVE}) AND {full}")}
 
     def _one(self, where: str, *values: Any) -> Job | None:
         return next(iter(self._all(where, *values)), None)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import shutil
 from contextlib import suppress
+from pathlib import Path
 
 from server.errors import FileMissing, LongwaveError, ModelNotFound
 from server.files.store import FileStore
@@ -48,12 +49,16 @@ class Tidying:
                 pass  # another server was faster
             except (OSError, LongwaveError) as error:
                 logger.warning("what %s has left cannot be removed yet: %s", folder.path.name, error)
-        await self._writer.store(lambda store: self._folders.sweep_adapters(store.has_ended, store.holds_adapter_of))
-        await self._writer.store(lambda store: self._folders.sweep_models(store.has_ended, store.has_succeeded))
+        for path in await self._writer.store(self._strays):  # many gigabytes perhaps, and leases are renewed meanwhile
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
         self._stats.jobs = await self._writer.store(lambda store: store.counts())
 
     def _jobs(self, store: JobStore) -> dict[JobFolder, Job | None]:
         return {folder: store.known(folder.path.name) for folder in self._folders.jobs()}
+
+    def _strays(self, store: JobStore) -> list[Path]:
+        adapters = self._folders.stray_adapters(store.has_ended, store.holds_adapter_of)
+        return adapters + self._folders.stray_models(store.has_ended, store.has_succeeded)
 
     async def _end(self, folder: JobFolder, job: Job | None) -> None:
         """Unless somebody works in the folder, who tidies afterwards."""

@@ -71,12 +71,15 @@ def test_memory_for_weights_gradients_and_moments_has_to_be_free(
 
 def test_a_gpu_s_free_memory_counts_there(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = registry.resolve(str(tiny_folder))
-    free = [18 * num_parameters(source)]
-    monkeypatch.setattr(size_of_models, "available_memory_bytes", lambda: 0)
+    free, host = [18 * num_parameters(source)], [12 * num_parameters(source)]
+    monkeypatch.setattr(size_of_models, "available_memory_bytes", lambda: host[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 10**12))
     check_memory(source, torch.device("cuda"), "bfloat16")
     free[0] -= 1
     with pytest.raises(ModelTooLargeError, match="cuda has"):
+        check_memory(source, torch.device("cuda"), "bfloat16")
+    free[0], host[0] = free[0] + 1, host[0] - 1
+    with pytest.raises(ModelTooLargeError, match=r"A checkpoint of .* of host memory while it is written"):
         check_memory(source, torch.device("cuda"), "bfloat16")
 
 

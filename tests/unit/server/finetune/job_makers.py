@@ -27,7 +27,8 @@ def opened(folder: Path) -> Iterator[JobStore]:
 
 def create(store: JobStore, name: str = "ftjob-1", owner: str = "me", now: float = 100.0, **changes: Any) -> Job:
     key, limit, full = changes.pop("key", None), changes.pop("max_live", 100), changes.pop("max_full", 100)
-    job = store.create(name, owner, MODEL, replace(REQUEST, **changes), 7, now, key, limit, full)
+    models = changes.pop("models", set)
+    job = store.create(name, owner, MODEL, replace(REQUEST, **changes), 7, now, key, limit, full, models)
     assert job is not None
     return job
 

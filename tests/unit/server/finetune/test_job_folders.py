@@ -26,7 +26,7 @@ def test_adapters_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) ->
     """Another server sweeps too."""
     folders = Folders(tmp_path)
     for name in ("ftjob-1", "ftjob-2", "ftjob-3", "ftjob-4", "ftjob-5"):
-        folders.adapter(name).mkdir(parents=True)
+        folders.made(name, whole=False).mkdir(parents=True)
     asked = []
 
     def has_ended(job_id: str) -> bool | None:
@@ -39,9 +39,9 @@ def test_adapters_that_go_while_they_are_swept_are_no_failure(tmp_path: Path) ->
         asked.append(("adapter", job_id))
         return False
 
-    folders.sweep_adapters(has_ended, has_adapter)
-    left = [path.name for path in (tmp_path / "adapters").iterdir()]
-    assert sorted(left) == ["ftjob-4", "ftjob-5"]  # that of an unknown job is young, that of a live one is its result
+    strays = [path.name for path in folders.stray_adapters(has_ended, has_adapter)]
+    # ftjob-1 and 3 are gone by then; ftjob-4, of an unknown job, is young, and ftjob-5, of a live one, is its result.
+    assert sorted(strays) == ["ftjob-1", "ftjob-2"]
     for name in ("ftjob-1", "ftjob-2"):  # in the other order, a job that succeeds in between would lose its model
         assert asked.index(("ended", name)) < asked.index(("adapter", name))
 
@@ -102,8 +102,8 @@ def test_an_adapter_is_on_the_disk_under_its_name_before_anybody_writes_that_it_
     result = tmp_path / "jobs" / "ftjob-1" / "run" / "result"
     result.mkdir(parents=True)
     monkeypatch.setattr("server.finetune.folders.sync_folder", lambda path: synced.append((path, place.exists())))
-    place = folders.adapter("ftjob-1")
+    place = folders.made("ftjob-1", whole=False)
     for _ in range(2):  # a crash may have come between the rename and the sync
         synced.clear()
-        assert folders.keep_adapter("ftjob-1", result) == place
+        assert folders.keep("ftjob-1", result, whole=False) == place
         assert synced == [(tmp_path / "adapters", True), (tmp_path, True)]

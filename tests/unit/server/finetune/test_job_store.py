@@ -67,7 +67,7 @@ def test_an_idempotency_key_makes_one_job_per_owner(tmp_path: Path) -> None:
 def test_only_jobs_that_have_not_ended_count_in_the_limit(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         create(store, max_live=1)
-        assert store.create("ftjob-2", "me", MODEL, REQUEST, 7, 1.0, None, 1, 1) is None
+        assert store.create("ftjob-2", "me", MODEL, REQUEST, 7, 1.0, None, 1, 1, set) is None
         store.cancel("ftjob-1", 2.0)
         create(store, "ftjob-2", max_live=1)
 

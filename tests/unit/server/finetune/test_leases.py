@@ -247,38 +247,6 @@ def test_a_new_checkpoint_forgives_earlier_crashes(tmp_path: Path) -> None:
         assert store.get(job.id).crashes == 1
 
 
-def test_a_job_without_room_waits_longer_the_longer_it_has_made_no_checkpoint_and_never_crashes(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        create(store)
-        held = leases(store)
-        job, now, waits = training(store, held), 1000.0, []
-        held.stepped(job, now, step(1), 99, checkpoint=True)
-        for _ in range(8):
-            held.no_room(job, now, "The disk is full")
-            before = now
-            while (taken := held.claim(TRAIN, MODEL, now)) is None:
-                now += 1.0
-            job, waits = taken, [*waits, now - before]
-        assert waits == [10.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
-        assert (job.status, job.crashes) == (Status.RUNNING, 0)
-        assert messages(store)[-1] == "The disk is full. The job waits, and is tried again in 300 s"
-        held.stepped(job, now, step(2), 99, checkpoint=True)
-        held.no_room(job, now, "The disk is full")
-        assert held.claim(TRAIN, MODEL, now + 10.0) is not None
-
-
-def test_a_job_that_was_paused_while_it_had_no_room_is_paused(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        create(store)
-        held = leases(store)
-        job = training(store, held)
-        store.pause(job.id, 103.0)
-        held.no_room(job, 104.0, "x")
-        assert store.get(job.id).status is Status.PAUSED
-        store.resume(job.id, 105.0)
-        assert held.claim(TRAIN, MODEL, 105.0) is not None  # whoever resumes it may have made room
-
-
 def test_a_server_that_is_killed_again_and_again_by_a_job_ends_it(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         create(store)

@@ -1,25 +1,17 @@
 """Jobs that tune all weights: what they make is a folder, kept and not served, until its owner deletes it."""
 
-import os
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_makers import REQUEST, create, opened
 from test_killed_finish import killed
 from working import Run, Work, script
 
-from server.errors import InsufficientStorage, QuotaExceeded
-from server.finetune import Hyperparameters, Job, Status, decided
-from server.finetune.folders import DELETED, ORPHAN_SECONDS, Folders
+from server.errors import InsufficientStorage
+from server.finetune import Job, Status, decided
 from server.finetune.leases import MAX_CRASHES
-from server.finetune.store import TooManyModelsError
 
 pytestmark = pytest.mark.timeout(180)
-
-FULL = Hyperparameters(training_type="full")
 
 
 async def begin(work: Work, owner: str = "me") -> Job:
@@ -111,29 +103,6 @@ def test_a_device_that_is_too_small_fails_the_job_with_the_reason(run: Run) -> N
     run(main, {"raise_at": 1, "error": "too large"})
 
 
-def test_kept_models_and_those_being_made_are_bounded_together(run: Run) -> None:
-    async def main(work: Work) -> None:
-        kept = await work.succeeded(await begin(work))
-        await begin(work, "you")
-        with pytest.raises(QuotaExceeded, match="keeps 2 fully tuned models"):
-            await begin(work)
-        assert await work.jobs.remove_model(str(kept.fine_tuned_model), "me")
-        await begin(work)
-
-    run(main, max_full_models=2)
-
-
-def test_two_requests_at_once_do_not_pass_the_bound_together(tmp_path: Path) -> None:
-    full = {"hyperparameters": FULL}
-    with opened(tmp_path) as store:
-        create(store, **full, max_full=1)
-        with pytest.raises(TooManyModelsError):
-            create(store, "ftjob-2", **full, max_full=1)
-        assert store.known("ftjob-2") is None
-        create(store, "ftjob-3", max_full=1)
-        assert store.get("ftjob-3").request == replace(REQUEST)
-
-
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_result_stays_with_its_trainer_until_everything_else_is_on_the_disk(
     run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -213,16 +182,3 @@ def test_a_job_killed_at_its_end_succeeds_with_the_next_server(
         assert work.loaded == []
 
     run(main)
-
-
-def test_what_no_job_keeps_is_swept_and_a_deletion_that_was_cut_short_is_finished(tmp_path: Path) -> None:
-    folders = Folders(tmp_path)
-    for name in (f"{DELETED}ftjob-1", "ftjob-kept", "ftjob-live", "ftjob-failed", "ftjob-unknown", "ftjob-unknown-old"):
-        (tmp_path / "models" / name).mkdir(parents=True)
-    assert folders.num_models() == 5
-    before = time.time() - 2 * ORPHAN_SECONDS
-    os.utime(tmp_path / "models" / "ftjob-unknown-old", (before, before))
-    ended = {"ftjob-kept": True, "ftjob-live": False, "ftjob-failed": True}
-    folders.sweep_models(ended.get, lambda job_id: job_id == "ftjob-kept")
-    left = sorted(path.name for path in (tmp_path / "models").iterdir())
-    assert left == ["ftjob-kept", "ftjob-live", "ftjob-unknown"]

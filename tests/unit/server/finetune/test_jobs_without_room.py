@@ -1,0 +1,139 @@
+"""A job for which there is no room on the disk, or in memory, waits and loses nothing."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from job_makers import MODEL, create, leases, messages, opened, step, training
+from working import Run, Work
+
+from server.finetune import Status
+from server.finetune.journal import Journal
+from server.finetune.leases import MAX_CRASHES, TRAIN
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
+    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, refusals = Journal.record, []
+
+    def full(journal: Journal, job_id: str, now: float, step: object, total: int) -> bool:
+        if getattr(step, "step", 0) == 4 and len(refusals) < 2:
+            refusals.append(step)
+            raise sqlite3.OperationalError("database or disk is full")
+        return record(journal, job_id, now, step, total)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Journal, "record", full)
+    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.2)
+
+    async def main(work: Work) -> None:
+        job = await work.create()
+        done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
+        assert (done.status, len(refusals)) == (Status.SUCCEEDED, 2)
+        assert work.weights(job) == truth
+        assert work.jobs.stats.crashes == 0
+
+    run(main)
+
+
+def make_room(work: Work) -> None:
+    (work.folder / "script.json").write_text("{}")
+
+
+NO_ROOM = {
+    "full": "The server's disk is full",
+    "full for a checkpoint": "The server's disk is full",
+    "too large": "Full fine-tuning keeps 9 GiB; cpu has 1 GiB free",
+    "out of memory": "The device has too little memory for the job's batches",
+}
+
+
+@pytest.mark.parametrize("error", NO_ROOM)
+def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
+    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.leases.MAX_WAIT", 0.05)
+
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.wait(job, lambda now: now.attempt > MAX_CRASHES + 1)  # its validation was one
+        assert (await work.jobs.get(job.id, "me")).status in (Status.QUEUED, Status.RUNNING)
+        events = await work.jobs.events(job.id, "me", None, 100)
+        warned = {event.message for event in events if event.level == "warn"}
+        assert warned == {f"{NO_ROOM[error]}. The job waits, and is tried again in 0 s"}
+        make_room(work)
+        done = await work.succeeded(job)
+        assert (done.crashes, work.jobs.stats.crashes) == (0, 0)
+        assert work.weights(job) == truth
+        assert len(work.trained()) == 6  # step 3 on, from the checkpoint of step 2
+
+    run(main, {"raise_at": 3, "error": error})
+
+
+def test_a_job_that_waits_for_room_waits_a_while_lets_others_work_and_is_cancelled_at_once(run: Run) -> None:
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.told(job, "The server's disk is full. The job waits, and is tried again in 10 s")
+        waiting = await work.until(job, Status.QUEUED)
+        await work.succeeded(await work.create(steps=2))
+        assert (await work.jobs.get(job.id, "me")).attempt == waiting.attempt
+        await work.jobs.cancel(job.id, "me")
+        assert not work.job_folder(job).exists()
+
+    run(main, {"raise_at": 3, "error": "full"})
+
+
+def test_a_disk_that_is_full_before_the_first_checkpoint_is_waited_for_and_memory_is_not(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.leases.MAX_WAIT", 0.05)
+
+    async def wait(work: Work) -> None:
+        job = await work.create(steps=1)
+        await work.wait(job, lambda now: now.attempt > MAX_CRASHES + 1)
+        make_room(work)
+        await work.succeeded(job)
+
+    async def fail(work: Work) -> None:
+        failed = await work.failed(await work.create(steps=1))
+        assert failed.failure is not None
+        assert failed.failure.code == "trainer_crashed"
+        assert failed.failure.message.endswith("the last time: The device has too little memory for the job's batches")
+
+    run(wait, {"raise_at": 1, "error": "full"})
+    run(fail, {"raise_at": 1, "error": "out of memory"})
+
+
+def test_a_job_without_room_waits_longer_the_longer_it_has_made_no_checkpoint_and_never_crashes(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        held = leases(store)
+        job, now, waits = training(store, held), 1000.0, []
+        held.stepped(job, now, step(1), 99, checkpoint=True)
+        for _ in range(8):
+            held.no_room(job, now, "The disk is full")
+            before = now
+            while (taken := held.claim(TRAIN, MODEL, now)) is None:
+                now += 1.0
+            job, waits = taken, [*waits, now - before]
+        assert waits == [10.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+        assert (job.status, job.crashes) == (Status.RUNNING, 0)
+        assert messages(store)[-1] == "The disk is full. The job waits, and is tried again in 300 s"
+        held.stepped(job, now, step(2), 99, checkpoint=True)
+        held.no_room(job, now, "The disk is full")
+        assert held.claim(TRAIN, MODEL, now + 10.0) is not None
+
+
+def test_a_job_that_was_paused_while_it_had_no_room_is_paused(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        held = leases(store)
+        job = training(store, held)
+        store.pause(job.id, 103.0)
+        held.no_room(job, 104.0, "x")
+        assert store.get(job.id).status is Status.PAUSED
+        store.resume(job.id, 105.0)
+        assert held.claim(TRAIN, MODEL, 105.0) is not None  # whoever resumes it may have made room
