@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_makers import REQUEST, create, leases, opened, training
@@ -94,15 +95,20 @@ def test_a_model_that_cannot_be_deleted_is_kept_and_a_deleted_one_is_gone_after_
 
 
 def test_leases_are_renewed_while_what_is_left_is_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    removing, removed = threading.Event(), threading.Event()
+
+    def remove(*_: Any, **__: Any) -> None:
+        removing.set()
+        removed.wait(LIMIT)
+
     async def main(work: Work) -> None:
-        doomed, removed = work.folder / "finetune" / "models" / f"{DELETED}ftjob-1", threading.Event()
         make_private(work.folder / "finetune")
-        doomed.mkdir(parents=True)
-        monkeypatch.setattr("shutil.rmtree", lambda *_, **__: removed.wait(LIMIT))
+        (work.folder / "finetune" / "models" / f"{DELETED}ftjob-1").mkdir(parents=True)
+        monkeypatch.setattr("shutil.rmtree", remove)
         tidying = asyncio.create_task(work.jobs.supervisor.tidy())
-        await asyncio.sleep(0.1)
-        assert await work.jobs.page("me", None, 9, {}) == []
-        assert not tidying.done()
+        await asyncio.to_thread(removing.wait, LIMIT)
+        async with asyncio.timeout(LIMIT / 2):
+            assert await work.jobs.page("me", None, 9, {}) == []  # by the thread that renews leases
         removed.set()
         await tidying
 
