@@ -8,15 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention_backend import paged_ops
+from attention_backend import dispatch, paged_ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, check_caches, check_new, store_new
 from attention_backend.checks import check_args, check_tensor, check_window
 from attention_backend.interface import Window, checked_attention, default_scale, is_local, window_right
 from attention_backend.metadata import PagedMetadata
 from attention_backend.no_gradients import refuse_gradients
+from attention_backend.operators import unseen
 from attention_backend.page_checks import check_pages, check_step
 from attention_backend.paged_cascade import Layer, paged_cascade
 from attention_backend.problem import UNBOUNDED, AttentionArgs
+from attention_backend.reference import decode
 
 
 def paged_attention(
@@ -53,6 +55,12 @@ def paged_attention(
         if k_new is not None and v_new is not None:
             paged_ops.store_kv_op(k_new, v_new, k_cache, v_cache, metadata.slot_mapping, k_scale, v_scale)
         return paged_cascade(q, Layer(k_cache, v_cache, k_scale, v_scale, softmax_scale, softcap, sinks), metadata)
+    in_pages, decodes = k_new is None, metadata.num_decodes == metadata.num_seqs == q.shape[0]
+    if q.device.type == "cpu" and in_pages and decodes and softcap == 0.0 and k_scale is None and unseen():
+        out = decode.of_step(q, k_cache, v_cache, metadata, softmax_scale, window_left, chunk_size, sinks)
+        if out is not None:
+            dispatch.count("cpu_reference")
+            return out
     return paged_ops.paged_attention_op(
         q,
         k_new,

@@ -1,7 +1,8 @@
 """What one engine step knows about its rows and pages. Built once per step, read by every layer. Knows no model."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class PagedMetadata:
     decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no row; None: all are
     shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
     shared_prefills: SharedPages | None = None  # of the others
+    #: What was made of the above for one layer, for the next ones: so values do not change.
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0] if self.seq_lens.dim() else 0

@@ -12,6 +12,17 @@ import torch
 _library = torch.library.Library("longwave", "FRAGMENT")
 
 
+def unseen() -> bool:
+    """Whether nobody would notice that an operator was not one: no gradients are recorded, nothing is traced. torch's way
+    to a Python function costs as much as a few small products, of which a step on a CPU has hundreds."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch.is_inference_mode_enabled()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+    )
+
+
 class Operator:
     """An operator of every device, called as the function it was made from, `run`. `overload` is what torch knows."""
 
@@ -23,7 +34,7 @@ class Operator:
         self.overload = getattr(torch.ops.longwave, name).default
 
     def __call__(self, *args: Any) -> Any:
-        return self.overload(*args)
+        return self.run(*args) if unseen() else self.overload(*args)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Results without values, for the compiler."""

@@ -4,6 +4,8 @@ MKL, torch's default for float32, runs one row on one core, and a handful of row
 on AMD. Same arithmetic, another order of sums. Knows no model.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -12,24 +14,57 @@ _TYPICAL_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """Inference only: y = x W^T + b, float32 or bfloat16, CPU."""
-
-    WHY = "on a CPU each layer is laid out for oneDNN by itself"  # and so not with its neighbours
+    """Inference only: y = x W^T + b, float32 or bfloat16, CPU. Its weight may lie in one layout with others' (`join`)."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _TYPICAL_ROWS)
+        self._rows = slice(0, linear.out_features)  # of the layout
+        self._packed = _laid_out(linear.weight.detach())
         self._bias = None if linear.bias is None else linear.bias.detach()
 
     @property
     def weight(self) -> Tensor:
         """A dense copy, for the few models that look at a layer's weight."""
-        return self._packed.to_dense()
+        return self._packed.to_dense()[self._rows]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._packed.dtype
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self._bias is None else self._bias[self._rows]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The products of all layers that lie together, `[..., sum of their out_features]`."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_features]` -> `[..., out_features]`."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return self.whole(x)[..., self._rows]
+
+    def lies_with(self, other: "PackedLinear") -> bool:
+        return self._packed is other._packed
+
+    @staticmethod
+    def join(layers: Sequence["PackedLinear"]) -> None:
+        """Lays layers of one input out as one, below each other, unless they lie so; all have a bias, or none has."""
+        first = layers[0]
+        if all(layer.lies_with(first) for layer in layers):
+            return
+        packed = _laid_out(torch.cat([layer.weight for layer in layers]))
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        end = 0
+        for layer in layers:
+            layer._rows = slice(end, end + layer.out_features)
+            layer._packed, layer._bias, end = packed, bias, end + layer.out_features
+
+
+def _laid_out(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+    return packed
 
 
 def pack_linears(model: nn.Module) -> int:

@@ -34,4 +34,4 @@ class ByContents(Generic[Made]):
 
 
 def _bytes(x: Tensor) -> bytes:
-    return x.cpu().numpy().tobytes()
+    return (x.cpu() if x.is_cuda else x).numpy().tobytes()

@@ -1,13 +1,14 @@
 """The CPU's attention: exact, tiled as in FlashAttention-2 (Dao, 2023), memory linear in length, any option.
 
-Plain torch, so it runs wherever torch does. Reads lengths on the host, so it does not belong in a CUDA graph.
+Plain torch, so it runs wherever torch does; what its fused kernel knows goes there. Reads lengths on
+the host, so it does not belong in a CUDA graph.
 """
 
 import torch
 from torch import Tensor
 
 from attention_backend.problem import AttentionArgs
-from attention_backend.reference import decode, tiles
+from attention_backend.reference import decode, fused, tiles
 from attention_backend.reference.gradients import Gradients, backward
 from attention_backend.reference.groups import Group, groups
 
@@ -26,7 +27,13 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
         lse.fill_(-torch.inf)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
+    whole = fused.serves(args)
     for group in groups(args):
+        if whole and fused.fits(args, group):
+            group_out, group_lse = fused.attend(args, group)
+            group.assign_q_rows(out, group_out)
+            group.assign_lse_rows(lse, group_lse)
+            continue
         num_rows = group.q.shape[1]
         for first in range(0, num_rows, tiles.TILE_ROWS):
             rows = slice(first, min(first + tiles.TILE_ROWS, num_rows))
@@ -55,7 +62,7 @@ def _attend(args: AttentionArgs, group: Group, rows: slice) -> tuple[Tensor, Ten
     acc = q.new_zeros(n, heads, head_rows, args.head_dim_v)
     start, stop, step = tiles.key_range(group, rows)
     for key in range(start, stop, step):
-        block = tiles.key_block(args, group, key, min(key + step, stop))
+        block = tiles.key_block(args, group, key, min(key + step, stop), q.dtype)
         mask = tiles.visible(args, group, rows, block)
         s = tiles.scores(args, group, rows, q, block, mask, slope=False).scores.flatten(3, 4)
         new_max = torch.maximum(row_max, s.amax((1, 4)))

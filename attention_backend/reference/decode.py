@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_backend.metadata import PagedMetadata
 from attention_backend.problem import AttentionArgs
+from attention_backend.reference import fused
 from attention_backend.reference.contents import ByContents
+from attention_backend.reference.merge import merge_states
 from attention_backend.reference.tiles import compute_dtype
 from attention_backend.reference.visibility import row_intervals
 
@@ -29,6 +32,8 @@ class _Part:
 
     sequences: Tensor | None  # int64 [n]; None: all, in order
     pieces: Tensor  # int64 [n * num_kv_heads * P]: rows of a cache viewed as [num_blocks * num_kv_heads, ...]
+    seen: slice | None  # of the P * block_size keys, where all sequences see the same ones
+    all_see: bool  # every sequence a key
     bias: Tensor  # float32 [n, 1, P * block_size]: 0 for a key in sight, -inf for others
 
 
@@ -77,6 +82,41 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def of_step(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: PagedMetadata,
+    softmax_scale: float,
+    window_left: int,
+    chunk_size: int,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """A layer of a step that only decodes, q `[num_seqs, num_heads, D]`, by the fused kernel with as little beside it as
+    can be; None where `forward` has to do it. The step's lengths and tables are looked at for its first layer."""
+    key = (of_step, k_cache.shape, v_cache.shape, q.dtype, window_left, chunk_size)
+    parts = step.plans.get(key)
+    if parts is None:
+        args = AttentionArgs(
+            q.unsqueeze(1), k_cache.transpose(1, 2), v_cache.transpose(1, 2), softmax_scale,
+            max_seqlen_k=step.max_seqlen_k, seqused_k=step.seq_lens, block_table=step.block_table,
+            window_left=window_left, window_right=0, chunk_size=chunk_size, sinks=sinks,
+        )  # fmt: skip
+        parts = _plan(args) if serves(args) and fused.knows(args) else []
+        parts = step.plans[key] = parts if all(part.all_see for part in parts) else []
+    rows, out = q.unsqueeze(1), None
+    for part in parts:
+        some = rows if part.sequences is None else rows[part.sequences]
+        part_out, _ = _by_fused_kernel(some, k_cache, v_cache, part, softmax_scale, sinks)
+        if part.seen is None and not math.isfinite(part_out.sum().item()):
+            return None
+        if part.sequences is None:
+            return part_out.view(q.shape)
+        out = torch.empty_like(q) if out is None else out
+        out[part.sequences] = part_out.squeeze(1)
+    return out
+
+
 def _copied(args: AttentionArgs, num_keys: int) -> int:
     """Elements of keys and values of one sequence."""
     return num_keys * args.num_kv_heads * (args.head_dim + args.head_dim_v)
@@ -107,12 +147,21 @@ def _plan(args: AttentionArgs) -> list[_Part]:
             seen = (keys >= low[b, None]) & (keys < high[b, None])
             bias = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf).unsqueeze(1)
             everyone = None if len(b) == args.batch else b.to(device)
-            parts.append(_Part(everyone, pieces.flatten().to(device), bias.to(device)))
+            begin, end = (x[b] - first[b] * block_size for x in (low, high))
+            all_see = bool((begin < end).all())
+            alike = all_see and bool((begin == begin[0]).all() & (end == end[0]).all())
+            keys = slice(int(begin[0]), int(end[0])) if alike else None
+            parts.append(_Part(everyone, pieces.flatten().to(device), keys, all_see, bias.to(device)))
     return parts
 
 
 def _attend(args: AttentionArgs, part: _Part, q: Tensor) -> tuple[Tensor, Tensor]:
     """q `[n, 1, num_heads, D]` -> out `[n, 1, num_heads, Dv]` and lse `[n, num_heads, 1]` in the compute dtype."""
+    if part.all_see and fused.knows(args):
+        out, lse = _by_fused_kernel(q, args.k.transpose(1, 2), args.v.transpose(1, 2), part, args.softmax_scale, args.sinks)
+        # Slots out of sight may hold NaN or Inf, where they were not left out.
+        if part.seen is not None or math.isfinite(out.sum().item()):
+            return out, lse
     dtype = compute_dtype(args.dtype)
     n, heads, length = q.shape[0], args.num_kv_heads, part.bias.shape[2]
     rows = q.reshape(n * heads, -1, args.head_dim).to(dtype) * args.softmax_scale
@@ -129,6 +178,22 @@ def _attend(args: AttentionArgs, part: _Part, q: Tensor) -> tuple[Tensor, Tensor
     if args.v_scale is not None:
         out = out * args.v_scale.to(dtype).repeat_interleave(args.num_heads // heads)[:, None]
     return out.view(n, 1, args.num_heads, args.head_dim_v), lse
+
+
+def _by_fused_kernel(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, part: _Part, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As _attend. Caches `[num_blocks, num_kv_heads, block_size, *]`; the query heads of a key head are its rows."""
+    (n, _, num_heads, dim), heads = q.shape, k_cache.shape[1]
+    k, v = (x.flatten(0, 1).index_select(0, part.pieces).view(n, heads, -1, dim) for x in (k_cache, v_cache))
+    bias = None
+    if part.seen is None:
+        bias = part.bias.unsqueeze(1)
+    else:
+        k, v = k[:, :, part.seen], v[:, :, part.seen]
+    out, lse = fused.attention(q.reshape(n, heads, -1, dim), k, v, scale, bias=bias)
+    out, lse = out.reshape(q.shape), lse.reshape(n, num_heads, 1)
+    return (out, lse) if sinks is None else merge_states([out], [lse], sinks)
 
 
 def _pieces(pool: Tensor, which: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _tile_gradients(
     scaled = q * args.softmax_scale
     start, stop, step = tiles.key_range(group, rows)
     for key in range(start, stop, step):
-        block = tiles.key_block(args, group, key, min(key + step, stop))
+        block = tiles.key_block(args, group, key, min(key + step, stop), q.dtype)
         mask = tiles.visible(args, group, rows, block)
         if mask is not None:
             unseen = ~mask.any(4).squeeze(3).unsqueeze(-1)  # [n, P, 1, C, 1]; such slots may hold NaN

@@ -9,8 +9,7 @@ from attention_backend.reference import kv_cache
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
     """x `[..., width]`, weight `[width]`; `unit_offset`: 1 + weight, rounded once (Gemma)."""
-    floats = x.float()
-    normed = floats * torch.rsqrt(floats.pow(2).mean(-1, keepdim=True) + eps)
+    normed = F.rms_norm(x.float(), weight.shape, None, eps)
     if unit_offset:
         return (normed * (1.0 + weight.float())).to(x.dtype)
     return weight * normed.to(x.dtype)
@@ -38,7 +37,19 @@ def rotate(
     """Queries and keys, normed if there are norms, then turned; see `attention_backend.layers.rotary_store`."""
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps, unit_offset), rms_norm(k, k_norm, eps, unit_offset)
-    return rotated(q, cos, sin), rotated(k, cos, sin)
+    together = _together(q, k)
+    if together is None:
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+    turned = rotated(together, cos, sin)
+    return turned[:, : q.shape[1]].contiguous(), turned[:, q.shape[1] :]
+
+
+def _together(q: Tensor, k: Tensor) -> Tensor | None:
+    """The heads of both, where they follow each other in memory, as those of one projection do."""
+    end = q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize
+    if k.data_ptr() != end or q.stride() != k.stride() or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
 
 
 def rotary_store(

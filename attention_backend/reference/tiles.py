@@ -61,7 +61,7 @@ def from_head_rows(x: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KeyBlock:
-    """Keys [start, stop) of every sequence of a group, in the compute dtype."""
+    """Keys [start, stop) of every sequence of a group."""
 
     start: int
     k: Tensor  # [n, P, num_kv_heads, C, head_dim]
@@ -77,9 +77,8 @@ class KeyBlock:
         return torch.arange(self.start, self.stop, device=self.k.device).view(1, pages, 1, 1, 1, keys)
 
 
-def key_block(args: AttentionArgs, group: Group, start: int, stop: int) -> KeyBlock:
+def key_block(args: AttentionArgs, group: Group, start: int, stop: int, dtype: torch.dtype) -> KeyBlock:
     """Pages are copied out, whole; dense keys are a view. Float8 ones get their true values."""
-    dtype = compute_dtype(args.dtype)
     if group.pages is None:
         k, v = (x[:, start:stop].transpose(1, 2).unsqueeze(1).to(dtype) for x in (group.k, group.v))
     else:

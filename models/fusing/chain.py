@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_backend import layer_chain
 from attention_backend.layer_chain import ChainOptions, ChainWeights
-from models.fusing.linears import JoinedLinears
+from models.fusing.linears import JoinedLinears, facts
 from models.fusing.norms import Norm
 
 if TYPE_CHECKING:
@@ -42,17 +42,21 @@ class LayerChain:
             return reason
         if any(linears.modules[0].bias is not None for linears in before):
             return "the attention's output or the MLP has a bias"
+        return self._of_sizes(device, rows)
+
+    def _of_sizes(self, device: torch.device, rows: int) -> str | None:
         out, down = self._out.modules[0], self._down.modules[0]
         return layer_chain.refuses(
-            device, down.weight.dtype,
+            device, facts(down)[0],
             attended_width=out.in_features, width=down.out_features, gated_width=down.in_features, rows=rows,
         )  # fmt: skip
 
     def serves(self, attended: Tensor) -> bool:
         """Whether these rows, `[rows, heads * head_dim]`, are one call's."""
-        rows = attended.shape[0]
-        few = 0 < rows <= layer_chain.MOST_ROWS
-        return few and self.refuses(attended.device, rows) is None and self._weights() is not None
+        rows, device = attended.shape[0], attended.device
+        if not 0 < rows <= layer_chain.MOST_ROWS or self._of_sizes(device, rows) is not None:  # what is soon said
+            return False
+        return self.refuses(device, rows) is None and self._weights() is not None
 
     def __call__(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """attended `[rows, heads * head_dim]`, residual `[rows, width]` -> the next residual, and `[rows, size]` of

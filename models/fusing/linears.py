@@ -1,7 +1,8 @@
-"""Linear layers over the same rows as one product over one packed weight, of which their own weights become views.
+"""Linear layers over the same rows as one product over one packed weight, of which their own weights become views, or
+parts where it is laid out for oneDNN.
 
-Whatever is not a plain nn.Linear (adapters, quantised weights, oneDNN layouts, hooks) is called as the module it is.
-Every call looks at that, because adapters come after a model was loaded.
+Whatever is neither (adapters, quantised weights, hooks) is called as the module it is. Every call looks at that, because
+adapters come after a model was loaded.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,11 @@ class JoinedLinears:
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._pointers: tuple[int, ...] = ()
-        if pack and len(self.modules) > 1 and self.refuses() is None:
+        if not pack or len(self.modules) == 1 or self.refuses() is not None:
+            return
+        if self._kind is PackedLinear:
+            PackedLinear.join(self.modules)
+        else:
             self._weight = packed([module.weight for module in self.modules])
             if self.modules[0].bias is not None:
                 self._bias = packed([module.bias for module in self.modules])
@@ -34,19 +39,12 @@ class JoinedLinears:
     def refuses(self) -> str | None:
         """Why these are not one product; None: they can be."""
         for module in self.modules:
-            if not is_plain(module, nn.Linear):
-                if type(module) is PackedLinear:
-                    return PackedLinear.WHY
+            if not is_plain(module, self._kind):
                 kind = type(module).__name__
-                return f"{kind} with hooks or an adapter" if type(module) is nn.Linear else f"they are {kind}"
+                return f"{kind} with hooks or an adapter" if type(module) is self._kind else f"they are {kind}"
         first = self.modules[0]
         for module in self.modules[1:]:
-            weight = module.weight
-            if (weight.dtype, weight.device, weight.shape[1]) != (
-                first.weight.dtype,
-                first.weight.device,
-                first.weight.shape[1],
-            ):
+            if facts(module) != facts(first):
                 return "their weights differ in dtype, device or width"
             if (module.bias is None) != (first.bias is None):
                 return "some have a bias and some have none"
@@ -58,6 +56,8 @@ class JoinedLinears:
             return self.split(self.modules[0](x))
         if self._weight is not None and self._still_packed():
             return self.split(F.linear(x, self._weight, self._bias))
+        if self._lie_together():
+            return self.split(self.modules[0].whole(x))
         return tuple(module(x) for module in self.modules)
 
     def split(self, products: Tensor) -> tuple[Tensor, ...]:
@@ -74,12 +74,27 @@ class JoinedLinears:
             return self._weight, self._bias
         return None
 
+    @property
+    def _kind(self) -> type[nn.Module]:
+        return PackedLinear if type(self.modules[0]) is PackedLinear else nn.Linear
+
+    def _lie_together(self) -> bool:
+        first = self.modules[0]
+        return all(is_plain(module, PackedLinear) and module.lies_with(first) for module in self.modules)
+
     def _still_packed(self) -> bool:
         plain = all(is_plain(module, nn.Linear) for module in self.modules)
         return plain and self._present_pointers() == self._pointers
 
     def _present_pointers(self) -> tuple[int, ...]:
         return tuple(x.data_ptr() for module in self.modules for x in (module.weight, module.bias) if x is not None)
+
+
+def facts(module: Any) -> tuple[torch.dtype, torch.device, int]:
+    """Of a linear layer's weight: dtype, device, width of its input."""
+    if type(module) is PackedLinear:  # its dense weight is made when it is asked for
+        return module.dtype, torch.device("cpu"), module.in_features
+    return module.weight.dtype, module.weight.device, module.weight.shape[1]
 
 
 @torch.no_grad()

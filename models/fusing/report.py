@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 from models.fusing.decoder import FusedDecoder, fuse
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError
-from models.packed_linear import PackedLinear
 
 _CHAIN = "layers' chain of few rows"
-_PACKED = ("packed QKV", "packed gate/up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ def report(decoder: FusedDecoder, device: torch.device) -> FusionReport:
     unfused: dict[str, str] = {}
     layers = decoder.layers
     parts = {
-        _PACKED[0]: [layer.attention.projections.refuses() for layer in layers],
-        _PACKED[1]: [layer.mlp.projections.refuses() for layer in layers],
+        "packed QKV": [layer.attention.projections.refuses() for layer in layers],
+        "packed gate/up": [layer.mlp.projections.refuses() for layer in layers],
         "residual + RMSNorm": [
             _of(norm) for norm in [*(norm for layer in layers for norm in layer.norms), decoder.norm]
         ],
@@ -65,10 +63,6 @@ def _of(norm: Norm) -> str | None:
 def foretell(model: PreTrainedModel, device: torch.device) -> FusionReport:
     """What will be fused on that device, of a model that may have no weights yet."""
     try:
-        found = report(fuse(model, pack=False, device=device), device)
+        return report(fuse(model, pack=False, device=device), device)
     except NotFusedError as error:
         return FusionReport(unfused={"model": str(error)})
-    if device.type != "cpu":
-        return found
-    fused = tuple(part for part in found.fused if part not in _PACKED)
-    return FusionReport(fused, found.unfused | dict.fromkeys(_PACKED, PackedLinear.WHY))

@@ -50,6 +50,24 @@ def test_bfloat16_is_packed_where_the_cpu_has_it(rows: int) -> None:
     assert error <= 2 * plain
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_laid_out_together_compute_what_they_did_and_know_their_weights(bias: bool) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(33, size, bias=bias).requires_grad_(False) for size in (16, 7, 40)]
+    x = torch.randn(5, 33)
+    layers = [PackedLinear(linear) for linear in linears]
+    for _ in range(2):  # a second time it is done
+        PackedLinear.join(layers)
+        whole = layers[0].whole(x).split([16, 7, 40], dim=1)
+        for linear, layer, part in zip(linears, layers, whole, strict=True):
+            torch.testing.assert_close(layer(x), linear(x), atol=1e-5, rtol=1e-5)
+            assert torch.equal(layer(x), part)
+            assert torch.equal(layer.weight, linear.weight)
+    stranger = PackedLinear(linears[0])
+    assert layers[0].lies_with(layers[2])
+    assert not stranger.lies_with(layers[0])
+
+
 def test_other_dtypes_and_subclasses_are_left_alone() -> None:
     class Scaled(nn.Linear):
         pass

@@ -13,6 +13,8 @@ from attention_backend.reference import cpu, standard
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+#: In two bytes torch's fused kernel takes a cheaper exponential.
+LSE_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
 
 
 def assert_matches_standard(args: AttentionArgs) -> None:
@@ -23,7 +25,7 @@ def assert_matches_standard(args: AttentionArgs) -> None:
     assert out.shape == args.out_shape
     assert lse.shape == args.lse_shape
     torch.testing.assert_close(out.double(), truth, atol=tolerance, rtol=tolerance)
-    lse_tolerance = 1e-12 if args.dtype == torch.float64 else 1e-5
+    lse_tolerance = LSE_TOLERANCE[args.dtype]
     torch.testing.assert_close(lse.double(), truth_lse, atol=lse_tolerance, rtol=lse_tolerance)
 
 

@@ -164,6 +164,6 @@ def test_float8_keys_and_values_are_their_scaled_selves(make: Any) -> None:
     small = replace(args, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
     large = replace(args, k=k.float() * k_scale[:, None], v=v.float() * v_scale[:, None])
     for ours, want, truth in zip(cpu.forward(small), cpu.forward(large), standard.attention(large), strict=True):
-        assert torch.equal(ours, want)
+        torch.testing.assert_close(ours, want, atol=5e-6, rtol=5e-6)  # what is in float32 goes through torch's kernel
         torch.testing.assert_close(ours.double(), truth, atol=5e-6, rtol=5e-6)
     torch.testing.assert_close(standard.attention(small), standard.attention(large), atol=1e-6, rtol=1e-6)

@@ -73,14 +73,29 @@ def test_a_replaced_forward_is_called_and_told() -> None:
     assert "packed QKV not: Linear with hooks or an adapter (1 of 3)" in str(forward.fused)
 
 
-def test_linear_layers_laid_out_for_a_cpu_stay_modules() -> None:
-    model = made("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_linear_layers_laid_out_for_a_cpu_lie_together(family: str) -> None:
+    model = made(family)
     expected = logits(model, PagedForward(model, fused=False))
     assert pack_linears(model) > 0
     forward = PagedForward(model)
     torch.testing.assert_close(logits(model, forward), expected, rtol=1e-4, atol=1e-4)
-    assert forward.fused.unfused.keys() == {"packed QKV", "packed gate/up"}
-    assert "residual + RMSNorm" in forward.fused.fused
+    assert forward.fused.unfused == {}
+    again = PagedForward(model, fused=False)  # each part by itself
+    torch.testing.assert_close(logits(model, again), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_lies_with_others_is_left_to_its_own_forward() -> None:
+    model = made("llama")
+    assert pack_linears(model) > 0
+    forward = PagedForward(model)
+    layer = model.model.layers[0].self_attn.v_proj
+    base = layer.forward
+    layer.__dict__["forward"] = lambda x: base(x) + 1.0  # as adapters do
+    torch.testing.assert_close(
+        logits(model, forward), logits(model, PagedForward(model, fused=False)), rtol=1e-4, atol=1e-4
+    )
+    assert forward.fused.unfused == {"packed QKV": "PackedLinear with hooks or an adapter (1 of 3)"}
 
 
 def test_a_subclassed_norm_stays_a_module() -> None:
@@ -153,5 +168,5 @@ def test_what_will_be_fused_is_told_of_models_without_weights() -> None:
     model.to("meta")
     packed = {"packed QKV", "packed gate/up"}
     assert set(foretell(model, CUDA).fused) >= packed
-    assert foretell(model, torch.device("cpu")).unfused.keys() == packed
+    assert set(foretell(model, torch.device("cpu")).fused) >= packed
     assert "GPT2LMHeadModel" in str(foretell(random_model(UNKNOWN[0]), CUDA))
