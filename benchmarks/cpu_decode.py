@@ -1,8 +1,8 @@
 """The quick start's speed on a CPU: our runner, without scheduler and server, against transformers' generate with eager
-attention and with its default, SDPA; the bundled model, in float32 unless told otherwise.
+attention and with its default, SDPA; the bundled model, in float32 and in bfloat16, as which it is stored.
 
 They take turns in one process, best round each. Prints and writes tokens per second of one request and of several
-at once, a 512-token prompt's time, and the paged attention of one layer.
+at once, a 512-token prompt's time, and the paged attention of one layer; and which dtype the server chooses here.
 
     python benchmarks/cpu_decode.py --out benchmarks/results/quick_start_cpu.json
     python benchmarks/cpu_decode.py --threads 1 --clock cpu      # on a machine with other work to do
@@ -30,11 +30,13 @@ from attention_backend.metadata import PagedMetadata  # noqa: E402
 from benchmarks import machine  # noqa: E402
 from models import loader, registry  # noqa: E402
 from models.batch import SamplingParams, ScheduledSeq, StepBatch  # noqa: E402
+from models.descriptions import read_config  # noqa: E402
 from models.progress_bars import without_progress_bars  # noqa: E402
 from models.runner import ModelRunner  # noqa: E402
 
 BLOCK_SIZE = 64
 TOGETHER = 8
+DTYPES = ("float32", "bfloat16")
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -129,12 +131,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     clock = CLOCKS[options.clock]
     if options.threads:
         torch.set_num_threads(options.threads)
+    dtypes = {name: race(options, name, clock) for name in options.dtypes}
+    config = read_config(registry.resolve(options.model).fetch())
+    return {
+        "auto": str(loader.choose_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."),
+        "dtypes": dtypes,
+        "paged_attention_ms_per_layer": {
+            f"batch {batch}, context {context}": round(attention_ms(config, batch, context, clock), 4)
+            for batch, context in ((1, 192), (TOGETHER, 192), (1, 2048), (TOGETHER, 2048))
+        },
+    }
+
+
+def race(options: argparse.Namespace, name: loader.DTypeName, clock: Callable[[], float]) -> dict[str, Any]:
+    """All contenders in one dtype."""
     longest = max(512 + 1, options.prompt + options.tokens)
-    ours = Ours(options.model, longest, options.dtype)
-    dtype = getattr(torch, options.dtype)
+    ours = Ours(options.model, longest, name)
     contenders: dict[str, Ours | Theirs] = {"ours": ours}
     contenders |= {
-        f"transformers_{attention}": Theirs(options.model, attention, dtype) for attention in ("eager", "sdpa")
+        f"transformers_{attention}": Theirs(options.model, attention, getattr(torch, name))
+        for attention in ("eager", "sdpa")
     }
     generator = torch.Generator().manual_seed(0)
 
@@ -167,10 +183,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             race: {who: round(rate(race, who), 2) for who in contenders} for race in races if races[race][1] > 1
         },
         "prompt_of_512_ms": {who: round(1e3 * best["prompt_of_512", who], 1) for who in contenders},
-        "paged_attention_ms_per_layer": {
-            f"batch {batch}, context {context}": round(attention_ms(ours.config, batch, context, clock), 4)
-            for batch, context in ((1, 192), (TOGETHER, 192), (1, 2048), (TOGETHER, 2048))
-        },
     }
 
 
@@ -183,7 +195,7 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens generated per request")
     parser.add_argument("--rounds", type=int, default=4)

@@ -67,7 +67,7 @@ def load(
     """Loads the weights, or with load_format "dummy" makes random ones of the config's shape directly on the device.
     `reading`: of this folder, to this device, for weights that need nothing more.
 
-    dtype "auto": float32 on a CPU; on CUDA the checkpoint's, and bfloat16 (float16 before Ampere) for a float32 one.
+    dtype "auto": see `choose_dtype`.
     Layers that stay quantised keep their checkpoint's dtype around them, on every device. Raises ModelLoadError, but
     whether our attention can serve the family is for `models.runner` to say.
     """
@@ -121,7 +121,8 @@ def _make(
         quantized.refuse_uses(dummy=load_format == "dummy" and has_weights, training=training)
         torch_dtype = quantized.dtype_around(dtype if has_weights else "auto", _checkpoint_dtype(config))
     else:
-        torch_dtype = _choose_dtype(dtype, config, device)
+        slow = training and device.type == "cpu"  # training there is float32, whatever the processor
+        torch_dtype = torch.float32 if slow and dtype == "auto" else choose_dtype(dtype, config, device)
     if device.type == "cpu":
         # torch counts the host's cores, not the container's share of them.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
@@ -149,12 +150,16 @@ def _require_safetensors(folder: Path) -> None:
     )
 
 
-def _choose_dtype(name: DTypeName, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: DTypeName, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """What "auto" is. On CUDA the checkpoint's dtype, and bfloat16 (float16 before Ampere) for a float32 one; on a CPU
+    float32, but bfloat16 for a checkpoint of it where the processor multiplies that: half the bytes to read."""
     if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
     checkpoint = _checkpoint_dtype(config)
+    if device.type == "cpu":
+        fast = checkpoint == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
     if checkpoint in (torch.bfloat16, torch.float16):
         return checkpoint
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)

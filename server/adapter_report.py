@@ -21,19 +21,17 @@ def report(config: EngineConfig, folders: Mapping[str, Path], problems: list[str
         return {"LoRA": "not served"}
     image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
     source = registry.resolve(config.model, image_dir=image_dir)
-    # What "auto" becomes: of either 16-bit type slots are as large.
-    dtype_name = config.dtype if config.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32"
-    loaded = loader.load(source, device="meta", load_format="dummy", dtype=dtype_name)
+    loaded = loader.load(source, device="meta", load_format="dummy")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = loader.choose_dtype(config.dtype, loaded.model.config, device)
     linears = find_linears(loaded.model)
-    size = memory_bytes(linears, LoraLimits(config.max_loras, config.max_lora_rank), loaded.dtype) / 2**20
+    size = memory_bytes(linears, LoraLimits(config.max_loras, config.max_lora_rank), dtype) / 2**20
     slots = f"{config.max_loras} slots of rank {config.max_lora_rank} on {len(linears)} linear layers: {size:.1f} MiB"
     lines = {"LoRA": slots}
     for name, folder in folders.items():
         try:
             files = open_folder(str(folder), max_weight_bytes(linears, config.max_lora_rank))
-            facts = read_weights(
-                files, linears, max_rank=config.max_lora_rank, dtype=loaded.dtype, pin_memory=False
-            ).facts
+            facts = read_weights(files, linears, max_rank=config.max_lora_rank, dtype=dtype, pin_memory=False).facts
         except AdapterError as error:
             problems.append(f"The adapter {name} cannot be served: {error}.")
         else:

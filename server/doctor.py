@@ -150,14 +150,13 @@ def _layers(config: EngineConfig) -> list[Layers]:
 
     Raises what loading would raise, and UnsupportedModelError.
     """
-    import torch
-
+    from models import loader
     from models.attention_sites import find_attention_sites
     from models.patching import check_supported_for_serving
 
     loaded, device = _without_weights(config)
     check_supported_for_serving(loaded.model)
-    dtype = torch.float32 if device.type == "cpu" else _half_of(loaded.dtype)
+    dtype = loader.choose_dtype(config.dtype, loaded.model.config, device)
     sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]
     return [
         Layers(
@@ -171,14 +170,6 @@ def _layers(config: EngineConfig) -> list[Layers]:
         )
         for site, count in Counter(sites).items()
     ]
-
-
-def _half_of(dtype: Any) -> Any:
-    import torch
-
-    if dtype in (torch.bfloat16, torch.float16):
-        return dtype
-    return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
 
 
 def _kernel(site: Any, rows: int, dtype: Any, device: Any) -> str:

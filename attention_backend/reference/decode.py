@@ -158,7 +158,9 @@ def _plan(args: AttentionArgs) -> list[_Part]:
 def _attend(args: AttentionArgs, part: _Part, q: Tensor) -> tuple[Tensor, Tensor]:
     """q `[n, 1, num_heads, D]` -> out `[n, 1, num_heads, Dv]` and lse `[n, num_heads, 1]` in the compute dtype."""
     if part.all_see and fused.knows(args):
-        out, lse = _by_fused_kernel(q, args.k.transpose(1, 2), args.v.transpose(1, 2), part, args.softmax_scale, args.sinks)
+        out, lse = _by_fused_kernel(
+            q, args.k.transpose(1, 2), args.v.transpose(1, 2), part, args.softmax_scale, args.sinks
+        )
         # Slots out of sight may hold NaN or Inf, where they were not left out.
         if part.seen is not None or math.isfinite(out.sum().item()):
             return out, lse

@@ -31,8 +31,8 @@ def store(
     if k_cache.dtype != FP8 and k_cache.is_contiguous() and v_cache.is_contiguous():
         rows, kept = _rows.get(lambda: _rows_of(slot_mapping, heads, block_size), (slot_mapping,), heads, block_size)
         for cache, new in ((k_cache, k), (v_cache, v)):
-            taken = new if kept is None else new[kept]
-            cache.view(-1, cache.shape[3]).index_copy_(0, rows, taken.reshape(-1, cache.shape[3]).to(cache.dtype))
+            taken = (new if kept is None else new[kept]).flatten(0, 1)
+            cache.flatten(0, 2).index_copy_(0, rows, taken if new.dtype == cache.dtype else taken.to(cache.dtype))
         return
     block, offset, kept = _places.get(lambda: _split(slot_mapping, block_size), (slot_mapping,), block_size)
     if kept is not None:

@@ -45,11 +45,16 @@ def rotate(
 
 
 def _together(q: Tensor, k: Tensor) -> Tensor | None:
-    """The heads of both, where they follow each other in memory, as those of one projection do."""
-    end = q.data_ptr() + q.shape[1] * q.stride(1) * q.itemsize
-    if k.data_ptr() != end or q.stride() != k.stride() or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+    """The heads of both as one tensor, where they follow each other in memory, as those of one projection do."""
+    (tokens, heads, dim), (row, head, _) = q.shape, q.stride()
+    follows = k.data_ptr() == q.data_ptr() + heads * head * q.itemsize and k.stride()[1:] == q.stride()[1:]
+    if (
+        not follows
+        or (tokens > 1 and k.stride(0) != row)
+        or k.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
+    ):
         return None
-    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+    return q.as_strided((tokens, heads + k.shape[1], dim), q.stride())
 
 
 def rotary_store(

@@ -64,22 +64,29 @@ def test_only_the_engines_alone_are_compared_and_each_once(tmp_path: Path) -> No
         serving_table(tmp_path, rows, version, again)
 
 
-@pytest.mark.parametrize("sdpa", [None, 20.0])
-def test_the_quick_start_says_what_was_timed_and_from_which_commit(tmp_path: Path, sdpa: float | None) -> None:
+def test_the_quick_start_says_what_was_timed_and_from_which_commit(tmp_path: Path) -> None:
     facts = json.loads((RESULTS / "quick_start_cpu.json").read_text())
-    default = {} if sdpa is None else {"transformers_sdpa": sdpa}
     facts["machine"]["commit"] = "0123456789abcdef with changes"
-    facts["tokens_per_s"] = {
-        "one_request": {"ours": 30.0, "transformers_eager": 10.0} | default,
-        "8_requests": {"ours": 120.0, "transformers_eager": 60.0} | default,
+    facts["auto"] = "bfloat16"
+    facts["dtypes"] = {
+        dtype: {
+            "same_greedy_tokens": dtype == "float32",
+            "tokens_per_s": {
+                "one_request": {"ours": ours, "transformers_eager": 10.0, "transformers_sdpa": sdpa},
+                "8_requests": {"ours": 4 * ours, "transformers_eager": 60.0, "transformers_sdpa": 70.0},
+            },
+        }
+        for dtype, ours, sdpa in (("float32", 15.0, 20.0), ("bfloat16", 30.0, 18.0))
     }
     (tmp_path / "quick_start_cpu.json").write_text(json.dumps(facts))
     text = engine_tables.cpu(tmp_path)
 
     assert "commit 0123456789 with changes, " in text
-    assert ("not with its default attention, SDPA" in text) == (sdpa is None)
-    assert ("| one | 30.0 | 10.0 |" if sdpa is None else "| one | 30.0 | 10.0 | 20.0 |") in text
-    assert f"eight at once give {120 / (sdpa or 10):.1f} times" in text
+    assert "1.50 times as fast" in text
+    assert "eight at once give 6.0 times" in text
+    assert "greedy tokens the same in float32;" in text
+    assert "| one | float32 | 15.0 | 10.0 | 20.0 |" in text
+    assert "| eight at once | bfloat16 | 120.0 | 60.0 | 70.0 |" in text
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("serving*.json")), ids=lambda file: file.name)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfi
 from models import loader, patching
 from models.descriptions import load_tokenizer
 from models.errors import ModelLoadError
-from models.loader import load
+from models.loader import load, load_for_training
 from models.registry import ModelSource
 
 
@@ -35,10 +35,21 @@ def test_a_folder_loads_in_eval_mode_with_our_attention_and_no_gradients(tmp_pat
     assert (loaded.vocab_size, loaded.max_position_embeddings, loaded.name) == (120, 512, "tiny")
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_auto_is_float32_on_a_cpu_and_a_named_dtype_is_obeyed(tmp_path: Path, stored: torch.dtype) -> None:
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_is_bfloat16_on_a_cpu_that_multiplies_it_if_it_is_stored_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     source = _save(tmp_path, dtype=stored)
-    assert load(source).dtype == torch.float32
+    assert load(source).dtype == (torch.bfloat16 if fast and stored == torch.bfloat16 else torch.float32)
+    assert load_for_training(source, dtype="auto").dtype == torch.float32
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_named_dtype_is_obeyed(tmp_path: Path, stored: torch.dtype) -> None:
+    source = _save(tmp_path, dtype=stored)
+    assert load(source, dtype="float32").dtype == torch.float32
     assert load(source, dtype="bfloat16").dtype == torch.bfloat16
 
 
