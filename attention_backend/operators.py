@@ -13,8 +13,8 @@ _library = torch.library.Library("longwave", "FRAGMENT")
 
 
 def unseen() -> bool:
-    """Whether nobody would notice that an operator was not one: no gradients are recorded, nothing is traced. torch's way
-    to a Python function costs as much as a few small products, of which a step on a CPU has hundreds."""
+    """Whether nobody would notice that an operator was not one: no gradients are recorded, nothing is traced. torch's
+    way to a Python function costs as much as a few small products, of which a step on a CPU has hundreds."""
     return (
         not torch.compiler.is_compiling()
         and torch.is_inference_mode_enabled()

@@ -133,15 +133,14 @@ def cpu(results: Path) -> str:
         for who, speed in found["tokens_per_s"]["one_request"].items()
         if who != "ours"
     )
-    one, several = (
-        facts["dtypes"][auto]["tokens_per_s"][race]["ours"] / theirs for race in ("one_request", "8_requests")
-    )
+    ours = facts["dtypes"][auto]["tokens_per_s"]
+    one, several = (ours[race]["ours"] / theirs for race in ("one_request", "8_requests"))
     same = [dtype for dtype, found in facts["dtypes"].items() if found["same_greedy_tokens"]]
     text = (
         f"The bundled model on {m['cores']} cores of an {m['cpu']}, tokens per second: our model runner, without\n"
         f"scheduler and server, beside transformers' own generate. The server takes {auto} there: one request runs\n"
-        f"{one:.2f} times as fast as generate's best of both dtypes and attentions, eight at once give {several:.1f} times that\n"
-        f"(greedy tokens the same in {' and '.join(same) or 'neither'}; torch {m['torch']}, transformers {m['transformers']},\n"
-        f"commit {short(m['commit'])}, {m['date'][:10]}):\n\n"
+        f"{one:.2f} times as fast as generate's best of both dtypes and attentions, eight at once give\n"
+        f"{several:.1f} times that (greedy tokens the same in {' and '.join(same) or 'neither'};\n"
+        f"torch {m['torch']}, transformers {m['transformers']}, commit {short(m['commit'])}, {m['date'][:10]}):\n\n"
     )
     return text + table(["requests", "dtype", *CPU_CONTENDERS.values()], rows)

@@ -14,14 +14,14 @@ _TYPICAL_ROWS = 8
 
 
 class PackedLinear(nn.Module):
-    """Inference only: y = x W^T + b, float32 or bfloat16, CPU. Its weight may lie in one layout with others' (`join`)."""
+    """Inference only: y = x W^T + b, float32 or bfloat16, CPU. Its weight may lie in one layout with others: `join`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._rows = slice(0, linear.out_features)  # of the layout
         self._packed = _laid_out(linear.weight.detach())
-        self._bias = None if linear.bias is None else linear.bias.detach()
+        self._bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
 
     @property
     def weight(self) -> Tensor:

@@ -92,8 +92,8 @@ def of_step(
     chunk_size: int,
     sinks: Tensor | None,
 ) -> Tensor | None:
-    """A layer of a step that only decodes, q `[num_seqs, num_heads, D]`, by the fused kernel with as little beside it as
-    can be; None where `forward` has to do it. The step's lengths and tables are looked at for its first layer."""
+    """A layer of a step that only decodes, q `[num_seqs, num_heads, D]`, by the fused kernel with as little beside it
+    as can be; None where `forward` has to do it. The step's lengths and tables are looked at for its first layer."""
     key = (of_step, k_cache.shape, v_cache.shape, q.dtype, window_left, chunk_size)
     parts = step.plans.get(key)
     if parts is None:
@@ -150,8 +150,8 @@ def _plan(args: AttentionArgs) -> list[_Part]:
             begin, end = (x[b] - first[b] * block_size for x in (low, high))
             all_see = bool((begin < end).all())
             alike = all_see and bool((begin == begin[0]).all() & (end == end[0]).all())
-            keys = slice(int(begin[0]), int(end[0])) if alike else None
-            parts.append(_Part(everyone, pieces.flatten().to(device), keys, all_see, bias.to(device)))
+            same = slice(int(begin[0]), int(end[0])) if alike else None
+            parts.append(_Part(everyone, pieces.flatten().to(device), same, all_see, bias.to(device)))
     return parts
 
 

@@ -1,5 +1,5 @@
-"""torch's own fused attention of a CPU (FlashAttention-2 in C++), for what it knows: rows that all see the same keys, and
-the causal square where a sequence ends. Everything else of a problem is put together from these, or left to `cpu`."""
+"""torch's own fused attention of a CPU (FlashAttention-2 in C++), for what it knows: rows that all see the same keys,
+and the causal square where a sequence ends. What is put together from these is attention here; `cpu` does the rest."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,6 @@ FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(FP8).max
 
 _places: ByContents[tuple[Tensor, Tensor, Tensor | None]] = ByContents()
-_rows: ByContents[tuple[Tensor, Tensor | None]] = ByContents()
 
 
 def store(
@@ -27,13 +26,7 @@ def store(
     integer `[T]`. float8_e4m3fn caches need the scales, float32 `[Hkv]`: what is stored is the value over its head's
     scale, within +-448.
     """
-    heads, block_size = k_cache.shape[1:3]
-    if k_cache.dtype != FP8 and k_cache.is_contiguous() and v_cache.is_contiguous():
-        rows, kept = _rows.get(lambda: _rows_of(slot_mapping, heads, block_size), (slot_mapping,), heads, block_size)
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            taken = (new if kept is None else new[kept]).flatten(0, 1)
-            cache.flatten(0, 2).index_copy_(0, rows, taken if new.dtype == cache.dtype else taken.to(cache.dtype))
-        return
+    block_size = k_cache.shape[2]
     block, offset, kept = _places.get(lambda: _split(slot_mapping, block_size), (slot_mapping,), block_size)
     if kept is not None:
         k, v = k[kept], v[kept]
@@ -51,14 +44,6 @@ def store(
 def quantised(x: Tensor, scale: Tensor) -> Tensor:
     """x `[..., heads, D]` over its head's scale as float8_e4m3fn, +-448 beyond."""
     return (x.float() / scale[:, None]).clamp(-_LARGEST, _LARGEST).to(FP8)
-
-
-def _rows_of(slots: Tensor, heads: int, block_size: int) -> tuple[Tensor, Tensor | None]:
-    """Rows of a cache viewed as `[num_blocks * heads * block_size, D]` of each stored token's heads, and which tokens are
-    stored."""
-    block, offset, kept = _split(slots, block_size)
-    rows = (block[:, None] * heads + torch.arange(heads, device=slots.device)) * block_size + offset[:, None]
-    return rows.flatten(), kept
 
 
 def _split(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,8 +1,8 @@
 """Linear layers over the same rows as one product over one packed weight, of which their own weights become views, or
 parts where it is laid out for oneDNN.
 
-Whatever is neither (adapters, quantised weights, hooks) is called as the module it is. Every call looks at that, because
-adapters come after a model was loaded.
+Whatever is neither (adapters, quantised weights, hooks) is called as the module it is. Every call looks at that,
+because adapters come after a model was loaded.
 """
 
 from collections.abc import Sequence
