@@ -16,7 +16,7 @@ def bundled_source() -> registry.ModelSource:
 
 @pytest.fixture(scope="session")
 def bundled_model(bundled_source: registry.ModelSource) -> LoadedModel:
-    return load(bundled_source)
+    return load(bundled_source, dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -132,7 +132,7 @@ def test_quantised_weights_take_the_memory_that_they_promise(
 
 
 @pytest.mark.parametrize("write", DEQUANTISED)
-@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_dequantised_weights_are_what_the_checkpoint_means(
     tmp_path: Path, write: Callable[[Path], Written], dtype: Any, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
