@@ -11,8 +11,6 @@ at once, a 512-token prompt's time, and the paged attention of one layer; and wh
 import argparse
 import json
 import os
-import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -186,12 +184,6 @@ def race(options: argparse.Namespace, name: loader.DTypeName, clock: Callable[[]
     }
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else []
-    return names[0] if names else platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
@@ -207,13 +199,7 @@ def main() -> None:
     result = measure(options)
     report = {
         "machine": machine.facts(options.commit)
-        | {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "load_average": os.getloadavg()[0],
-            "transformers": machine.installed("transformers"),
-        },
+        | {"threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]},
         "options": {name: value for name, value in vars(options).items() if name not in {"out", "commit"}},
         **result,
     }

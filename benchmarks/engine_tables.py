@@ -1,8 +1,8 @@
-"""The README's tables of whole models: served, trained, on a CPU. Every function takes the folder of results."""
+"""The README's tables of whole models on a GPU: served, trained. Every function takes the folder of results."""
 
 from pathlib import Path
 
-from benchmarks.markdown import load, origin, short, table
+from benchmarks.markdown import load, origin, table
 from benchmarks.serving_goals import GOALS, OFFLINE, OURS, Goal, Run
 from benchmarks.serving_peers import VLLM
 
@@ -108,39 +108,3 @@ def training(results: Path) -> str:
         f"({origin(facts)}):\n\n"
     )
     return text + table(["attention and loss", "tokens/s", "peak memory", "ours is times as fast"], rows)
-
-
-#: Of the quick start, as the file and as the table names them.
-CPU_CONTENDERS = {
-    "ours": "ours",
-    "transformers_eager": "generate, eager attention",
-    "transformers_sdpa": "generate, SDPA",
-}
-
-
-def cpu(results: Path) -> str:
-    """The quick start: the bundled model on two cores, beside transformers' generate."""
-    facts = load(results / "quick_start_cpu.json")
-    m, auto = facts["machine"], facts["auto"]
-    rows = [
-        [name, dtype, *(f"{found['tokens_per_s'][race][who]:.1f}" for who in CPU_CONTENDERS)]
-        for race, name in (("one_request", "one"), ("8_requests", "eight at once"))
-        for dtype, found in facts["dtypes"].items()
-    ]
-    theirs = max(
-        speed
-        for found in facts["dtypes"].values()
-        for who, speed in found["tokens_per_s"]["one_request"].items()
-        if who != "ours"
-    )
-    ours = facts["dtypes"][auto]["tokens_per_s"]
-    one, several = (ours[race]["ours"] / theirs for race in ("one_request", "8_requests"))
-    same = [dtype for dtype, found in facts["dtypes"].items() if found["same_greedy_tokens"]]
-    text = (
-        f"The bundled model on {m['cores']} cores of an {m['cpu']}, tokens per second: our model runner, without\n"
-        f"scheduler and server, beside transformers' own generate. The server takes {auto} there: one request runs\n"
-        f"{one:.2f} times as fast as generate's best of both dtypes and attentions, eight at once give\n"
-        f"{several:.1f} times that (greedy tokens the same in {' and '.join(same) or 'neither'};\n"
-        f"torch {m['torch']}, transformers {m['transformers']}, commit {short(m['commit'])}, {m['date'][:10]}):\n\n"
-    )
-    return text + table(["requests", "dtype", *CPU_CONTENDERS.values()], rows)

@@ -1,6 +1,8 @@
-"""Where and from what a benchmark ran: commit, GPU, driver, versions, date. What cannot be found becomes null."""
+"""Where and from what a benchmark ran: commit, GPU, CPU, driver, versions, date. What cannot be found becomes null."""
 
+import os
 import platform
+import re
 import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
@@ -23,7 +25,16 @@ def facts(commit: str | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if gpu else None,
         "cupy": installed("cupy-cuda13x") or installed("cupy-cuda12x") or installed("cupy"),
+        "transformers": installed("transformers"),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
     }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else []
+    return names[0] if names else platform.machine()
 
 
 def git_commit() -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from benchmarks import attention_tables, engine_tables
+from benchmarks import attention_tables, cpu_tables, engine_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -27,7 +27,8 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "serving": engine_tables.serving,
     "longcontext": engine_tables.longcontext,
     "training": engine_tables.training,
-    "cpu": engine_tables.cpu,
+    "cpu": cpu_tables.cpu,
+    "serving_cpu": cpu_tables.serving_cpu,
 }
 
 

@@ -31,7 +31,7 @@ from benchmarks import machine, model_folder
 from benchmarks.serving_cases import CASES, Row, Size
 from benchmarks.serving_child import Plan
 from benchmarks.serving_goals import HTTP, OFFLINE, OURS, table
-from benchmarks.serving_peers import ENGINES, VLLM, Peer, why_not
+from benchmarks.serving_peers import ENGINES, TRANSFORMERS, VLLM, Peer, why_not
 from benchmarks.serving_results import Results, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +111,7 @@ def peers(
     engines: list[str], ours: list[dict[str, Any]], vllm: list[dict[str, Any]], vllm_path: str | None
 ) -> list[Peer]:
     """An engine once for each set of arguments."""
-    arguments = {OURS: ours, VLLM: vllm}
+    arguments = {OURS: ours, VLLM: vllm, TRANSFORMERS: [{}, {"continuous_batching": False}]}
     paths = {VLLM: vllm_path}
     return [
         Peer(engine, " ".join(f"{name}={value}" for name, value in chosen.items()), chosen, paths.get(engine))

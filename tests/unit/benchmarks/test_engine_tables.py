@@ -64,30 +64,6 @@ def test_only_the_engines_alone_are_compared_and_each_once(tmp_path: Path) -> No
         serving_table(tmp_path, rows, version, again)
 
 
-def test_the_quick_start_says_what_was_timed_and_from_which_commit(tmp_path: Path) -> None:
-    facts = json.loads((RESULTS / "quick_start_cpu.json").read_text())
-    facts["machine"]["commit"] = "0123456789abcdef with changes"
-    facts["auto"] = "bfloat16"
-    facts["dtypes"] = {
-        dtype: {
-            "same_greedy_tokens": dtype == "float32",
-            "tokens_per_s": {
-                "one_request": {"ours": ours, "transformers_eager": 10.0, "transformers_sdpa": sdpa},
-                "8_requests": {"ours": 4 * ours, "transformers_eager": 60.0, "transformers_sdpa": 70.0},
-            },
-        }
-        for dtype, ours, sdpa in (("float32", 15.0, 20.0), ("bfloat16", 30.0, 18.0))
-    }
-    (tmp_path / "quick_start_cpu.json").write_text(json.dumps(facts))
-    text = engine_tables.cpu(tmp_path)
-
-    assert "commit 0123456789 with changes, " in text
-    assert "1.50 times as fast" in text
-    assert "eight at once give\n6.0 times that (greedy tokens the same in float32;" in text
-    assert "| one | float32 | 15.0 | 10.0 | 20.0 |" in text
-    assert "| eight at once | bfloat16 | 120.0 | 60.0 | 70.0 |" in text
-
-
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("serving*.json")), ids=lambda file: file.name)
 def test_recorded_chats_name_gaps_as_gaps(file: Path) -> None:
     """Files of before had the gaps' percentiles under the name of the time per token."""
