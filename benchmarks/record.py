@@ -80,7 +80,7 @@ _OPTIONS = (
 _HTTP = ("--driver", "http", "--cases", "start_cold,start_warm,256x1k_128", "--weights")
 _BESIDE_TRANSFORMERS = (
     *("--driver", "http", "--peers", "ours,transformers", "--model-shape", "bundled", "--dtype", "bfloat16"),
-    *("--scale", "0.04", "--cases"),
+    *("--scale", "0.02", "--cases"),
     "ttft_32k,ttft_131k,tpot_b1_1024,tpot_b1_131072,32x32k_128,shared_100k_x64,256x1k_128,chats_under_131k_prefill",
 )
 RECORDINGS = (
@@ -91,7 +91,7 @@ RECORDINGS = (
     Recording("attention_options", "attention", 150, _OPTIONS, "fa3"),
     Recording("serving", "serving", 560, ("--vllm-args", '{"max_num_batched_tokens": 8192}'), "vllm"),
     Recording("serving_http", "serving", 560, _HTTP, "vllm"),
-    Recording("serving_transformers", "serving", 590, _BESIDE_TRANSFORMERS, devices=CPU),
+    Recording("serving_transformers", "serving", 400, _BESIDE_TRANSFORMERS, devices=CPU),
     Recording("longcontext", "longcontext", 150),
     Recording("longcontext_1m", "longcontext", 580, ("--contexts", "1000000", "--kv-cache-dtype", "fp8")),
     Recording("beside_training", "beside_training", 400, ("--shares", "0.25,1")),
