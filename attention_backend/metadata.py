@@ -38,6 +38,7 @@ class PagedMetadata:
 
     Sequences with exactly one query row come first (`num_decodes` of them), then the others (prefills and chunks).
     Where shapes are fixed, the last decodes may be missing (`decodes_here`): others' rows follow the present ones.
+    Once a layer has seen it on a CPU, the tensors' values must stay: another step is another object, as of `replace`.
     Raises TypeError for dtypes, ValueError for shapes, strides and devices: here, and so not again in every layer.
     """
 
@@ -51,8 +52,8 @@ class PagedMetadata:
     decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no row; None: all are
     shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
     shared_prefills: SharedPages | None = None  # of the others
-    #: What was made of the above for one layer, for the next ones: so values do not change.
-    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    #: What was made of the above for one layer, for the next ones.
+    plans: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         device, num_seqs = self.seq_lens.device, self.seq_lens.shape[0] if self.seq_lens.dim() else 0

@@ -35,11 +35,14 @@ def fingerprint(model: PreTrainedModel, kv_caches: KVCaches, *, max_model_len: i
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers, and what a module keeps beside them (a layer's weight in a layout of its own)."""
+    """Parameters, buffers, and what a module keeps beside them: a layer's weight in a layout of its own, which others
+    may share."""
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         own = (module._parameters, module._buffers, vars(module))
         for name, value in sorted((name, value) for group in own for name, value in group.items()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and id(value) not in seen:
+                seen.add(id(value))
                 yield from _dense(f"{prefix}.{name}", value)
 
 

@@ -15,6 +15,7 @@ def report(config: EngineConfig, folders: Mapping[str, Path], problems: list[str
     from models.adapters import LoraLimits, find_linears, open_folder, read_weights
     from models.adapters.slots import memory_bytes
     from models.adapters.weights import max_weight_bytes
+    from models.descriptions import read_config
     from models.errors import AdapterError
 
     if not config.enable_lora:
@@ -23,7 +24,7 @@ def report(config: EngineConfig, folders: Mapping[str, Path], problems: list[str
     source = registry.resolve(config.model, image_dir=image_dir)
     loaded = loader.load(source, device="meta", load_format="dummy")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = loader.choose_dtype(config.dtype, loaded.model.config, device)
+    dtype = loader.choose_dtype(config.dtype, read_config(source.fetch(weights=False)), device)
     linears = find_linears(loaded.model)
     size = memory_bytes(linears, LoraLimits(config.max_loras, config.max_lora_rank), dtype) / 2**20
     slots = f"{config.max_loras} slots of rank {config.max_lora_rank} on {len(linears)} linear layers: {size:.1f} MiB"

@@ -126,22 +126,24 @@ def _cache() -> dict[str, str]:
     return state | {"state": f"{found} of {len(wanted)} kernels for this GPU are compiled" if archs else "present"}
 
 
-def _without_weights(config: EngineConfig) -> tuple[Any, Any]:
-    """The model, and the device that it would run on. Raises what loading would raise: models.errors."""
+def _without_weights(config: EngineConfig) -> tuple[Any, Any, Any]:
+    """The model, and the device and the dtype in which it would run. Raises what loading would raise: models.errors."""
     import torch
 
     from models import loader, registry
+    from models.descriptions import read_config
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
     source = registry.resolve(config.model, image_dir=image_dir)
-    return loader.load(source, device="meta", load_format="dummy"), device
+    dtype = loader.choose_dtype(config.dtype, read_config(source.fetch(weights=False)), device)
+    return loader.load(source, device="meta", load_format="dummy"), device, dtype
 
 
 def _fused(config: EngineConfig) -> str:
     from models.fusing import foretell
 
-    loaded, device = _without_weights(config)
+    loaded, device, _ = _without_weights(config)
     return str(foretell(loaded.model, device))
 
 
@@ -150,13 +152,11 @@ def _layers(config: EngineConfig) -> list[Layers]:
 
     Raises what loading would raise, and UnsupportedModelError.
     """
-    from models import loader
     from models.attention_sites import find_attention_sites
     from models.patching import check_supported_for_serving
 
-    loaded, device = _without_weights(config)
+    loaded, device, dtype = _without_weights(config)
     check_supported_for_serving(loaded.model)
-    dtype = loader.choose_dtype(config.dtype, loaded.model.config, device)
     sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]
     return [
         Layers(

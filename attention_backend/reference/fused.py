@@ -34,7 +34,8 @@ def serves(args: AttentionArgs) -> bool:
         and args.key_mask is None
         and args.leftpad_k is None
         and args.window_left == UNBOUNDED
-        and args.window_right in (UNBOUNDED, 0)
+        # torch masks the square before it multiplies by the scale: -inf would become NaN, or inf.
+        and (args.window_right == UNBOUNDED or (args.window_right == 0 and args.softmax_scale > 0))
         and args.chunk_size == 0
     )
 
@@ -47,21 +48,22 @@ def fits(args: AttentionArgs, group: Group) -> bool:
 
 
 def attend(args: AttentionArgs, group: Group) -> tuple[Tensor, Tensor]:
-    """out `[n, rows, num_heads, Dv]` in q's dtype and lse `[n, num_heads, rows]` in float32, of a group that `fits`."""
+    """out `[n, rows, num_heads, Dv]` and lse `[n, num_heads, rows]` in float32, of a group that `fits`."""
     q, end = group.q.transpose(1, 2), int(group.high[0, -1])
     start = end - q.shape[2] if args.window_right == 0 else end  # of the square, where there is one
-    outs, lses = [], []
+    state: tuple[Tensor, Tensor] | None = None
     for first, last in [*_blocks(group, start), (start, end)]:
         if first == last:
             continue
         block = tiles.key_block(args, group, first - first % _page(group), last, args.dtype)
         k, v = (x.squeeze(1)[:, :, first - block.start : last - block.start] for x in (block.k, block.v))
         out, lse = attention(q, k, v, args.softmax_scale, causal=first == start)
-        outs.append(out.transpose(1, 2))
-        lses.append(lse)
-    if len(outs) == 1 and args.sinks is None:
-        return outs[0], lses[0]
-    return merge_states(outs, lses, args.sinks)
+        out = out.transpose(1, 2)
+        if state is not None:  # in float32, so that many blocks round once
+            out, lse = merge_states([state[0].float(), out.float()], [state[1], lse])
+        state = out, lse
+    assert state is not None
+    return state if args.sinks is None else merge_states([state[0]], [state[1]], args.sinks)
 
 
 def attention(
@@ -69,6 +71,8 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """q `[n, num_heads, rows, D]`, k, v `[n, num_kv_heads, keys, D]`, bias `[n, 1, 1, keys]` -> out like q, and lse
     `[n, num_heads, rows]` in float32. `causal`: there are as many keys as rows. Every row sees a key."""
+    if 0 < q.stride(2) < q.shape[3]:  # rows that overlap, which the kernel does not expect
+        q = q.contiguous()
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -80,7 +84,9 @@ def _page(group: Group) -> int:
 
 
 def _blocks(group: Group, stop: int) -> list[tuple[int, int]]:
-    """The keys before the square, at most _MAX_COPIED elements at a time, from the beginning of a page each."""
+    """The keys before the square; those in pages at most _MAX_COPIED elements at a time, each from a page's start."""
+    if group.pages is None:
+        return [(0, stop)]
     n, width = group.q.shape[0], group.k.shape[2] * (group.k.shape[3] + group.v.shape[3])
     page = _page(group)
     step = max(1, _MAX_COPIED // (n * width) // page) * page

@@ -51,15 +51,19 @@ class _AdaptedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._base(x)
+        self.add_to(y, x)
+        return y
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """y `[..., out_features]`, what the layer alone gives for x, in place; it may be a part of a wider tensor."""
         others = self._active.others
         if others is None or not self.slots:
-            return y
+            return
         columns = others.shape[1]
         low = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.a[:columns])
         # Filled, not multiplied: what overflows in one adapter's columns is no NaN in another row.
         low.masked_fill_(others, 0)
         y.view(-1, y.shape[-1]).addmm_(low, self.b[:columns])
-        return y
 
 
 class AdapterSlots:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.fusing.plain import is_plain
+from models.fusing.plain import is_adapted_at_most, is_plain
 from models.packed_linear import PackedLinear
 
 
@@ -39,7 +39,7 @@ class JoinedLinears:
     def refuses(self) -> str | None:
         """Why these are not one product; None: they can be."""
         for module in self.modules:
-            if not is_plain(module, self._kind):
+            if not self._is_known(module):
                 kind = type(module).__name__
                 return f"{kind} with hooks or an adapter" if type(module) is self._kind else f"they are {kind}"
         first = self.modules[0]
@@ -57,7 +57,11 @@ class JoinedLinears:
         if self._weight is not None and self._still_packed():
             return self.split(F.linear(x, self._weight, self._bias))
         if self._lie_together():
-            return self.split(self.modules[0].whole(x))
+            parts = self.split(self.modules[0].whole(x))
+            for module, part in zip(self.modules, parts, strict=True):
+                if (adapter := module.__dict__.get("forward")) is not None:
+                    adapter.add_to(part, x)
+            return parts
         return tuple(module(x) for module in self.modules)
 
     def split(self, products: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +84,13 @@ class JoinedLinears:
 
     def _lie_together(self) -> bool:
         first = self.modules[0]
-        return all(is_plain(module, PackedLinear) and module.lies_with(first) for module in self.modules)
+        return self._kind is PackedLinear and all(
+            self._is_known(module) and module.lies_with(first) for module in self.modules
+        )
+
+    def _is_known(self, module: nn.Module) -> bool:
+        """Adapters add to parts of a layout as they are; with them, weights that are one product are called apart."""
+        return (is_adapted_at_most if self._kind is PackedLinear else is_plain)(module, self._kind)
 
     def _still_packed(self) -> bool:
         plain = all(is_plain(module, nn.Linear) for module in self.modules)

@@ -17,3 +17,14 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
         and not module._forward_hooks
         and not module._forward_pre_hooks
     )
+
+
+def is_adapted_at_most(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """The same, or our adapters add to it (`add_to` of its `forward`)."""
+    forward = module.__dict__.get("forward")
+    return (
+        type(module) is cls
+        and (forward is None or hasattr(forward, "add_to"))
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )

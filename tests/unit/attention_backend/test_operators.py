@@ -47,3 +47,9 @@ def test_both_ways_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(layers.rms_norm(x, weight, 1e-5), expected)
     with pytest.raises(TypeError, match="not callable"):
         layers.rms_norm(x, weight, 1e-5)
+
+
+def test_tensors_without_values_stay_operators() -> None:
+    x, weight = torch.randn(2, 16, device="meta"), torch.ones(16, device="meta")
+    with torch.inference_mode():
+        assert layers.rms_norm(x, weight, 1e-5).shape == x.shape

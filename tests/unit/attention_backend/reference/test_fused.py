@@ -70,7 +70,25 @@ def test_plain_problems_are_put_together_from_blocks_of_any_size(
         torch.testing.assert_close(out.double(), truth[0], atol=5e-6, rtol=5e-6)
         torch.testing.assert_close(lse.double(), truth[1], atol=1e-5, rtol=1e-5)
         counts.append(len(kernel_calls))
-    assert counts[0] > counts[2] > 0
+    assert counts[2] > 0
+    assert (counts[0] > counts[2]) == (make is paged), "what is not copied is not cut"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("window_right", [-1, 0])
+@pytest.mark.parametrize("make", [dense, varlen, paged])
+def test_scores_may_be_scaled_by_anything(make: Any, window_right: int, scale: float) -> None:
+    args = replace(make(torch.float32), window_right=window_right, softmax_scale=scale)
+    args = replace(args, v=torch.randn_like(args.k))
+    for ours, truth in zip(cpu.forward(args), standard.attention(args), strict=True):
+        torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_queries_may_overlap() -> None:
+    args = dense(torch.float32)
+    rows = torch.randn(args.q.numel()).as_strided(args.q.shape, (args.q.stride(0), 7, args.q.stride(2), 1))
+    args = replace(args, q=rows, v=torch.randn_like(args.k), window_right=0)
+    torch.testing.assert_close(cpu.forward(args)[0].double(), standard.attention(args)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +138,18 @@ def test_a_step_of_decodes_equals_the_general_way(
         assert all(served)
     else:
         assert not any(served)
+
+
+def test_another_step_looks_again() -> None:
+    k, v, table = pages([50])
+    q = torch.randn(1, HEADS, DIM)
+    long = step([50], table)
+    with torch.inference_mode():
+        before = paged_attention(q, None, None, k, v, long, softmax_scale=0.2)
+        short = replace(long, seq_lens=torch.tensor([9], dtype=torch.int32))
+        after = paged_attention(q, None, None, k, v, short, softmax_scale=0.2)
+        assert torch.equal(after, paged_attention(q, None, None, k, v, step([9], table), softmax_scale=0.2))
+    assert not torch.equal(after, before)
 
 
 def test_a_sequence_without_keys_gives_zeros() -> None:

@@ -14,7 +14,7 @@ from tiny_models import as_loaded, random_model, tiny_config
 from models.adapters import LoraLimits, find_linears
 from models.adapters.slots import memory_bytes
 from models.batch import NO_ADAPTER
-from models.packed_linear import pack_linears
+from models.packed_linear import PackedLinear, pack_linears
 from models.runner import ModelRunner
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(3, 40)), [99] * 18, [11, 12], [40, 30, 20, 10]]
@@ -76,16 +76,23 @@ def test_rows_of_the_base_model_are_bitwise_the_same_with_and_without_slots(tmp_
     assert all(map(torch.equal, before, batch.logits(PROMPTS, [3] * 5)))
 
 
-def test_linears_that_are_packed_for_a_cpu_take_adapters_too(tmp_path: Path) -> None:
+def test_linears_that_are_packed_for_a_cpu_take_adapters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family("llama")
+    products: list[PackedLinear] = []
+    whole = PackedLinear.whole
+    monkeypatch.setattr(PackedLinear, "whole", lambda layer, x: products.append(layer) or whole(layer, x))
     adapted = save_adapter(model, tmp_path, seed=5)
     if not pack_linears(model):
         pytest.skip("this CPU has no oneDNN")
     batch = PackedBatch(model)
     batch.slots.read(0, str(tmp_path))
     batch.slots.place(0, 0)
+    products.clear()
     (ours,) = batch.logits([PROMPTS[1]], [0])
     torch.testing.assert_close(ours, alone(adapted, PROMPTS[1]), **CLOSE)
+    assert len(products) == 4 * model.config.num_hidden_layers + 1, (
+        "what lies together is one product with adapters too"
+    )
 
 
 def test_patterns_give_layers_their_own_rank_and_alpha(tmp_path: Path) -> None:
