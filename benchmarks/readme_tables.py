@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from benchmarks import attention_tables, cpu_tables, engine_tables
+from benchmarks import attention_tables, cpu_tables, engine_tables, fault_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "training": engine_tables.training,
     "cpu": cpu_tables.cpu,
     "serving_cpu": cpu_tables.serving_cpu,
+    "faults": fault_tables.faults,
 }
 
 

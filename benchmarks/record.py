@@ -109,6 +109,7 @@ RECORDINGS = (
     Recording("roofline", "roofline", 180),
     Recording("ladder", "ladder", 60),
     Recording("quick_start", "cpu_decode", 300, devices=CPU),
+    Recording("faults", "faults", 900, ("--servers", "longwave", "transformers"), devices=CPU),
 )
 
 

@@ -1,0 +1,181 @@
+"""How servers fail: the same faults sent to OpenAI-compatible servers over HTTP, one after the other.
+
+    python -m benchmarks.faults --servers longwave transformers --out results.json
+    python -m benchmarks.faults --url http://127.0.0.1:8000 --model NAME --context 32768    any running server
+
+Of each fault it says the status, whether the error has OpenAI's shape and names the field, and how long the answer
+took; after each a small good request must be answered within 30 s. A server that was started here and does not answer
+one in five minutes is started again; one that runs already is left alone, and gets no SIGTERM.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import fault_clients, machine
+from benchmarks.fault_clients import Target
+from benchmarks.fault_list import Fault, faults
+from benchmarks.fault_outcomes import Outcome, classify, error_of, in_openai_shape, names
+from benchmarks.markdown import table
+from benchmarks.started_server import started
+from models import registry
+from models.descriptions import read_config
+
+SERVERS = ("longwave", "transformers")
+SAID = 200  # characters of an error that are recorded
+SOON_MS = 5000.0  # that a good request may take longer beside a misbehaving client than alone
+IDLE_ROUNDS = 5
+
+Row = dict[str, Any]
+
+
+def command(name: str, model: str, device: str, data: str) -> tuple[list[str], str]:
+    """How a server is started, with what it does by default, and the path that says that it is ready."""
+    if name == "longwave":
+        flags = ["--model", model, "--device", device, "--data-dir", data, "--log-level", "warning"]
+        return [sys.executable, "-m", "server", "serve", *flags], "/health/ready"
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--device", device], "/health"
+
+
+@contextmanager
+def server(name: str, model: str, device: str) -> Iterator[Target]:
+    """One of SERVERS, started."""
+    folder = registry.resolve(model).fetch()
+    context = read_config(folder).max_position_embeddings
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as data, ExitStack() as running:
+        wanted, ready = command(name, str(folder), device, data)
+        url, process = running.enter_context(started(wanted, ready, environment))
+        yield Target(url, str(folder), context, process)
+
+
+def idle_ms(target: Target) -> float:
+    """What the small good request takes when nothing else is asked: the median, after a first one. Raises SystemExit
+    when it is not answered."""
+    if fault_clients.answers_after(target) is None:
+        raise SystemExit(f"{target.url} does not answer a good request")
+    return sorted(fault_clients.good(target).ms for _ in range(IDLE_ROUNDS))[IDLE_ROUNDS // 2]
+
+
+def send(fault: Fault, target: Target) -> Row:
+    """One fault and what became of it."""
+    reply = fault.act(target)
+    after = 0.0 if fault.ends_server else fault_clients.answers_after(target)
+    outcome = classify(reply, fault.expected, after)
+    error = error_of(reply.body)
+    said = None if error is None else json.dumps(error).replace(target.model, "MODEL")[:SAID]
+    return {
+        "fault": fault.name,
+        "expected": str(fault.expected),
+        "outcome": outcome.value,
+        "status": reply.status,
+        "in_openai_shape": in_openai_shape(reply) if fault.is_request else None,
+        "names_field": names(reply, fault.param) if fault.param and error is not None else None,
+        "ms": round(reply.ms, 1),
+        "answers_after_s": None if after is None or fault.ends_server else round(after, 2),
+        "exit_code": reply.exit_code,
+        "said": said,
+    }
+
+
+def say(name: str, row: Row) -> None:
+    sys.stdout.write(f"{name}: {row['fault']}: {row['outcome']}, {row['status']}, {row['ms']} ms {row['said'] or ''}\n")
+    sys.stdout.flush()
+
+
+def measure_started(name: str, model: str, device: str) -> Row:
+    """All faults on a server of our own, which is started again when it is gone."""
+    rows: list[Row] = []
+    with ExitStack() as running:
+        target = running.enter_context(server(name, model, device))
+        idle = idle_ms(target)
+        for fault in faults(idle + SOON_MS):
+            rows.append(send(fault, target))
+            say(name, rows[-1])
+            if rows[-1]["outcome"] == Outcome.GONE and not fault.ends_server:
+                assert target.process is not None
+                target.process.kill()  # it may be too busy to hear anything else
+                running.close()
+                target = running.enter_context(server(name, model, device))
+    return {"idle_ms": round(idle, 1), "context": target.context, "faults": rows}
+
+
+def measure_running(target: Target) -> Row:
+    """The faults that a server of somebody else's may be sent, until it does not answer any more."""
+    rows: list[Row] = []
+    idle = idle_ms(target)
+    for fault in faults(idle + SOON_MS):
+        if fault.ends_server:
+            continue
+        rows.append(send(fault, target))
+        say(target.url, rows[-1])
+        if rows[-1]["outcome"] == Outcome.GONE:
+            break
+    return {"idle_ms": round(idle, 1), "context": target.context, "faults": rows}
+
+
+def counts(run: Row) -> Row:
+    """Of one server: how many faults had each outcome, and how many requests' replies were right in OpenAI's shape,
+    and how many of the right refusals of a field named it."""
+    rows = run["faults"]
+    right = [row for row in rows if row["outcome"] == Outcome.RIGHT]
+    return {
+        "faults": len(rows),
+        **{outcome.value: sum(row["outcome"] == outcome for row in rows) for outcome in Outcome},
+        "in_openai_shape": sum(row["in_openai_shape"] is True for row in right),
+        "requests": sum(row["in_openai_shape"] is not None for row in rows),
+        "names_field": sum(row["names_field"] is True for row in right),
+        "refused_fields": sum(row["names_field"] is not None for row in right),
+    }
+
+
+def report(runs: dict[str, Row]) -> str:
+    header = ["fault", "right is", *runs]
+    by_name = {name: {row["fault"]: row for row in run["faults"]} for name, run in runs.items()}
+    first: Sequence[Row] = next(iter(runs.values()))["faults"]
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return "not sent"
+        shape = ", not in OpenAI's shape" if row["in_openai_shape"] is False and row["outcome"] == Outcome.RIGHT else ""
+        return f"{row['outcome']} ({row['status']}, {row['ms']:.0f} ms{shape})"
+
+    rows = [[row["fault"], row["expected"], *(cell(by_name[name].get(row["fault"])) for name in runs)] for row in first]
+    return table(header, rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", nargs="*", choices=SERVERS, default=[], help="started here, one after the other")
+    parser.add_argument("--url", help="a server that runs already")
+    parser.add_argument("--model", default="bundled", help="started servers: its folder; else its name in requests")
+    parser.add_argument("--context", type=int, default=8192, help="tokens that the model behind --url takes")
+    parser.add_argument("--device", default="cpu", help="of the servers that are started")
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--commit", help="recorded where there is no git")
+    options = parser.parse_args()
+    if bool(options.servers) == bool(options.url):
+        parser.error("give --servers or --url")
+    if options.url:
+        runs = {options.url: measure_running(Target(options.url.rstrip("/"), options.model, options.context))}
+    else:
+        runs = {name: measure_started(name, options.model, options.device) for name in options.servers}
+    for run in runs.values():
+        run["counts"] = counts(run)
+    sys.stdout.write(report(runs))
+    facts = machine.facts(options.commit) | {"threads": torch.get_num_threads()}
+    if options.out:
+        content = {"machine": facts, "device": options.device, "soon_ms": SOON_MS, "servers": runs}
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
