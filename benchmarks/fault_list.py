@@ -76,7 +76,7 @@ def faults(soon_ms: float) -> tuple[Fault, ...]:
     found = (
         Fault("a body that is no JSON", lambda t: clients.post(t, b'{"model": '), REFUSED),
         Fault("a JSON array as body", lambda t: clients.post(t, b"[1, 2, 3]"), REFUSED),
-        replace(field("a body of 50 MB, in metadata", "metadata", {"padding": "x" * HUGE}), param=None),
+        replace(field("a body of 50 MB (in metadata)", "metadata", {"padding": "x" * HUGE}), param=None),
         missing("no model", "model", Expected(frozenset({400, 404, 422}), answer=True)),
         field("an unknown model", "model", name_of_none, Expected(frozenset({400, 404}))),
         missing("no messages", "messages", REFUSED),

@@ -1,10 +1,12 @@
 """The README's table of how servers fail, from the results of benchmarks/faults.py."""
 
+import textwrap
 from pathlib import Path
 
 from benchmarks.fault_outcomes import Outcome
 from benchmarks.markdown import Facts, load, short, table
 
+LINE = 120
 WORST = (Outcome.GONE, Outcome.HANG, Outcome.SERVER_ERROR, Outcome.WRONG)  # first what is worst
 #: Of the results, as a reader knows them.
 NAMES = {"longwave": "ours", "transformers": "transformers serve"}
@@ -23,29 +25,31 @@ def faults(results: Path) -> str:
                 str(found["faults"]),
                 str(found[Outcome.RIGHT]),
                 f"{found['in_openai_shape']} of {found['requests']}",
-                f"{found['names_field']} of {found['refused_fields']}",
                 *(str(found[outcome]) for outcome in reversed(WORST)),
             ]
         )
-    header = ["server", "faults", "refused or right", "in OpenAI's shape", "names the field"]
+    header = ["server", "faults", "refused or right", "in OpenAI's shape"]
     text = (
-        "How servers fail: the same faults over HTTP (nonsense in the JSON and in its fields, clients that leave or\n"
+        "The same faults over HTTP (nonsense in the JSON and in its fields, clients that leave or\n"
         "stall, SIGTERM), each server with its defaults and the bundled model. A refusal with 422 is right, but not\n"
         f"in OpenAI's shape (transformers {m['transformers']}, OMP threads: {m['threads']}, {m['cores']} cores of an\n"
         f"{m['cpu']}, commit {short(m['commit'])}, {m['date'][:10]}):\n\n"
     )
-    said = "\n".join(f"- {NAMES.get(name, name)}: {worst(run)}." for name, run in facts["servers"].items())
+    said = "\n".join(
+        textwrap.fill(f"- {NAMES.get(name, name)}: {worst(run)}.", LINE, subsequent_indent="  ")
+        for name, run in facts["servers"].items()
+    )
     return f"{text}{table([*header, *map(str, reversed(WORST))], rows)}\n\nWhat went wrong, the worst first:\n\n{said}"
 
 
 def worst(run: Facts) -> str:
-    """Which faults were not right, by outcome; where all were, which reply was the slowest."""
+    """Which faults were not right, by outcome; where all were, which request's reply was the slowest."""
     wrong = [
-        f"{outcome} for {', '.join(named)}"
+        f"{outcome} ({len(named)}): {', '.join(named)}"
         for outcome in WORST
         if (named := [row["fault"] for row in run["faults"] if row["outcome"] == outcome])
     ]
     if wrong:
         return "; ".join(wrong)
-    slowest = max(run["faults"], key=lambda row: row["ms"])
-    return f"nothing; the slowest reply, {slowest['ms'] / 1e3:.1f} s, was that to {slowest['fault']}"
+    slowest = max((row for row in run["faults"] if row["in_openai_shape"] is not None), key=lambda row: row["ms"])
+    return f"nothing; the slowest reply to a request, {slowest['ms']:.0f} ms, was that to {slowest['fault']}"

@@ -121,7 +121,7 @@ def test_a_careless_server_is_found_out(careless: Target) -> None:
     outcomes = {name: row["outcome"] for name, row in rows.items()}
 
     assert outcomes["a body that is no JSON"] == "5xx"
-    assert outcomes["temperature -1"] == outcomes["a body of 50 MB, in metadata"] == "wrong answer"
+    assert outcomes["temperature -1"] == outcomes["a body of 50 MB (in metadata)"] == "wrong answer"
     assert outcomes["20 stop strings"] == outcomes["half a body, then silence"] == "right"
     assert outcomes["GET on a POST route"] == "5xx"  # 501
 
@@ -142,7 +142,7 @@ def test_requests_carry_the_fault_and_nothing_else_unusual(monkeypatch: pytest.M
     monkeypatch.setattr(fault_clients, "post", post)
     by_name = {fault.name: fault for fault in all_faults(1.0)}
     target = Target("http://x", "m", 64)
-    for name in ("NaN in the JSON", "half a surrogate pair", "no model", "a body of 50 MB, in metadata"):
+    for name in ("NaN in the JSON", "half a surrogate pair", "no model", "a body of 50 MB (in metadata)"):
         by_name[name].act(target)
 
     assert b'"temperature": NaN' in sent[0]
@@ -168,7 +168,7 @@ def test_the_table_counts_and_names_what_went_wrong(tmp_path: Path) -> None:
     (tmp_path / "faults_cpu.json").write_text(json.dumps({"machine": machine, "servers": servers}))
     text = fault_tables.faults(tmp_path)
 
-    assert "| ours | 1 | 1 | 1 of 1 | 0 of 0 | 0 | 0 | 0 | 0 |" in text
-    assert "| transformers serve | 3 | 1 | 1 of 3 | 0 of 0 | 1 | 1 | 0 | 0 |" in text
-    assert "- ours: nothing; the slowest reply, 2.0 s, was that to n 0." in text
-    assert "- transformers serve: 5xx for max_tokens 0; wrong answer for n 0." in text
+    assert "| ours | 1 | 1 | 1 of 1 | 0 | 0 | 0 | 0 |" in text
+    assert "| transformers serve | 3 | 1 | 1 of 3 | 1 | 1 | 0 | 0 |" in text
+    assert "- ours: nothing; the slowest reply to a request, 2000 ms, was that to n 0." in text
+    assert "- transformers serve: 5xx (1): max_tokens 0; wrong answer (1): n 0." in text
