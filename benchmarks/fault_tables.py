@@ -9,7 +9,11 @@ from benchmarks.markdown import Facts, load, short, table
 LINE = 120
 WORST = (Outcome.GONE, Outcome.HANG, Outcome.SERVER_ERROR, Outcome.WRONG)  # first what is worst
 #: Of the results, as a reader knows them.
-NAMES = {"longwave": "ours", "transformers": "transformers serve"}
+NAMES = {
+    "longwave": "ours",
+    "transformers": "transformers serve",
+    "transformers_batching": "the same, continuous batching",
+}
 
 
 def faults(results: Path) -> str:

@@ -1,6 +1,6 @@
 """How servers fail: the same faults sent to OpenAI-compatible servers over HTTP, one after the other.
 
-    python -m benchmarks.faults --servers longwave transformers --out results.json
+    python -m benchmarks.faults --servers longwave transformers transformers_batching --out results.json
     python -m benchmarks.faults --url http://127.0.0.1:8000 --model NAME --context 32768    any running server
 
 Of each fault it says the status, whether the error has OpenAI's shape and names the field, and how long the answer
@@ -29,7 +29,7 @@ from benchmarks.started_server import started
 from models import registry
 from models.descriptions import read_config
 
-SERVERS = ("longwave", "transformers")
+SERVERS = ("longwave", "transformers", "transformers_batching")
 SAID = 200  # characters of an error that are recorded
 SOON_MS = 5000.0  # that a good request may take longer beside a misbehaving client than alone
 IDLE_ROUNDS = 5
@@ -38,11 +38,13 @@ Row = dict[str, Any]
 
 
 def command(name: str, model: str, device: str, data: str) -> tuple[list[str], str]:
-    """How a server is started, with what it does by default, and the path that says that it is ready."""
+    """How a server is started, with what it does by default (but for batching, where that is asked for), and the path
+    that says that it is ready."""
     if name == "longwave":
         flags = ["--model", model, "--device", device, "--data-dir", data, "--log-level", "warning"]
         return [sys.executable, "-m", "server", "serve", *flags], "/health/ready"
-    return [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--device", device], "/health"
+    flags = [model, "--device", device, *(["--continuous-batching"] if name == "transformers_batching" else [])]
+    return [sys.executable, "-m", "transformers.cli.transformers", "serve", *flags], "/health"
 
 
 @contextmanager

@@ -83,6 +83,7 @@ _BESIDE_TRANSFORMERS = (
     *("--scale", "0.02", "--cases"),
     "ttft_32k,ttft_131k,tpot_b1_1024,tpot_b1_131072,32x32k_128,shared_100k_x64,256x1k_128,chats_under_131k_prefill",
 )
+_ALL_SERVERS = ("--servers", "longwave", "transformers", "transformers_batching")
 RECORDINGS = (
     Recording("attention_forward", "attention", 150, ("forward",), "fa3"),
     Recording("attention_backward", "attention", 200, ("backward", "--slow"), "fa3"),
@@ -109,7 +110,7 @@ RECORDINGS = (
     Recording("roofline", "roofline", 180),
     Recording("ladder", "ladder", 60),
     Recording("quick_start", "cpu_decode", 300, devices=CPU),
-    Recording("faults", "faults", 900, ("--servers", "longwave", "transformers"), devices=CPU),
+    Recording("faults", "faults", 900, _ALL_SERVERS, devices=CPU),
 )
 
 
