@@ -6,14 +6,17 @@ at once, a 512-token prompt's time, and the paged attention of one layer; and wh
 
     python benchmarks/cpu_decode.py --out benchmarks/results/quick_start_cpu.json
     python benchmarks/cpu_decode.py --threads 1 --clock cpu      # on a machine with other work to do
+    python benchmarks/cpu_decode.py --beside 1                   # beside a process that keeps a core busy
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +187,18 @@ def race(options: argparse.Namespace, name: loader.DTypeName, clock: Callable[[]
     }
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many other processes that want a core each, all the time."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
@@ -192,11 +207,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens generated per request")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the runner takes by itself")
+    parser.add_argument("--beside", type=int, default=0, help="processes that do nothing but keep a core busy each")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: this process's CPU time")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--commit", help="recorded where there is no git")
     options = parser.parse_args()
-    result = measure(options)
+    with busy(options.beside):
+        result = measure(options)
     report = {
         "machine": machine.facts(options.commit)
         | {"threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]},

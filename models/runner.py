@@ -111,7 +111,7 @@ class ModelRunner(StepLauncher):
             eos_token_ids=loaded.eos_token_ids,
             device=self.device,
         )
-        super().__init__(forward, inputs, sampler, adapters)
+        super().__init__(forward, inputs, sampler, adapters, on_cpu=self.device.type == "cpu")
         self._offloads = kv_offload_bytes > 0
         self._warm = False
         if num_blocks is None:

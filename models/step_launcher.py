@@ -7,6 +7,7 @@ import torch
 
 from models.adapters import AdapterSlots
 from models.batch import SamplingParams, StepBatch, StepOutput
+from models.cpu_threads import CpuThreads
 from models.forward import PagedForward
 from models.graphs import StepGraphs, has_adapters
 from models.inputs import StepInputs, StepTensors
@@ -20,7 +21,13 @@ class StepLauncher:
     """A slot (< max_num_seqs) belongs to one request from `add_request` to `remove_request`."""
 
     def __init__(
-        self, forward: PagedForward, inputs: StepInputs, sampler: Sampler, adapters: AdapterSlots | None
+        self,
+        forward: PagedForward,
+        inputs: StepInputs,
+        sampler: Sampler,
+        adapters: AdapterSlots | None,
+        *,
+        on_cpu: bool,
     ) -> None:
         self.adapters = adapters
         self._forward = forward
@@ -28,6 +35,7 @@ class StepLauncher:
         self._sampler = sampler
         self._kv_caches: KVCaches = []  # whoever makes the launcher ready allocates them,
         self._graphs: StepGraphs | None = None  # and decides on these
+        self._threads = CpuThreads(torch.get_num_threads()) if on_cpu else None
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         """Raises ValueError for sampling parameters that name tokens outside of the vocabulary."""
@@ -49,6 +57,8 @@ class StepLauncher:
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> LaunchedSample:
         """Queues the step on the device and waits for nothing, unless this CPU is the device."""
+        if self._threads is not None:
+            self._threads.look()
         rows = StepRows.of(batch)
         try:
             shape = None if self._graphs is None else self._graphs.shape_of(batch, rows)
