@@ -5,11 +5,14 @@ milliseconds at a time, each of them can cost that long, and a token a second in
 threads, each with a core of its own, wait for nobody. The kernel counts how long a thread stood ready without a core.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _TASKS = Path("/proc/self/task")
 LOOK_SECONDS = 0.2  # between two looks
@@ -83,5 +86,6 @@ class CpuThreads:
                 self._rest = FIRST_REST
 
     def _use(self, count: int) -> None:
+        logger.info("other processes want this CPU: %d of %d threads compute now", count, self._most)
         self.count = count
         self._set_threads(count)

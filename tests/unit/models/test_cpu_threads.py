@@ -33,9 +33,11 @@ def test_as_many_as_have_cores(most: int, free: float, count: int) -> None:
     assert (machine.set == []) == (count == most)
 
 
-def test_they_come_back_when_the_others_are_gone() -> None:
+def test_they_come_back_when_the_others_are_gone(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(4, free=2)
-    machine.run(10.0)
+    with caplog.at_level("INFO", "models.cpu_threads"):
+        machine.run(10.0)
+    assert "2 of 4 threads compute now" in caplog.text
     assert machine.threads.count in (2, 3)
     machine.free = 4
     machine.run(LONGEST_REST + 1)
