@@ -86,6 +86,6 @@ class CpuThreads:
                 self._rest = FIRST_REST
 
     def _use(self, count: int) -> None:
-        logger.info("other processes want this CPU: %d of %d threads compute now", count, self._most)
+        logger.info("this CPU has room for %d of %d threads", count, self._most)
         self.count = count
         self._set_threads(count)

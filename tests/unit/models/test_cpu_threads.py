@@ -37,7 +37,7 @@ def test_they_come_back_when_the_others_are_gone(caplog: pytest.LogCaptureFixtur
     machine = Machine(4, free=2)
     with caplog.at_level("INFO", "models.cpu_threads"):
         machine.run(10.0)
-    assert "2 of 4 threads compute now" in caplog.text
+    assert "room for 2 of 4 threads" in caplog.text
     assert machine.threads.count in (2, 3)
     machine.free = 4
     machine.run(LONGEST_REST + 1)
