@@ -143,6 +143,9 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+block_sparse_attention_backward_op.refuse_second_gradient()
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.softmax_scale, *lists = inputs
     ctx.save_for_backward(*output, q, k, v, *lists)

@@ -49,7 +49,7 @@ def paged_attention(
     check_step(q, k_new, v_new, k_cache, v_cache, metadata, sinks)
     check_pages(q, k_cache, v_cache, k_scale, v_scale)
     check_window("window_left", window_left)
-    refuse_gradients("paged_attention", q, k_new, v_new, k_cache, v_cache, sinks)
+    refuse_gradients("paged_attention", q, k_new, v_new, k_cache, v_cache, sinks, k_scale, v_scale)
     shared = metadata.shared_decodes is not None or metadata.shared_prefills is not None
     if shared and window_left == UNBOUNDED and chunk_size == 0:
         if k_new is not None and v_new is not None:

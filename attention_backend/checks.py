@@ -1,19 +1,30 @@
 """Argument checks of the public functions, from shapes and dtypes alone: they never read a tensor's values.
 
-Raises ValueError for shapes, devices and numbers, TypeError for dtypes. Knows no kernel.
+Raises ValueError for shapes, devices and numbers, TypeError for dtypes, UnsupportedError where autograd would ask for a
+gradient that nobody computes. Knows no kernel.
 """
 
 import torch
 from torch import Tensor
 
+from attention_backend.errors import UnsupportedError
+from attention_backend.no_gradients import is_asked_for
 from attention_backend.problem import DESC_COLUMNS, UNBOUNDED, AttentionArgs
 
 #: Keys and values may have it, with a scale per head, whatever dtype the queries have.
 FP8 = torch.float8_e4m3fn
+#: What has no gradient on any path, and what to do instead.
+NOT_DIFFERENTIABLE = {
+    "alibi_slopes": "detach the slopes, or hand in -slope * |p - j| as a bias, which has one",
+    "softmax_scale": "detach it, or multiply q by it and pass softmax_scale=1",
+    "softcap": "detach it",
+    "k_scale": "float8 keys are for inference, call it under torch.no_grad()",
+    "v_scale": "float8 values are for inference, call it under torch.no_grad()",
+}
 
 
 def check_args(args: AttentionArgs) -> None:
-    """Refuses an `AttentionArgs` that does not describe a problem."""
+    """Refuses an `AttentionArgs` that does not describe a problem, or whose gradients would be lost."""
     q, k, v = args.q, args.k, args.v
     q_dim = 3 if args.cu_seqlens_q is not None else 4
     k_dim = 3 if args.cu_seqlens_k is not None else 4
@@ -43,6 +54,15 @@ def check_args(args: AttentionArgs) -> None:
     _check_scores(args)
     _check_dropout(args)
     _check_scales(args, scaled)
+    for name in NOT_DIFFERENTIABLE:
+        check_differentiable(name, getattr(args, name))
+
+
+def check_differentiable(name: str, x: object) -> None:
+    """Raises UnsupportedError if autograd would ask for the gradient of `x`, one of NOT_DIFFERENTIABLE."""
+    if is_asked_for(x):
+        what = "attention is differentiable in q, k, v, bias and sinks"
+        raise UnsupportedError(f"{name} has no gradient, {what}: {NOT_DIFFERENTIABLE[name]}")
 
 
 def check_window(name: str, value: int) -> None:

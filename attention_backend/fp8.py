@@ -8,6 +8,7 @@ from torch import Tensor
 from attention_backend.checks import check_args
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.fp8 import HEAD_DIMS
+from attention_backend.interface import default_scale
 from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import fp8 as reference
@@ -64,7 +65,7 @@ def flash_attn_fp8_func(
 
     Raises ValueError and TypeError for arguments that make no problem, UnsupportedError for one that is not served.
     """
-    scale = float(q.shape[-1]) ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = default_scale(softmax_scale, q)
     check_args(AttentionArgs(q, k, v, scale, window_right=0 if causal else -1))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     for refusal in _refusals(q, v, needs_grad):

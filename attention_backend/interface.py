@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend import ops
-from attention_backend.checks import check_args, check_tensor
+from attention_backend.checks import check_args, check_differentiable, check_tensor
 from attention_backend.problem import UNBOUNDED, AttentionArgs
 
 Window = tuple[int, int]
@@ -19,9 +19,10 @@ FlashResult = Tensor | tuple[Tensor, Tensor, None]
 
 
 def attention(args: AttentionArgs) -> Tensor:
-    """Attention as `AttentionArgs` describes it: `args.out_shape`. Differentiable in q, k, v, bias and sinks.
+    """Attention as `AttentionArgs` describes it: `args.out_shape`. Differentiable once in q, k, v, bias and sinks.
 
-    Raises ValueError and TypeError for arguments that make no problem, UnsupportedError for one that nothing serves.
+    Raises ValueError and TypeError for arguments that make no problem, UnsupportedError for one that nothing serves and
+    where autograd would ask for a gradient of anything else.
     """
     return attention_with_lse(args)[0]
 
@@ -171,6 +172,7 @@ def with_plain_strides(args: AttentionArgs) -> AttentionArgs:
 
 def default_scale(softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is not None:
+        check_differentiable("softmax_scale", softmax_scale)
         return float(softmax_scale)
     if q.shape[-1] == 0:
         raise ValueError(f"head_dim must be at least 1, got q of shape {tuple(q.shape)}")

@@ -83,7 +83,7 @@ def rotary_store(
             raise ValueError(f"{name} must be {q.dtype} [{q.shape[2]}], got {norm.dtype} {tuple(norm.shape)}")
         if norm is not None:
             check_device(name, norm, q.device)
-    refuse_gradients("rotary_store", q, k, v, k_cache, v_cache, cos, sin, q_norm, k_norm)
+    refuse_gradients("rotary_store", q, k, v, k_cache, v_cache, cos, sin, q_norm, k_norm, k_scale, v_scale)
     turned: Tensor = rotary_store_op(
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm, k_norm, eps, unit_offset, k_scale, v_scale
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from attention_backend.errors import UnsupportedError
+
 _library = torch.library.Library("longwave", "FRAGMENT")
 
 
@@ -46,6 +48,19 @@ class Operator:
         self, backward: Callable[..., Any], *, setup_context: Callable[[Any, tuple[Any, ...], Any], None]
     ) -> None:
         torch.library.register_autograd(self._name, backward, setup_context=setup_context, lib=_library)
+
+    def refuse_second_gradient(self) -> None:
+        """Of an operator that computes gradients: they are constants for autograd, which says so instead of going on
+        without them."""
+
+        def refuse(ctx: Any, *gradients: Any) -> Any:
+            del ctx, gradients
+            raise UnsupportedError(
+                f"{self._name} has no gradient of its own: what it is the gradient of is differentiable once, and "
+                "create_graph=True asks for a second time"
+            )
+
+        self.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)  # noqa: ARG005
 
 
 def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Operator]:

@@ -123,6 +123,9 @@ def _attention_backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsinks
 
 
+attention_backward_op.refuse_second_gradient()
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tensors = [x if isinstance(x, Tensor) else None for x in inputs]
     ctx.options = [None if isinstance(x, Tensor) else x for x in inputs]

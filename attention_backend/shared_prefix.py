@@ -119,7 +119,7 @@ def cascade_attention(
             f"window_size={window_size} is not served: with a window, rows do not share what they see of a prefix. "
             "Shared-prefix attention is causal over all keys; for windows call flash_attn_with_kvcache"
         )
-    refuse_gradients("shared-prefix attention", q, k_cache, v_cache, sinks)
+    refuse_gradients("shared-prefix attention", q, k_cache, v_cache, sinks, k_scale, v_scale)
     scale = default_scale(softmax_scale, q)
     check_args(
         AttentionArgs(

@@ -53,7 +53,7 @@ def longwave_attention(
         q=tokens_first(query),
         k=tokens_first(key),
         v=tokens_first(value),
-        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.reshape(-1),
         bias=None if position_bias is None else _checked_bias(position_bias),

@@ -200,3 +200,11 @@ def test_other_devices_and_wrong_problems_are_refused() -> None:
     elsewhere = [x.to("meta") for x in (q, k, v)]
     with pytest.raises(UnsupportedError, match=r"flash_fwd_sm90 serves .* but it runs on cuda"):
         block_sparse_attention_op.run(*elsewhere, 0.25, *sparsity.lists)
+
+
+def test_a_gradient_of_a_gradient_is_an_error() -> None:
+    q = torch.randn(1, 128, 2, 16, requires_grad=True)
+    out = block_sparse_attention(q, q, q, BlockSparsity.from_mask(torch.ones(1, 1, 128, 128, dtype=torch.bool)))
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiable once"):
+        gradient.square().sum().backward()

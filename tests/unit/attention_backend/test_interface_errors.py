@@ -1,5 +1,6 @@
 """Every refusal of the public functions says what was wrong and what would be right."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -168,6 +169,49 @@ def test_float8_keys_have_no_gradient() -> None:
         out.sum().backward()
 
 
+LOST: dict[str, Tensor] = {
+    "alibi_slopes": torch.rand(4),
+    "softmax_scale": torch.tensor(0.3),
+    "softcap": torch.tensor(20.0),
+    "k_scale": FLOAT8["k_scale"],
+    "v_scale": FLOAT8["v_scale"],
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_would_lose_its_gradient_in_silence_is_refused_with_what_has_one(name: str) -> None:
+    others = FLOAT8 if name.endswith("_scale") and name != "softmax_scale" else {}
+    args = replace(base(), **{**others, name: LOST[name].clone().requires_grad_()})
+    with pytest.raises(UnsupportedError, match=f"{name} has no gradient.*in q, k, v, bias and sinks: "):
+        attention(args)
+    with torch.no_grad():
+        attention(args)
+
+
+def test_a_learnt_softmax_scale_is_refused_by_the_public_functions() -> None:
+    args, scale = base(), torch.tensor(0.3, requires_grad=True)
+    for function in (flash_attn_func, flash_attn_with_kvcache):
+        with pytest.raises(UnsupportedError, match="multiply q by it and pass softmax_scale=1"):
+            function(args.q, args.k, args.v, softmax_scale=scale)
+
+
+def test_a_cache_stores_nothing_when_alibi_slopes_want_a_gradient() -> None:
+    args = base()
+    before = args.k.clone()
+    new, slopes = torch.randn(2, 1, 2, 8), torch.rand(4, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="alibi_slopes has no gradient"):
+        flash_attn_with_kvcache(args.q, args.k, args.v, new, new, cache_seqlens=2, alibi_slopes=slopes)
+    assert torch.equal(args.k, before)
+
+
+@pytest.mark.parametrize("loss", [Tensor.sum, lambda out: out.square().sum()])
+def test_a_gradient_of_a_gradient_is_an_error(loss: Callable[[Tensor], Tensor]) -> None:
+    args = replace(base(), q=base().q.requires_grad_())
+    (gradient,) = torch.autograd.grad(loss(attention(args)), args.q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiable once"):
+        gradient.square().sum().backward()
+
+
 def test_a_device_that_nothing_serves_is_refused_with_what_is_served() -> None:
     args = base()
     with pytest.raises(UnsupportedError, match="cpu_reference"):
@@ -218,6 +262,18 @@ def test_steps_have_no_gradients_and_refuse_before_they_store(name: str) -> None
 
 
 EIGHT = torch.zeros(3, 2, 16, 8, dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_steps_have_no_gradients_of_scales(name: str) -> None:
+    call = {**step(), "k_cache": EIGHT.clone(), "v_cache": EIGHT.clone()}
+    call |= {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}
+    call[name].requires_grad_()
+    with pytest.raises(UnsupportedError, match="paged_attention has no gradient"):
+        paged_attention(**call)
+    assert not call["k_cache"].float().any()
+
+
 BAD_STEPS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": torch.randn(1, 1, 4, 8)}, ValueError, r"must be \[tokens, heads, dim\]"),
     ({"k_cache": torch.randn(3, 2, 15, 8)}, ValueError, r"must be \[num_blocks, num_kv_heads, block_size, dim\]"),

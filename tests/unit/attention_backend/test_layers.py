@@ -215,6 +215,9 @@ def test_layers_have_no_gradients() -> None:
         layers.gated_activation(x.clone().requires_grad_(), x, "silu")
     with pytest.raises(UnsupportedError, match="rotary_store has no gradient"):
         layers.rotary_store(**{**call, "v": call["v"].clone().requires_grad_()})
+    scales = {**SCALES, "k_scale": torch.ones(KV_HEADS, requires_grad=True)}
+    with pytest.raises(UnsupportedError, match="rotary_store has no gradient"):
+        layers.rotary_store(**{**call, **FLOAT8}, **scales)
     assert not call["v_cache"].any()
     with torch.no_grad():
         assert torch.equal(layers.rms_norm(x, weight, 1e-5), layers.rms_norm(x, weight.detach(), 1e-5))

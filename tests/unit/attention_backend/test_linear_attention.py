@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_backend.errors import UnsupportedError
 from attention_backend.linear import linear_attention
 from attention_backend.reference import linear as reference
 
@@ -88,3 +89,10 @@ def test_wrong_options_are_refused_in_words() -> None:
         linear_attention(q, k, v, chunk_size=0)
     with pytest.raises(TypeError, match="one floating point dtype"):
         linear_attention(q, k.float(), v)
+
+
+def test_a_gradient_of_a_gradient_is_an_error() -> None:
+    q = torch.randn(1, 3, 2, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(linear_attention(q, q, q).sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiable once"):
+        gradient.square().sum().backward()
