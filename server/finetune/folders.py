@@ -29,6 +29,11 @@ class JobFolder:
         return self.path / "run"
 
     @property
+    def result(self) -> Path:
+        """What the trainer makes at its end: there when it is whole."""
+        return self.run / "result"
+
+    @property
     def is_orphan(self) -> bool:
         """Whether it is too old to be one of a job that is just being made. Raises FileNotFoundError."""
         return _is_old(self.path)

@@ -8,14 +8,9 @@ locking", 2016.)
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from server.finetune.records import Failure, Job, Status, Step
+from server.finetune.setbacks import Setbacks
 from server.finetune.store import JobStore
-
-MAX_CRASHES = 4  # in a row, without a new checkpoint between them
-MAX_BACK_OFF = 60.0
-MIN_WAIT, MAX_WAIT = 10.0, 300.0  # seconds of a job for which there is no room
 
 
 class LeaseLostError(Exception):
@@ -47,12 +42,12 @@ class Leases:
         self._journal = store.journal
         self._holder = holder
         self._seconds = seconds
-        self._back_off = back_off
+        self._setbacks = Setbacks(store, back_off)
         self._is_gone = is_gone
 
     def claim(self, stage: Stage, source: str, now: float) -> Job | None:
         """The oldest job of that base model that waits for the stage, now held by this server. One whose holder fell
-        silent, or is gone, waits too: that counts as a crash."""
+        silent, or is gone, waits too: that is a setback."""
         waits = f"source = ? AND status IN ({_marks(stage.takes)})"
         with self._store.transaction():
             held = self._connection.execute(
@@ -69,7 +64,7 @@ class Leases:
                 return None
             job_id, holder = row
             if holder is not None:
-                if not self._crash(job_id, "The server or its trainer was killed", now):
+                if not self._setbacks.killed(self._store.get(job_id), now):
                     self._release(job_id, stage.takes[0])
                 return None  # not before it has waited
             self._connection.execute(
@@ -144,28 +139,25 @@ class Leases:
             self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
 
     def no_room(self, job: Job, now: float, reason: str) -> None:
-        """Nobody works on it for a while, and nothing is lost: for as long again as it has made no checkpoint, within
-        bounds, so that waits grow whoever works on it."""
+        """Nobody works on it for a while, and nothing is lost."""
         with self._store.transaction():
-            status = self._held(job).status
-            wait = min(MAX_WAIT, max(MIN_WAIT, now - (self._journal.last_checkpoint(job.id) or job.created_at)))
-            self._journal.say(job.id, now, f"{reason}. The job waits, and is tried again in {wait:.0f} s", "warn")
-            self._connection.execute("UPDATE jobs SET not_before = ? WHERE id = ?", (now + wait, job.id))
-            self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
+            held = self._held(job)
+            self._setbacks.no_room(held, reason, now)
+            self._release(job.id, Status.QUEUED if held.status is Status.RUNNING else held.status)
 
     def crashed(self, job: Job, now: float, reason: str) -> bool:
         """Whether that was once too often, so that the job has failed."""
         with self._store.transaction():
-            status = self._held(job).status
-            failed = self._crash(job.id, reason, now)
+            held = self._held(job)
+            failed = self._setbacks.crashed(held, reason, now)
             if not failed:
-                self._release(job.id, Status.QUEUED if status is Status.RUNNING else status)
+                self._release(job.id, Status.QUEUED if held.status is Status.RUNNING else held.status)
             return failed
 
     def failed(self, job: Job, now: float, failure: Failure) -> None:
         with self._store.transaction():
             self._held(job)
-            self._fail(job.id, failure, now)
+            self._setbacks.fail(job.id, failure, now)
 
     def succeeded(
         self, job: Job, now: float, *, model: str, trained_tokens: int, result_file: str | None, notes: list[str]
@@ -205,27 +197,6 @@ class Leases:
             crashes = coalesce(?, crashes) WHERE id = ?""",
             (status, crashes, job_id),
         )
-
-    def _crash(self, job_id: str, reason: str, now: float) -> bool:
-        crashes = self._store.get(job_id).crashes + 1
-        self._journal.say(job_id, now, f"{reason} (crash {crashes} of {MAX_CRASHES} without a new checkpoint)", "warn")
-        if crashes >= MAX_CRASHES:
-            text = f"The trainer crashed {crashes} times without a new checkpoint; the last time: {reason}"
-            self._fail(job_id, Failure("trainer_crashed", text), now)
-            return True
-        wait = min(MAX_BACK_OFF, self._back_off * 2 ** (crashes - 1))
-        self._connection.execute(
-            "UPDATE jobs SET crashes = ?, not_before = ? WHERE id = ?", (crashes, now + wait, job_id)
-        )
-        return False
-
-    def _fail(self, job_id: str, failure: Failure, now: float) -> None:
-        self._connection.execute(
-            """UPDATE jobs SET status = ?, finished_at = ?, estimated_finish = NULL, failure = ?, holder = NULL,
-            lease_until = NULL WHERE id = ?""",
-            (Status.FAILED, now, msgspec.json.encode(failure).decode(), job_id),
-        )
-        self._journal.say(job_id, now, failure.message, "error")
 
 
 def _marks(values: Sequence[str]) -> str:

@@ -93,6 +93,12 @@ class Job:
     failure: Failure | None
     attempt: int  # how often it was taken up: the fencing token of whoever works on it
     crashes: int  # in a row, without a new checkpoint between them
+    checkpoint_step: int  # of the newest one; 0: there is none
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its last step is in a checkpoint: no weight changes any more."""
+        return self.trained_tokens is not None or 0 < (self.total_steps or 0) <= self.checkpoint_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,14 @@ class Settling:
         self._max_model_len = max_model_len
 
     def told_before(self, job: Job) -> Finished | None:
-        """The last word of an earlier trainer whose result is in its place already: the server was killed before it
-        had written that the job has succeeded. Another trainer would only make the result again. Raises OSError."""
-        place = self._folders.made(job.id, whole=job.request.is_full)
-        if job.trained_tokens is None or not place.exists():
+        """The last word of an earlier trainer whose result is there, in its place already or not yet: the server was
+        killed before it had written that the job has succeeded. Another trainer would only make the result again.
+        Raises OSError."""
+        if job.trained_tokens is None:
             return None
-        return Finished(job.trained_tokens, str(place))
+        made = (self._folders.made(job.id, whole=job.request.is_full), self._folders.job(job.id).result)
+        place = next((place for place in made if place.exists()), None)
+        return None if place is None else Finished(job.trained_tokens, str(place))
 
     async def settle(self, job: Job, word: LastWord) -> None:
         """Raises OSError, too."""

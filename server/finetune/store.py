@@ -14,7 +14,7 @@ from server.finetune.records import FINAL, Adapter, Failure, Job, JobRequest, St
 
 COLUMNS = (
     "id, owner, source, request, seed, status, created_at, finished_at, estimated_finish, plan, total_steps, "
-    "trained_tokens, fine_tuned_model, result_file, failure, attempt, crashes"
+    "trained_tokens, fine_tuned_model, result_file, failure, attempt, crashes, checkpoint_step"
 )
 LIVE = ", ".join(f"'{status}'" for status in Status if status not in FINAL)
 
@@ -193,7 +193,7 @@ class JobStore:
 
 def job_of(row: tuple[Any, ...]) -> Job:
     """A row of COLUMNS."""
-    job_id, owner, source, request, seed, status, *times, failure, attempt, crashes = row
+    job_id, owner, source, request, seed, status, *times, failure, attempt, crashes, checkpoint_step = row
     created_at, finished_at, estimated_finish, plan, total_steps, trained_tokens, model, result_file = times
     return Job(
         id=job_id,
@@ -213,6 +213,7 @@ def job_of(row: tuple[Any, ...]) -> Job:
         failure=None if failure is None else msgspec.json.decode(failure, type=Failure),
         attempt=attempt,
         crashes=crashes,
+        checkpoint_step=checkpoint_step,
     )
 
 

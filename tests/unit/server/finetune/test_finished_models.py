@@ -115,7 +115,7 @@ def test_a_model_whose_end_cannot_be_written_is_not_served_until_it_is(
         succeeded(leases, *asked, **named)
 
     monkeypatch.setattr(Leases, "succeeded", full)
-    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.2)
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.2)
 
     async def main(work: Work) -> None:
         job = await work.create()

@@ -9,7 +9,8 @@ from working import Run, Work
 
 from server.finetune import Status
 from server.finetune.journal import Journal
-from server.finetune.leases import MAX_CRASHES, TRAIN
+from server.finetune.leases import TRAIN
+from server.finetune.setbacks import MAX_CRASHES
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -26,7 +27,7 @@ def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
         return record(journal, job_id, now, step, total)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Journal, "record", full)
-    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.2)
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.2)
 
     async def main(work: Work) -> None:
         job = await work.create()
@@ -54,8 +55,8 @@ NO_ROOM = {
 def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
     run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
-    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.05)
-    monkeypatch.setattr("server.finetune.leases.MAX_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
 
     async def main(work: Work) -> None:
         job = await work.create()
@@ -89,7 +90,7 @@ def test_a_job_that_waits_for_room_waits_a_while_lets_others_work_and_is_cancell
 def test_a_disk_that_is_full_before_the_first_checkpoint_is_waited_for_and_memory_is_not(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.finetune.leases.MAX_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
 
     async def wait(work: Work) -> None:
         job = await work.create(steps=1)

@@ -14,6 +14,7 @@ from working import Run, Work, script, uninterrupted
 
 from server.finetune import Job, Status
 from server.finetune.results import result_file_id
+from server.finetune.setbacks import MAX_CRASHES
 
 # One process for all: they share what killed servers leave.
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
@@ -107,6 +108,27 @@ def test_a_job_killed_at_its_end_succeeds_with_the_same_model_once(
             assert len(opened.read().splitlines()) == 3
         assert stored.examples == 2
         assert work.weights(job) == weights
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_job_that_is_killed_at_every_instant_of_its_end_keeps_its_model(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, kind: str
+) -> None:
+    script(tmp_path, monkeypatch)
+    instants = [instant for instant in FINISHING if instant != "the job has succeeded"]
+    assert len(instants) > MAX_CRASHES
+    (job_id,) = {killed(tmp_path, instant, kind) for instant in instants}
+
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await work.jobs.get(job_id, "me"))
+        assert done.trained_tokens == 20
+        place = tmp_path / "finetune" / ("models" if kind == "full" else "adapters") / job_id
+        assert (place / "weights").read_text() == weights
+        assert len(work.trained()) == 2  # no step was trained again
+        await settled(work, done)
+        assert place.exists()
 
     run(main)
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from job_makers import LEASE, MODEL, PLAN, create, leases, messages, opened, step, training, validated
 
-from server.finetune.leases import MAX_CRASHES, TRAIN, VALIDATE, LeaseLostError, Leases
+from server.finetune.leases import TRAIN, VALIDATE, LeaseLostError, Leases
 from server.finetune.records import Failure, Job, Status
+from server.finetune.setbacks import MAX_CRASHES
 
 WRITES: dict[str, Callable[[Leases, Job], Any]] = {
     "beat": lambda held, job: held.beat(job, 300.0),

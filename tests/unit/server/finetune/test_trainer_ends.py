@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from working import Run, Work, is_running
 
-from server.finetune.leases import MAX_CRASHES
 from server.finetune.messages import MAX_FRAME_BYTES, Stepped
+from server.finetune.setbacks import MAX_CRASHES
 from server.finetune.worker import NICENESS, OOM_SCORE
 from server.frames import HEADER, frame
 

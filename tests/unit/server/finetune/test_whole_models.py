@@ -9,7 +9,7 @@ from working import Run, Work, script
 
 from server.errors import InsufficientStorage
 from server.finetune import Job, Status, decided
-from server.finetune.leases import MAX_CRASHES
+from server.finetune.setbacks import MAX_CRASHES
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -107,7 +107,7 @@ def test_a_device_that_is_too_small_fails_the_job_with_the_reason(run: Run) -> N
 def test_a_result_stays_with_its_trainer_until_everything_else_is_on_the_disk(
     run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("server.finetune.leases.MIN_WAIT", 0.1)
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.1)
 
     async def main(work: Work) -> None:
         put, left = work.files.put, []
