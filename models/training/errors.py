@@ -34,7 +34,10 @@ class DivergedError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """The device has too little memory for the plan's micro-batches."""
+    """The device has too little memory for the plan's micro-batches. `what`: the one that did not fit, and into how
+    much, in words; None where nobody knows."""
+
+    what: str | None = None
 
 
 class ModelTooLargeError(OutOfMemoryError):

@@ -6,19 +6,30 @@ from contextlib import contextmanager
 
 import torch
 
+from models.host import available_memory_bytes
 from models.training.errors import OutOfMemoryError
 
 
 @contextmanager
 def enough_memory(advice: str) -> Iterator[None]:
-    """Around forwards and backwards. torch.OutOfMemoryError becomes OutOfMemoryError(advice)."""
+    """Around forwards and backwards. torch.OutOfMemoryError becomes OutOfMemoryError(advice), and so does what torch
+    says of a CPU, which is a RuntimeError."""
     try:
         yield
     except Exception as error:
         _drop_frames(error)
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error):
             raise OutOfMemoryError(advice) from error
         raise
+
+
+def room_for_training(device: torch.device) -> int:
+    """Bytes of the device's memory that this process could have: what is free, and what it holds. Of a host, what is
+    free."""
+    if device.type != "cuda":
+        return available_memory_bytes()
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device)
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -21,11 +21,11 @@ from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.boundaries import rest_between_layers
 from models.training.checkpoint import Checkpoints, Identity, Progress
-from models.training.errors import CheckpointError, DivergedError, OtherRunError
+from models.training.errors import CheckpointError, DivergedError, OtherRunError, OutOfMemoryError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
-from models.training.out_of_memory import enough_memory
+from models.training.out_of_memory import enough_memory, room_for_training
 from models.training.pacing import Pacer
 from models.training.packing import PackedBatch
 from models.training.plan import TrainingPlan
@@ -34,6 +34,7 @@ from models.training.report import Outcome, StepReport, Verdict
 from models.training.schedule import learning_rate
 from models.training.seeding import seeded
 from models.training.self_check import check_packed_path
+from models.training.size import GIB
 from models.training.totals import Means, Totals
 from models.training.trainable import TrainableModel
 
@@ -74,6 +75,7 @@ class Trainer:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         identity = Identity(plan, data.digest(examples), data.digest(self._validation))
         self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
+        self._trying: str | None = None  # the forward that is computed, in words
 
     @property
     def total_steps(self) -> int:
@@ -91,8 +93,16 @@ class Trainer:
             f"({self._plan.micro_batch_tokens}) and max_length ({self._plan.max_length}), or turn on "
             "gradient_checkpointing"
         )
-        with _only_process(self._folder / "lock"), enough_memory(advice), _deterministic(self._plan.deterministic):
-            return self._run(on_step)
+        try:
+            with _only_process(self._folder / "lock"), enough_memory(advice), _deterministic(self._plan.deterministic):
+                return self._run(on_step)
+        except OutOfMemoryError as error:
+            if self._trying is not None:
+                room = room_for_training(self._device) / GIB
+                error.what = (
+                    f"{self._trying} did not fit into the {room:.2f} GiB of {self._device} that training can have"
+                )
+            raise
 
     def _run(self, on_step: OnStep) -> Outcome:
         remove_unfinished(self._folder)
@@ -200,7 +210,9 @@ class Trainer:
 
     def _batches(self, examples: data.TrainingData, indices: Sequence[int]) -> Iterator[PackedBatch]:
         for packed in packing.pack(examples, indices, self._plan.micro_batch_tokens):
-            yield packing.build(examples, packed, self._device)
+            batch = packing.build(examples, packed, self._device)
+            self._trying = f"{batch.tokens} tokens at once (the longest sequence has {batch.max_length})"
+            yield batch
 
     def _save(self, progress: Progress) -> Path:
         def servable(folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""What a request has to be, beside its files, so that this server makes a job of it. Pure; knows no HTTP."""
+"""What a request has to be, beside its files, so that this server makes a job of it; why there is no place for one.
+Pure; knows no HTTP."""
 
 from server.engine.adapter_registry import NAME as ADAPTER_NAME
-from server.errors import InvalidRequest, UnsupportedParameter
+from server.errors import InvalidRequest, QuotaExceeded, UnsupportedParameter
 from server.finetune.config import TrainerConfig
 from server.finetune.records import JobRequest
 from server.finetune.results import model_name
@@ -27,3 +28,14 @@ def check(request: JobRequest, job_id: str, config: TrainerConfig) -> None:
             "training_type 'full' is turned off on this server (--fine-tuning-max-full-parameters 0).",
             param="training_type",
         )
+
+
+def too_many_models(config: TrainerConfig) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"The server keeps {config.max_full_models} fully tuned models (with those that are being made), which is its "
+        "limit: delete one first."
+    )
+
+
+def too_many_jobs(most: int) -> QuotaExceeded:
+    return QuotaExceeded(f"The server has {most} fine-tuning jobs that have not ended, which is its limit.")

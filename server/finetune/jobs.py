@@ -14,11 +14,10 @@ from server.errors import (
     InvalidJobStatus,
     JobMissing,
     LongwaveError,
-    QuotaExceeded,
     SequenceConflict,
 )
 from server.files.store import FileStore
-from server.finetune.acceptance import check
+from server.finetune.acceptance import check, too_many_jobs, too_many_models
 from server.finetune.config import TrainerConfig
 from server.finetune.feed import follow
 from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
@@ -116,19 +115,14 @@ class FineTuning:
             )
         except TooManyModelsError:
             self._folders.remove(job_id)
-            raise QuotaExceeded(
-                f"The server keeps {self._config.max_full_models} fully tuned models (with those that are being made), "
-                "which is its limit: delete one first."
-            ) from None
+            raise too_many_models(self._config) from None
         except Exception:  # not when cancelled: the job may yet be written, and a folder of none is swept
             self._folders.remove(job_id)
             raise
         if job is None or job.id != job_id:
             await asyncio.to_thread(self._folders.remove, job_id)
         if job is None:
-            raise QuotaExceeded(
-                f"The server has {self._max_live_jobs} fine-tuning jobs that have not ended, which is its limit."
-            )
+            raise too_many_jobs(self._max_live_jobs)
         await self._changed()
         return _same(job, request)
 
@@ -152,7 +146,23 @@ class FineTuning:
         return await self._steer(job_id, owner, "paused", JobStore.pause)
 
     async def resume(self, job_id: str, owner: str) -> Job:
-        return await self._steer(job_id, owner, "resumed", JobStore.resume)
+        """Also one that has failed, while its checkpoints are kept. Raises QuotaExceeded when there is no place."""
+        job = await self.get(job_id, owner)
+        if not job.can_be_resumed(self._writer.clock()):
+            return await self._steer(job_id, owner, "resumed", JobStore.resume)
+        most, most_full = self._max_live_jobs, self._config.max_full_models
+        try:
+            resumed = await self._store(
+                lambda store: store.resume_failed(job_id, self._writer.clock(), most, most_full, self._folders.models)
+            )
+        except TooManyModelsError:
+            raise too_many_models(self._config) from None
+        except WrongStatusError as error:
+            raise _wrong_status(error.job, "resumed") from None
+        if resumed is None:
+            raise too_many_jobs(self._max_live_jobs)
+        await self._changed()
+        return resumed
 
     async def events(self, job_id: str, owner: str, after: str | None, limit: int) -> list[Event]:
         """The newest first, older than the event `after`."""
@@ -207,7 +217,7 @@ class FineTuning:
         try:
             steered = await self._store(lambda store: act(store, job.id, self._writer.clock()))
         except WrongStatusError as error:
-            raise InvalidJobStatus(f"Job {job.id} has status '{error.job.status}' and cannot be {verb}.") from None
+            raise _wrong_status(error.job, verb) from None
         await self._changed()
         return steered
 
@@ -224,6 +234,10 @@ class FineTuning:
 
     async def _store(self, work: Callable[[JobStore], T]) -> T:
         return await self._writer.store(work)
+
+
+def _wrong_status(job: Job, verb: str) -> InvalidJobStatus:
+    return InvalidJobStatus(f"Job {job.id} has status '{job.status}' and cannot be {verb}.")
 
 
 def _same(job: Job, request: JobRequest) -> Job:

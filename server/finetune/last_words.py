@@ -23,12 +23,13 @@ logger = logging.getLogger(__name__)
 OTHER_RUN = "The job's checkpoints do not fit it any more: its files or the server's base model have changed since then"
 
 
-def last_word(error: Exception) -> Refused | NoRoom | Crashed:
+def last_word(error: Exception, *, answering: bool = False) -> Refused | NoRoom | Crashed:
+    """`answering`: whether requests were open."""
     refused = _refusal(error)
     if refused is not None:
         return refused
     logger.error("the trainer failed", exc_info=error)
-    return _no_room(error) or Crashed(_reason(error))
+    return _no_room(error, answering) or Crashed(_reason(error))
 
 
 def _refusal(error: Exception) -> Refused | None:
@@ -50,11 +51,13 @@ def _refusal(error: Exception) -> Refused | None:
     return None
 
 
-def _no_room(error: Exception) -> NoRoom | None:
+def _no_room(error: Exception, answering: bool) -> NoRoom | None:
     if isinstance(error, ModelTooLargeError):
-        return NoRoom(str(error), on_disk=False)
+        return NoRoom(str(error), on_disk=False, answering=answering)
     if isinstance(error, OutOfMemoryError | MemoryError):
-        return NoRoom("The device has too little memory for the job's batches", on_disk=False)
+        what = getattr(error, "what", None)
+        text = "The device has too little memory for the job's batches" + ("" if what is None else f": {what}")
+        return NoRoom(text, on_disk=False, answering=answering)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return NoRoom("The server's disk is full", on_disk=True) if full or isinstance(error, DiskFullError) else None
 

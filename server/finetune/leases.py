@@ -145,6 +145,15 @@ class Leases:
             self._setbacks.no_room(held, reason, now)
             self._release(job.id, Status.QUEUED if held.status is Status.RUNNING else held.status)
 
+    def out_of_memory(self, job: Job, now: float, reason: str, *, answering: bool) -> bool:
+        """Whether that was once too often, so that the job has failed. `answering`: whether requests were open."""
+        with self._store.transaction():
+            held = self._held(job)
+            failed = self._setbacks.out_of_memory(held, reason, now, answering=answering)
+            if not failed:
+                self._release(job.id, Status.QUEUED if held.status is Status.RUNNING else held.status)
+            return failed
+
     def crashed(self, job: Job, now: float, reason: str) -> bool:
         """Whether that was once too often, so that the job has failed."""
         with self._store.transaction():

@@ -90,6 +90,7 @@ class NoRoom(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     on_disk: bool
+    answering: bool = False  # whether requests were open, which need memory, too
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

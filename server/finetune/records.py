@@ -9,6 +9,7 @@ Schedule = Literal["cosine", "linear"]
 TrainingType = Literal["lora", "full"]
 Level = Literal["info", "warn", "error"]
 
+KEPT_SECONDS = 7 * 86400.0  # after a failure, checkpoints with which a job can go on
 JOB_ID = "ftjob-"  # how the id of every job begins
 
 
@@ -72,6 +73,7 @@ class Failure:
     code: str
     message: str
     param: str | None = None
+    resumable: bool = False  # the job has a checkpoint, which is kept for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,11 @@ class Job:
     attempt: int  # how often it was taken up: the fencing token of whoever works on it
     crashes: int  # in a row, without a new checkpoint between them
     checkpoint_step: int  # of the newest one; 0: there is none
+
+    def can_be_resumed(self, now: float) -> bool:
+        """Whether it has failed, and its checkpoints are still kept."""
+        resumable = self.status is Status.FAILED and self.failure is not None and self.failure.resumable
+        return resumable and now < (self.finished_at or 0.0) + KEPT_SECONDS
 
     @property
     def is_trained(self) -> bool:

@@ -3,12 +3,17 @@ server.finetune.leases does. A job whose training is done is never given up: wha
 
 import msgspec
 
-from server.finetune.records import Failure, Job, Status
+from server.finetune.records import KEPT_SECONDS, Failure, Job, Status
 from server.finetune.store import JobStore
 
 MAX_CRASHES = 4  # in a row, without a new checkpoint between them
 MAX_BACK_OFF = 60.0
 MIN_WAIT, MAX_WAIT = 10.0, 300.0  # seconds of a job for which there is no room
+BUSY_SECONDS = 1200.0  # without a checkpoint, after which open requests are no excuse for too little memory
+LESS = (
+    "What needs less: shorter examples, a lower lora.rank, training_type lora instead of full. What gives more: a "
+    "device with more memory, or on a GPU an engine that takes less of it (--gpu-memory-utilization)"
+)
 
 
 class Setbacks:
@@ -35,9 +40,27 @@ class Setbacks:
     def no_room(self, job: Job, reason: str, now: float) -> None:
         """It waits for as long again as it has made no checkpoint, within bounds, so that waits grow whoever works on
         it, and loses nothing."""
-        wait = min(MAX_WAIT, max(MIN_WAIT, now - (self._journal.last_checkpoint(job.id) or job.created_at)))
-        self._journal.say(job.id, now, f"{reason}. The job waits, and is tried again in {wait:.0f} s", "warn")
-        self._wait(job, now + wait)
+        self._wait_for_room(job, reason, now, None)
+
+    def out_of_memory(self, job: Job, reason: str, now: float, *, answering: bool) -> bool:
+        """Whether that was once too often, so that the job has failed. With a checkpoint, and while others are answered
+        (for so long), it is no more than a wait."""
+        last = self._journal.last_checkpoint(job.id)
+        if last is not None and answering and now - last < BUSY_SECONDS:
+            self._wait_for_room(job, f"{reason}, while requests are answered", now, None)
+            return False
+        tried = job.crashes + 1
+        if tried >= MAX_CRASHES:
+            text = f"{reason}. It was tried {tried} times without a new checkpoint. {LESS}."
+            self._give_up(job, "out_of_memory", text, now)
+            return True
+        counted = f"{reason} (attempt {tried} of {MAX_CRASHES})"
+        if last is not None:
+            self._wait_for_room(job, counted, now, tried)
+        else:
+            self._journal.say(job.id, now, counted, "warn")
+            self._wait(job, now + self._next_back_off(tried), tried)
+        return False
 
     def fail(self, job_id: str, failure: Failure, now: float) -> None:
         self._connection.execute(
@@ -51,11 +74,24 @@ class Setbacks:
         crashes = job.crashes + 1
         self._journal.say(job.id, now, f"{reason} (crash {crashes} of {MAX_CRASHES} without a new checkpoint)", "warn")
         if crashes >= MAX_CRASHES:
-            text = f"The trainer crashed {crashes} times without a new checkpoint; the last time: {reason}"
-            self.fail(job.id, Failure("trainer_crashed", text), now)
+            text = f"The trainer crashed {crashes} times without a new checkpoint; the last time: {reason}."
+            self._give_up(job, "trainer_crashed", text, now)
             return True
         self._wait(job, now + self._next_back_off(crashes), crashes)
         return False
+
+    def _give_up(self, job: Job, code: str, text: str, now: float) -> None:
+        """What has a checkpoint keeps it for a while."""
+        resumable = job.checkpoint_step > 0
+        if resumable:
+            days = round(KEPT_SECONDS / 86400)
+            text += f" The checkpoint of step {job.checkpoint_step} is kept for {days} days: the job can be resumed."
+        self.fail(job.id, Failure(code, text, resumable=resumable), now)
+
+    def _wait_for_room(self, job: Job, reason: str, now: float, crashes: int | None) -> None:
+        wait = min(MAX_WAIT, max(MIN_WAIT, now - (self._journal.last_checkpoint(job.id) or job.created_at)))
+        self._journal.say(job.id, now, f"{reason}. The job waits, and is tried again in {wait:.0f} s", "warn")
+        self._wait(job, now + wait, crashes)
 
     def _publish_later(self, job: Job, reason: str, now: float) -> bool:
         wait = self._next_back_off(job.crashes + 1)

@@ -59,12 +59,10 @@ class Settling:
                 await self._wait(job)
             case Refused(code=code, message=text, param=param):
                 await self._fail(job, Failure(code, text, param))
-            case NoRoom(reason=reason, on_disk=on_disk):
-                # A disk is full of other things, too; what memory never was enough for will not fit tomorrow either.
-                if on_disk or await self._writer.store(lambda store: store.journal.last_checkpoint(job.id)) is not None:
-                    await self.no_room(job, reason)
-                else:
-                    await self.crashed(job, reason)
+            case NoRoom(reason=reason, on_disk=True):
+                await self.no_room(job, reason)
+            case NoRoom(reason=reason, answering=answering):
+                await self._out_of_memory(job, reason, answering)
             case Crashed(reason=reason):
                 await self.crashed(job, reason)
         self._writer.announce()
@@ -76,6 +74,13 @@ class Settling:
         failed = await self._writer.leases(lambda leases: leases.crashed(job, now, reason))
         self._stats.crashes += 1
         if failed:
+            self._stats.end(Status.FAILED)
+
+    async def _out_of_memory(self, job: Job, reason: str, answering: bool) -> None:
+        """A disk is full of other things, too; what does not fit into memory will not fit tomorrow either."""
+        logger.warning("%s: %s", job.id, reason)
+        now = self._writer.clock()
+        if await self._writer.leases(lambda leases: leases.out_of_memory(job, now, reason, answering=answering)):
             self._stats.end(Status.FAILED)
 
     async def no_room(self, job: Job, reason: str) -> None:

@@ -58,11 +58,8 @@ class JobStore:
             known = None if key is None else self.sent_before(owner, key)
             if known is not None:
                 return known
-            (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
-            if live >= max_live:
+            if not self._has_place(request, max_live, max_full, models):
                 return None
-            if request.is_full and len(models() | self._live_full()) >= max_full:
-                raise TooManyModelsError
             self.connection.execute(
                 """INSERT INTO jobs (id, owner, idempotency_key, source, request, seed, status, created_at)
                 VALUES (?, ?, ?, ?, ?, ?, ?, ?)""",
@@ -105,7 +102,7 @@ class JobStore:
             job = self.get(job_id)
             if job.status is Status.CANCELLED:
                 return job
-            if job.status.is_final:
+            if job.status.is_final and not job.can_be_resumed(now):
                 raise WrongStatusError(job)
             self.connection.execute(
                 """UPDATE jobs SET status = ?, finished_at = ?, estimated_finish = NULL, holder = NULL,
@@ -132,9 +129,23 @@ class JobStore:
             job = self.get(job_id)
             if job.status is not Status.PAUSED:
                 raise WrongStatusError(job)
-            self._move(job_id, Status.VALIDATING if job.plan is None else Status.QUEUED)
-            self.journal.say(job_id, now, "The job was resumed")
-            return self.get(job_id)
+            return self._resumed(job, now)
+
+    def resume_failed(
+        self, job_id: str, now: float, max_live: int, max_full: int, models: Callable[[], set[str]]
+    ) -> Job | None:
+        """One that has failed with a checkpoint, which is kept. It needs a place again: None and TooManyModelsError as
+        for `create`."""
+        with self.transaction():
+            job = self.get(job_id)
+            if not job.can_be_resumed(now):
+                raise WrongStatusError(job)
+            if not self._has_place(job.request, max_live, max_full, models):
+                return None
+            self.connection.execute(
+                "UPDATE jobs SET finished_at = NULL, failure = NULL, crashes = 0 WHERE id = ?", (job_id,)
+            )
+            return self._resumed(job, now)
 
     def has_ended(self, job_id: str) -> bool | None:
         """None for a job that is not there."""
@@ -179,6 +190,19 @@ class JobStore:
         self.connection.execute(
             "UPDATE jobs SET status = ?, estimated_finish = NULL, not_before = 0 WHERE id = ?", (status, job_id)
         )
+
+    def _resumed(self, job: Job, now: float) -> Job:
+        self._move(job.id, Status.VALIDATING if job.plan is None else Status.QUEUED)
+        self.journal.say(job.id, now, "The job was resumed")
+        return self.get(job.id)
+
+    def _has_place(self, request: JobRequest, max_live: int, max_full: int, models: Callable[[], set[str]]) -> bool:
+        (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
+        if live >= max_live:
+            return False
+        if request.is_full and len(models() | self._live_full()) >= max_full:
+            raise TooManyModelsError
+        return True
 
     def _live_full(self) -> set[str]:
         full = "json_extract(request, '$.hyperparameters.training_type') = 'full'"

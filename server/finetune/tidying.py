@@ -43,7 +43,7 @@ class Tidying:
             return
         for folder, job in (await self._writer.store(self._jobs)).items():
             try:
-                if folder.is_orphan if job is None else job.status.is_final:
+                if folder.is_orphan if job is None else self._has_ended(job):
                     await self._end(folder, job)
             except FileNotFoundError:
                 pass  # another server was faster
@@ -55,6 +55,10 @@ class Tidying:
 
     def _jobs(self, store: JobStore) -> dict[JobFolder, Job | None]:
         return {folder: store.known(folder.path.name) for folder in self._folders.jobs()}
+
+    def _has_ended(self, job: Job) -> bool:
+        """For good: it cannot be resumed."""
+        return job.status.is_final and not job.can_be_resumed(self._writer.clock())
 
     def _strays(self, store: JobStore) -> list[Path]:
         adapters = self._folders.stray_adapters(store.has_ended, store.holds_adapter_of)

@@ -53,7 +53,7 @@ def serve(arguments: Arguments, link: TrainerLink, make_trainer: MakeTrainer) ->
                 return _validate(arguments, folder)
             return _train(arguments, folder, link, make_trainer)
     except Exception as error:
-        return last_word(error)
+        return last_word(error, answering=_is_answering(arguments))
 
 
 def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
@@ -89,6 +89,10 @@ def _pacer(arguments: Arguments, link: TrainerLink) -> Pacer | None:
         return None
     sign = SignReader(arguments.answering_fd)
     return Pacer(lambda: sign.is_up() and not link.stopping, arguments.gpu_share)
+
+
+def _is_answering(arguments: Arguments) -> bool:
+    return arguments.answering_fd is not None and SignReader(arguments.answering_fd).is_up()
 
 
 def _device_name(device: str) -> str:

@@ -4,6 +4,7 @@ torch of today closes a checkpointed layer whose forward fails; torch 2.11 does 
 """
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from models.training import (
     Trainer,
     TrainingSession,
 )
+from models.training.out_of_memory import enough_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own
 
@@ -136,6 +138,8 @@ def test_a_run_that_fails_is_repeated_with_the_same_bits(
         with pytest.raises(OutOfMemoryError, match="lower micro_batch_tokens") as error:
             trainer.run(Reports())
         told.append(error.value)  # and with it, its frames
+        tokens = r"\d+ tokens at once \(the longest sequence has \d+\)"
+        assert re.match(rf"{tokens} did not fit into the \d+\.\d\d GiB of cpu", str(error.value.what))
         assert torch._C._len_torch_dispatch_stack() == 0
         again = trainer.run(Reports())
         assert result(again) == result(alone)
@@ -162,3 +166,8 @@ def test_a_model_that_finds_no_room_is_not_there(
     assert session.create("train-c", LORA, seed=1) == session.create("train-d", LORA, seed=1)
     losses = {session.forward_backward(name, data(9, 20), "cross_entropy").loss for name in ("train-a", "train-c")}
     assert len(losses) == 1
+
+
+def test_what_torch_says_of_a_cpu_without_memory_is_too_little_memory() -> None:
+    with pytest.raises(OutOfMemoryError, match="lower it"), enough_memory("lower it"):
+        torch.empty(1 << 60)

@@ -36,6 +36,12 @@ from server.finetune.hyperparameters import total_steps
 from server.finetune.messages import Arguments
 
 
+def out_of_memory() -> Exception:
+    error = OutOfMemoryError("cpu has too little memory for this plan")
+    error.what = "9 tokens did not fit"
+    return error
+
+
 def unsupported() -> Exception:
     from models.patching import UnsupportedModelError
 
@@ -48,7 +54,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "full for a checkpoint": lambda: DiskFullError("checkpoints/3 cannot be written"),
     "another run": lambda: OtherRunError("/srv/run/checkpoints belongs to another plan"),
     "unsupported": unsupported,
-    "out of memory": lambda: OutOfMemoryError("cpu has too little memory for this plan"),
+    "out of memory": out_of_memory,
     "too large": lambda: ModelTooLargeError("Full fine-tuning keeps 9 GiB; cpu has 1 GiB free"),
 }
 

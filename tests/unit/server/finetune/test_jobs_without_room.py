@@ -7,10 +7,14 @@ import pytest
 from job_makers import MODEL, create, leases, messages, opened, step, training
 from working import Run, Work
 
-from server.finetune import Status
+from server.answering import AnsweringSign
+from server.errors import InvalidJobStatus
+from server.finetune import Hyperparameters, Job, Status
 from server.finetune.journal import Journal
-from server.finetune.leases import TRAIN
-from server.finetune.setbacks import MAX_CRASHES
+from server.finetune.leases import TRAIN, Leases
+from server.finetune.records import KEPT_SECONDS
+from server.finetune.setbacks import BUSY_SECONDS, LESS, MAX_CRASHES, MAX_WAIT
+from server.finetune.store import JobStore, TooManyModelsError, WrongStatusError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -46,8 +50,10 @@ def make_room(work: Work) -> None:
 NO_ROOM = {
     "full": "The server's disk is full",
     "full for a checkpoint": "The server's disk is full",
+}
+NO_MEMORY = {
     "too large": "Full fine-tuning keeps 9 GiB; cpu has 1 GiB free",
-    "out of memory": "The device has too little memory for the job's batches",
+    "out of memory": "The device has too little memory for the job's batches: 9 tokens did not fit",
 }
 
 
@@ -72,6 +78,62 @@ def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
         assert len(work.trained()) == 6  # step 3 on, from the checkpoint of step 2
 
     run(main, {"raise_at": 3, "error": error})
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_a_job_that_does_not_fit_alone_fails_in_words_and_can_be_resumed_from_its_checkpoint(
+    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
+
+    async def fail(work: Work) -> None:
+        failed = await work.failed(await work.create())
+        assert failed.failure is not None
+        assert failed.failure.code == "out_of_memory"
+        assert failed.failure.message == (
+            f"{NO_MEMORY[error]}. It was tried 4 times without a new checkpoint. {LESS}. The checkpoint of step 2 is "
+            "kept for 7 days: the job can be resumed."
+        )
+        warned = [
+            event.message for event in await work.jobs.events(failed.id, "me", None, 100) if event.level == "warn"
+        ]
+        assert warned[::-1] == [
+            f"{NO_MEMORY[error]} (attempt {tried} of 4). The job waits, and is tried again in 0 s"
+            for tried in (1, 2, 3)
+        ]
+        assert (failed.attempt, work.jobs.stats.crashes) == (MAX_CRASHES + 1, 0)  # its validation was one
+
+    async def resume(work: Work) -> None:
+        (failed,) = await work.jobs.page("me", None, 1, {})
+        await work.jobs.supervisor.tidy()
+        resumed = await work.jobs.resume(failed.id, "me")
+        assert (resumed.status, resumed.failure, resumed.finished_at) == (Status.QUEUED, None, None)
+        await work.succeeded(failed)
+        assert work.weights(failed) == truth
+        assert len(work.trained()) == 6  # step 3 on, from the checkpoint of step 2
+
+    run(fail, {"raise_at": 3, "error": error})
+    run(resume)
+
+
+def test_while_others_are_answered_too_little_memory_is_waited_for(
+    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
+    sign = AnsweringSign()
+    sign.show(True)
+
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.wait(job, lambda now: now.attempt > MAX_CRASHES + 1)
+        assert "9 tokens did not fit, while requests are answered. The job waits" in " ".join(await work.said(job))
+        make_room(work)
+        done = await work.succeeded(job)
+        assert (done.crashes, work.weights(job)) == (0, truth)
+
+    run(main, {"raise_at": 3, "error": "out of memory"}, answering_fd=sign.fd)
 
 
 def test_a_job_that_waits_for_room_waits_a_while_lets_others_work_and_is_cancelled_at_once(run: Run) -> None:
@@ -101,8 +163,14 @@ def test_a_disk_that_is_full_before_the_first_checkpoint_is_waited_for_and_memor
     async def fail(work: Work) -> None:
         failed = await work.failed(await work.create(steps=1))
         assert failed.failure is not None
-        assert failed.failure.code == "trainer_crashed"
-        assert failed.failure.message.endswith("the last time: The device has too little memory for the job's batches")
+        assert failed.failure.code == "out_of_memory"
+        assert (
+            failed.failure.message
+            == f"{NO_MEMORY['out of memory']}. It was tried 4 times without a new checkpoint. {LESS}."
+        )
+        await work.wait(failed, lambda _: not work.job_folder(failed).exists())
+        with pytest.raises(InvalidJobStatus, match="cannot be resumed"):
+            await work.jobs.resume(failed.id, "me")
 
     run(wait, {"raise_at": 1, "error": "full"})
     run(fail, {"raise_at": 1, "error": "out of memory"})
@@ -138,3 +206,76 @@ def test_a_job_that_was_paused_while_it_had_no_room_is_paused(tmp_path: Path) ->
         assert store.get(job.id).status is Status.PAUSED
         store.resume(job.id, 105.0)
         assert held.claim(TRAIN, MODEL, 105.0) is not None  # whoever resumes it may have made room
+
+
+def too_often(store: JobStore, held: Leases, now: float) -> Job:
+    """The job, which has failed for want of memory by `now`."""
+    job = training(store, held)
+    held.stepped(job, 103.0, step(1), 99, checkpoint=True)
+    while not held.out_of_memory(job, now, "x", answering=False):
+        taken = held.claim(TRAIN, MODEL, now + MAX_WAIT)
+        assert taken is not None
+        job = taken
+    return store.get(job.id)
+
+
+def test_open_requests_are_no_excuse_for_ever(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        held = leases(store)
+        job = training(store, held)
+        held.stepped(job, 103.0, step(1), 99, checkpoint=True)
+        refusals, now = 0, 103.0
+        while not held.out_of_memory(job, now, "x", answering=True):
+            refusals, now = refusals + 1, now + MAX_WAIT
+            taken = held.claim(TRAIN, MODEL, now)
+            assert taken is not None
+            job = taken
+        assert now == 103.0 + BUSY_SECONDS + (MAX_CRASHES - 1) * MAX_WAIT
+        assert (store.get(job.id).status, refusals) == (Status.FAILED, BUSY_SECONDS / MAX_WAIT + MAX_CRASHES - 1)
+
+
+def test_a_job_that_has_failed_is_resumed_while_its_checkpoints_are_kept_and_there_is_a_place(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store, hyperparameters=Hyperparameters(training_type="full"))
+        failed = too_often(store, leases(store), 200.0)
+        assert failed.finished_at is not None
+        last = failed.finished_at + KEPT_SECONDS
+        create(store, "ftjob-2", hyperparameters=Hyperparameters(training_type="full"))
+        assert store.resume_failed(failed.id, 300.0, 1, 99, set) is None
+        with pytest.raises(TooManyModelsError):
+            store.resume_failed(failed.id, 300.0, 99, 1, set)
+        with pytest.raises(WrongStatusError):
+            store.resume_failed(failed.id, last, 99, 99, set)
+        resumed = store.resume_failed(failed.id, last - 1.0, 99, 99, set)
+        assert resumed is not None
+        assert (resumed.status, resumed.crashes, resumed.failure) == (Status.QUEUED, 0, None)
+
+
+def test_a_job_that_has_failed_is_cancelled_while_its_checkpoints_are_kept(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        failed = too_often(store, leases(store), 200.0)
+        with pytest.raises(WrongStatusError):
+            store.cancel(failed.id, 201.0 + KEPT_SECONDS)
+        assert store.cancel(failed.id, 201.0).status is Status.CANCELLED
+
+
+def test_what_a_failed_job_keeps_goes_when_its_time_is_over_or_it_is_cancelled(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
+
+    async def main(work: Work) -> None:
+        cancelled = await work.failed(await work.create())
+        await work.jobs.cancel(cancelled.id, "me")
+        await work.wait(cancelled, lambda _: not work.job_folder(cancelled).exists())
+        failed = await work.failed(await work.create())
+        await work.jobs.supervisor.tidy()
+        assert (work.job_folder(failed) / "run").exists()
+        monkeypatch.setattr("server.finetune.records.KEPT_SECONDS", 0.0)
+        await work.jobs.supervisor.tidy()
+        assert not work.job_folder(failed).exists()
+
+    run(main, {"raise_at": 3, "error": "out of memory"})
