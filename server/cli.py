@@ -76,7 +76,9 @@ def serve(
     max_model_len: Annotated[int | None, Flag(help="Longest prompt and answer together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, Flag(help="Most sequences of one step.")] = None,
     max_num_batched_tokens: Annotated[int | None, Flag(help="Most tokens of one step.")] = None,
-    tpot_target_ms: Annotated[float | None, Flag(help="Longest step, while others' tokens wait for it.")] = None,
+    tpot_target_ms: Annotated[
+        float | None, Flag(help="Longest step while others' tokens wait; by the device if not given.")
+    ] = None,
     gpu_memory_utilization: Annotated[float | None, Flag(help="Share of the GPU's memory to use.")] = None,
     kv_cache_dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16, float32 or fp8.")] = None,
     kv_cache_memory_bytes: Annotated[int | None, Flag(help="Size of the KV cache, instead of what is free.")] = None,

@@ -56,10 +56,10 @@ class Settings(BaseSettings):
         gt=0,
         le=60_000,
         description="Milliseconds that a step with generating requests in it may last while prompts are computed; "
-        "by default 25 on a GPU, and no limit on a CPU.",
+        "by default 25 on a GPU, and twice what a step of one row takes on a CPU.",
     )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=1_048_576, description="Most tokens of a step; 8192 on a GPU and 512 on a CPU if not given."
+        None, ge=1, le=1_048_576, description="Most tokens of a step; 8192 on a GPU and 2048 on a CPU if not given."
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     kv_cache_dtype: KvDtype = Field("auto", description="auto (the model's), bfloat16, float16, float32 or fp8.")

@@ -4,10 +4,10 @@ nothing from the environment (server.settings does) and imports no torch."""
 from dataclasses import dataclass
 from typing import Literal
 
+from server.engine.tpot_target import DEFAULT_TARGETS, TpotTarget
+
 BLOCK_SIZES = (16, 32, 64, 128)  # pages the kernels read: one page is one tile of a head
-STEP_TOKENS = {"cuda": 8192, "cpu": 512}
-#: Seconds; None: steps are limited in tokens only.
-TPOT_TARGETS: dict[str, float | None] = {"cuda": 0.025, "cpu": None}
+STEP_TOKENS = {"cuda": 8192, "cpu": 2048}
 SMALLEST_MAX_MODEL_LEN = 2  # one prompt token, one answer token
 
 
@@ -52,15 +52,15 @@ class EngineConfig:
             raise ValueError("; ".join(problems))
 
     def step_tokens(self, device: str) -> int:
-        """The most tokens of a step on a "cpu" or "cuda" device: as asked, or so many that others' streams do not wait
-        long for a piece of a prompt."""
+        """The most tokens of a step on a "cpu" or "cuda" device, of which time may leave fewer: as asked, or so many
+        that more would be no faster."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(STEP_TOKENS[device], self.max_num_seqs)
 
-    def tpot_target(self, device: str) -> float | None:
-        """Seconds, on a "cpu" or "cuda" device: what a piece of a prompt may make others' streams wait."""
-        return TPOT_TARGETS[device] if self.tpot_target_ms is None else self.tpot_target_ms / 1000
+    def tpot_target(self, device: str) -> TpotTarget:
+        """On a "cpu" or "cuda" device: what a piece of a prompt may make others' streams wait."""
+        return DEFAULT_TARGETS[device] if self.tpot_target_ms is None else TpotTarget(self.tpot_target_ms / 1000)
 
     def _problems(self) -> list[str]:
         checks = {

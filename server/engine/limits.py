@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from server.engine.kv_cache import KVCache
 from server.engine.messages import RequestFailed
 from server.engine.request import Request
+from server.engine.tpot_target import TpotTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     queue_timeout: float | None = None  # seconds
-    tpot_target: float | None = None  # seconds; None: chunks of prompts are limited in tokens only
+    tpot_target: TpotTarget | None = None  # None: chunks of prompts are limited in tokens only
 
 
 def refusal(request: Request, config: SchedulerConfig, cache: KVCache) -> RequestFailed | None:

@@ -4,9 +4,10 @@ Between tenants the least served goes first (fairness.py); then whoever is soone
 second: so short prompts pass giant ones, and giants are finished one after another, not all at the end. The oldest
 prompt always has a quarter, so that nobody is passed for ever.
 
-A step with decodes in it lasts no longer than they want (--tpot-target-ms), unless it would do little but read weights
-and copy keys for a deep prompt; limits bind only under contention. It may last half as long again where more of the
-same tenant's requests wait for their first token than decode, and up to BURST_STEP targets in a burst (burst.py)."""
+A step with decodes in it lasts no longer than they want (--tpot-target-ms), unless prompts would have too little of it
+or it would do little but copy keys for a deep one; limits bind only under contention. It may last half as long again
+where more of the same tenant's requests wait for their first token than decode, and up to BURST_STEP targets in a burst
+(burst.py). One without decodes is so long that reading weights and keys is a small part of it, and no longer."""
 
 from bisect import insort
 from collections import Counter
@@ -19,17 +20,21 @@ from server.engine.request import Request
 from server.engine.step_time import StepTimeModel, StepWork
 
 MIN_CHUNK = 16  # tokens: less of a long prompt costs a step more than it gives the prompt
-MIN_TIMED_CHUNK = 64  # the same where time is what is short
+MIN_TIMED_CHUNK = 64  # the same where time is what is short,
+MIN_CHUNK_TIME = 1.5  # and so many rows at most as take that many reads of all weights: on a CPU no row is free
 #: Rows that leave no tile of a matrix product, and no round of tiles of 32 heads' attention, half empty.
 TILES = (512, 64)
 LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
-FLOORS = 3  # a step may last FLOORS reads of all weights and of its chunk's keys, or most of it would be reading
+#: A step may last so many reads of its chunk's keys and of all weights, or most of it would be reading. Beside decodes
+#: weights count as far as the target goes.
+FLOORS = 3
 LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it,
-#: and longer where reading a chunk's keys (copying them, where pages are float8) would be more than this part of it.
-#: Weights do not count here: they are read beneath the products of so many rows.
+#: and longer where reading a chunk's keys (copying them, where pages are float8) would be more than this part of it,
 KEYS_SHARE = 0.1
+WEIGHTS_SHARE = 0.05  # or reading all weights more than this, on a CPU: a GPU reads beneath the products of many rows;
+LONGEST_WAIT = 1.0  # but no longer than so many seconds, or two targets where tokens come as slowly as that
 CROWD = 1.5  # TPOT targets that a step may last for decodes whose tenant has more requests that wait
 BURST_STEP = 4  # TPOT targets that a step may last for the requests of a burst,
 BURST_ROWS = 1024  # while it is as long as so many rows of a prompt take: more of them are no faster each
@@ -88,6 +93,8 @@ class PrefillPlan:
         self._decodes = decode_work
         self._limit = inf  # seconds of the step
         self._decodes_limit = inf  # what the decodes want of it
+        free_rows = model.largest_chunk(StepWork(), 0, MIN_CHUNK_TIME * model.floor, MIN_TIMED_CHUNK)
+        self._min_timed_chunk = max(MIN_CHUNK, free_rows)
         self._turns: list[tuple[Turn, Request]] = []
         self._oldest: Request | None = None
         for request in prefills:
@@ -120,7 +127,7 @@ class PrefillPlan:
             work = work.with_chunk(other.num_computed, other.num_remaining)
         if tokens - reserved_tokens < min(remaining, MIN_CHUNK):
             return False
-        work = work.with_chunk(num_computed, min(remaining, MIN_TIMED_CHUNK))
+        work = work.with_chunk(num_computed, min(remaining, self._min_timed_chunk))
         return self._limit == inf or self.model.predict(work) <= self._limit - reserved_seconds
 
     def shares(self) -> tuple[list[tuple[Request, int]], StepWork]:
@@ -138,7 +145,7 @@ class PrefillPlan:
             most = min(request.num_remaining, tokens - reserved_tokens)
             count = self._chunk(work, request, most, self._limit - reserved_seconds)
             if request is self._oldest:
-                count = max(count, min(most, MIN_TIMED_CHUNK))
+                count = max(count, min(most, self._min_timed_chunk))
             is_full = is_full or count < request.num_remaining
             if count < min(request.num_remaining, MIN_CHUNK) and request is not self._oldest:
                 continue
@@ -155,15 +162,18 @@ class PrefillPlan:
         """Seconds that a step with this prompt, and the decodes, may last."""
         model = self.model
         keys = model.keys_read(prompt.num_computed)
-        limit = max(LONGEST_STEP * target, keys / KEYS_SHARE)
+        limit = max(LONGEST_STEP * target, model.floor / WEIGHTS_SHARE, keys / KEYS_SHARE)
+        limit = min(limit, max(LONGEST_WAIT, 2 * target))
         in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
         if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:
             limit = self._patience(prompt, target, in_burst)  # its first token comes soon, if nothing is in the way
         if self._oldest is None:  # the first prompt: once a step
             for request in self._running:
                 self._decodes_limit = min(self._decodes_limit, self._patience(request, target, in_burst))
-        decode_seconds = model.predict(self._decodes) if self._running else 0.0
-        least = max(FLOORS * (model.floor + keys), decode_seconds / (1 - 1 / PROMPTS_SHARE))
+        weights, decode_seconds = FLOORS * model.floor, 0.0
+        if self._running:
+            weights, decode_seconds = min(weights, target - model.floor), model.predict(self._decodes)
+        least = max(weights + FLOORS * keys, decode_seconds / (1 - 1 / PROMPTS_SHARE))
         return max(min(limit, self._decodes_limit), least)
 
     def _patience(self, request: Request, target: float, in_burst: float) -> float:

@@ -1,16 +1,15 @@
-"""Measures, before anybody is served, the steps that StepTimeModel is fitted to. Knows the runner's protocol only; the
+"""Measures steps before anybody is served, for StepTimeModel to be fitted to. Knows the runner's protocol only; the
 pool must be free: what rehearsals write to its blocks is never found again."""
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from models.batch import SamplingParams, ScheduledSeq, StepBatch
 from server.engine.runner import Runner
 from server.engine.step_time import StepSample, rehearsals, work_of
 
 ROUNDS = 2  # of each step: the first one may load and choose kernels, so the fastest counts
-FEW = 32  # rows of a step that is soon done on any CPU
 LONG_STEP = 4096  # rows: so long that loading does not show, and one round has to do
 
 
@@ -22,28 +21,28 @@ def rehearse(
     max_model_len: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepSample]:
-    """Steps that need more blocks than there are are left out."""
-    samples = []
-    for chunks in rehearsals(max_num_batched_tokens, max_num_seqs, max_model_len):
-        batch = _batch(runner, chunks)
-        if batch is not None:
-            work = work_of(chunks)
-            rounds = 1 if work.rows >= LONG_STEP else ROUNDS
-            samples.append(StepSample(work, min(_measure(runner, batch, clock) for _ in range(rounds))))
-    return samples
+    """All that tell the parts of a step's time apart."""
+    steps = rehearsals(max_num_batched_tokens, max_num_seqs, max_model_len)
+    return measure(runner, steps, max_rows=max_num_batched_tokens, rounds=ROUNDS, clock=clock)
 
 
-def full_step(
+def measure(
     runner: Runner,
+    steps: Iterable[Sequence[tuple[int, int]]],
     *,
-    max_num_batched_tokens: int,
-    max_model_len: int,
+    max_rows: int,
+    rounds: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Seconds that a step of the most tokens takes, rather too many: told from a step of few, which costs more each."""
-    count = min(FEW, max_num_batched_tokens, max_model_len)
-    batch = _batch(runner, [(0, count)])
-    return 0.0 if batch is None else _measure(runner, batch, clock) * max_num_batched_tokens / count
+) -> list[StepSample]:
+    """`steps` as chunks for work_of(). Those that need more blocks than there are, or more rows, are left out."""
+    samples = []
+    for chunks in steps:
+        work = work_of(chunks)
+        batch = _batch(runner, chunks) if work.rows <= max_rows else None
+        if batch is not None:
+            times = 1 if work.rows >= LONG_STEP else rounds
+            samples.append(StepSample(work, min(_measure(runner, batch, clock) for _ in range(times))))
+    return samples
 
 
 def _batch(runner: Runner, chunks: Sequence[tuple[int, int]]) -> StepBatch | None:

@@ -11,6 +11,7 @@ from models.shared_runs import SharingLimits
 from models.stages import Stages
 from server.engine.config import EngineConfig
 from server.engine.offload import HostMemory
+from server.engine.tpot_target import TpotTarget
 
 
 class AdapterSlots(Protocol):
@@ -91,7 +92,7 @@ class LoadedRunner:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: dict[str, float] = field(default_factory=dict)  # by the model's files
-    tpot_target: float | None = None  # seconds; None: steps are limited in tokens only
+    tpot_target: TpotTarget | None = None  # None: steps are limited in tokens only
     overlaps: bool = False  # a step is launched while the one before runs: worth it where the device is not this CPU
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more

@@ -99,6 +99,7 @@ class Scheduler:
         for tenant in self.fairness.waiting:
             waiting[tenant] += self.fairness.num_waiting(tenant)
         now = self.clock()
+        target = self.config.tpot_target
         first_arrival = min([self.waiting.first_arrival, *(request.arrival_time for request in prefills)])
         self.burst.look(waiting, decoding, first_arrival, now)
         return PrefillPlan(
@@ -106,7 +107,7 @@ class Scheduler:
             decodes,
             work,
             max_tokens=self.config.max_num_batched_tokens,
-            tpot_target=self.config.tpot_target,
+            tpot_target=None if target is None else target.of(self.step_time.floor),
             now=now,
             model=self.step_time,
             ranks=self.fairness.ranks(waiting.keys()),

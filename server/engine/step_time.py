@@ -19,7 +19,7 @@ from server.engine.nonnegative import nonnegative_least_squares
 
 KNOTS = (0, 64, 128, 256, 512, 1024, 2048, 4096)  # rows where linear() may turn
 LARGE_STEP = 2 * KNOTS[-1]  # rows, most of them in the last piece
-MEMORY_BOUND_ROWS = 32  # a chunk of fewer rows takes as long as reading its keys: it counts as a decode
+MEMORY_BOUND_ROWS = 32  # on a GPU a chunk of fewer rows takes as long as reading its keys: it counts as a decode
 DEEP_CONTEXT = 32_768  # tokens: where rehearsals measure attention, so that they are short
 #: Rows of chunks there. A copy of float8 pages is 2 and 6 % of the larger two's time, which is what measuring errs by,
 #: but 19 % of that of 64 rows: those tell keys from pairs.
@@ -40,14 +40,16 @@ class StepWork(NamedTuple):
     pairs: int = 0  # (query, visible key) pairs of chunks
     kv_tokens: int = 0  # keys that rows of decodes read
     chunk_keys: int = 0  # keys that chunks read, each once, however many rows see it
+    few_pairs: int = 0  # pairs of chunks of so few rows that a GPU only reads keys for them: not among `pairs`
 
     def with_chunk(self, context: int, count: int) -> "StepWork":
         """`count` tokens of one sequence more, after `context` that are in the cache."""
         rows, keys = self.rows + count, context + count
+        pairs = causal_pairs(context, count)
         if count < MEMORY_BOUND_ROWS:
-            return self._replace(rows=rows, kv_tokens=self.kv_tokens + keys)
-        pairs = self.pairs + causal_pairs(context, count)
-        return self._replace(rows=rows, pairs=pairs, chunk_keys=self.chunk_keys + keys)
+            few_pairs = self.few_pairs + (pairs if count > 1 else 0)
+            return self._replace(rows=rows, kv_tokens=self.kv_tokens + keys, few_pairs=few_pairs)
+        return self._replace(rows=rows, pairs=self.pairs + pairs, chunk_keys=self.chunk_keys + keys)
 
 
 def causal_pairs(context: int, count: int) -> int:
@@ -92,12 +94,15 @@ class StepTimeModel:
         attention: float = 0.8e-9,
         kv_read: float = 30e-9,
         chunk_read: float = 4e-9,
+        *,
+        counts_few_pairs: bool = False,
     ) -> None:
         """`base` in seconds, `slopes` in seconds a row from each of KNOTS on, the rest in seconds a pair and a key.
 
         A key of that 8B model is 128 KiB in bfloat16 (32 layers of 8 heads, 128 numbers for K and V each), 30 ns at 4.4
         TB/s. A chunk of MEMORY_BOUND_ROWS takes as long: 26 ns for that many pairs, and 4 ns besides. To copy float8
         pages, one byte a number read and two written, is 49 ns at 4 TB/s: whether it is done, rehearsals tell.
+        `counts_few_pairs`: chunks of a few rows take time for their pairs besides, as on a CPU.
         """
         if len(slopes) != len(KNOTS):
             raise ValueError(f"linear() has {len(KNOTS)} slopes, not {len(slopes)}")
@@ -108,13 +113,15 @@ class StepTimeModel:
         self._attention = attention
         self._kv_read = kv_read
         self._chunk_read = chunk_read
+        self._counts_few_pairs = counts_few_pairs
         self._factors = [1.0, 1.0, 1.0, 1.0]  # corrections of the four parts
 
     @classmethod
-    def fit(cls, samples: Iterable[StepSample]) -> "StepTimeModel":
-        """Least squares of relative errors with coefficients that are not negative. Without samples: the defaults."""
+    def fit(cls, samples: Iterable[StepSample], prior: "StepTimeModel | None" = None) -> "StepTimeModel":
+        """Least squares of relative errors with coefficients that are not negative. What no sample tells has the
+        proportions of `prior`, one without corrections (None: the defaults)."""
         samples = [sample for sample in samples if sample.seconds > 0]
-        prior = cls()
+        prior = cls() if prior is None else prior
         if not samples:
             return prior
         ratio = np.median([sample.seconds / prior.predict(sample.work) for sample in samples])
@@ -122,12 +129,12 @@ class StepTimeModel:
         unit = np.where(assumed > 0, assumed, prior._slopes[-1])  # so that all unknowns are near 1
         unit[-1] = prior._kv_read  # of either kind of key: where chunks read theirs for nothing is not known
         unit *= ratio
-        rows = np.array([_features(sample.work) for sample in samples]) * unit
+        rows = np.array([prior._features(sample.work) for sample in samples]) * unit
         rows /= np.array([[sample.seconds] for sample in samples])
         system = np.concatenate([rows, PRIOR_WEIGHT * np.eye(len(unit))])
         wanted = np.concatenate([np.ones(len(samples)), PRIOR_WEIGHT * assumed * ratio / unit])
         found = (nonnegative_least_squares(system, wanted) * unit).tolist()
-        return cls(found[0], found[1:-3], *found[-3:])
+        return cls(found[0], found[1:-3], *found[-3:], counts_few_pairs=prior._counts_few_pairs)
 
     def __str__(self) -> str:
         linear, attention, kv_read, chunk_read = self._factors
@@ -175,6 +182,10 @@ class StepTimeModel:
                 high = middle - 1
         return low
 
+    def take_over(self, other: "StepTimeModel") -> None:
+        """All that the other predicts from."""
+        self.__dict__.update(other.__dict__)
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Takes a measured step: every part of the prediction is corrected as far as it had a share in it."""
         parts = self._parts(work)
@@ -191,12 +202,14 @@ class StepTimeModel:
 
     def _parts(self, work: StepWork) -> tuple[float, ...]:
         _, attention, kv_read, _ = self._factors
-        pairs, keys = attention * self._attention * work.pairs, kv_read * self._kv_read * work.kv_tokens
+        pairs, keys = attention * self._attention * self._pairs(work), kv_read * self._kv_read * work.kv_tokens
         return self.linear(work.rows), pairs, keys, self.keys_read(work.chunk_keys)
 
+    def _pairs(self, work: StepWork) -> int:
+        return work.pairs + (work.few_pairs if self._counts_few_pairs else 0)
 
-def _features(work: StepWork) -> list[float]:
-    """Of which predict() is a linear combination: 1, rows between knots, pairs, keys of decodes and of chunks."""
-    ends = (*KNOTS[1:], max(work.rows, KNOTS[-1]))
-    ramps = [float(min(max(work.rows - start, 0), end - start)) for start, end in zip(KNOTS, ends, strict=True)]
-    return [1.0, *ramps, float(work.pairs), float(work.kv_tokens), float(work.chunk_keys)]
+    def _features(self, work: StepWork) -> list[float]:
+        """Of which predict() is a linear combination: 1, rows between knots, pairs, keys of decodes and of chunks."""
+        ends = (*KNOTS[1:], max(work.rows, KNOTS[-1]))
+        ramps = [float(min(max(work.rows - start, 0), end - start)) for start, end in zip(KNOTS, ends, strict=True)]
+        return [1.0, *ramps, float(self._pairs(work)), float(work.kv_tokens), float(work.chunk_keys)]

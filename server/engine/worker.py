@@ -24,11 +24,12 @@ from server.engine.messages import EngineFailed
 from server.engine.offload import WORTH_A_COPY, Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.parent import die_with_parent
-from server.engine.rehearsal import full_step, rehearse
+from server.engine.rehearsal import measure, rehearse
 from server.engine.runner import CannotServeError, LoadedRunner, load
 from server.engine.scheduler import Scheduler
 from server.engine.sharing import PrefixSharing
-from server.engine.step_time import StepTimeModel
+from server.engine.step_learning import FIRST_STEPS, LearningStepTime
+from server.engine.step_time import StepTimeModel, StepWork
 
 logger = logging.getLogger("server.engine.worker")  # __name__ is "__main__" in the process itself
 
@@ -108,29 +109,27 @@ def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
 
 
 def _step_time(limits: SchedulerConfig, loaded: LoadedRunner) -> StepTimeModel:
-    """Measured where time limits steps; elsewhere steps themselves correct what is assumed."""
-    if limits.tpot_target is None:
+    """Measured before anybody waits, as far as that takes no time to speak of: a CPU's are learned as they come."""
+    if not loaded.overlaps:
+        samples = measure(loaded.runner, FIRST_STEPS, max_rows=min(limits.max_num_batched_tokens, limits.max_model_len))
+        model: StepTimeModel = LearningStepTime(samples)
+    elif limits.tpot_target is None:
         return StepTimeModel()
-    samples = rehearse(
-        loaded.runner,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-    )
-    model = StepTimeModel.fit(samples)
+    else:
+        samples = rehearse(
+            loaded.runner,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+        )
+        model = StepTimeModel.fit(samples)
     logger.info("step time from %d rehearsals: %s", len(samples), model)
     return model
 
 
-def _longest_turn(loaded: LoadedRunner) -> float:
-    """Seconds, before any step was seen: a CPU may need minutes for its first one."""
-    if loaded.overlaps:
-        return 0.0
-    return full_step(
-        loaded.runner,
-        max_num_batched_tokens=loaded.max_num_batched_tokens,
-        max_model_len=loaded.max_model_len,
-    )
+def _longest_turn(loaded: LoadedRunner, model: StepTimeModel) -> float:
+    """Seconds, before any large step was seen: a CPU may need minutes for its first one."""
+    return 0.0 if loaded.overlaps else model.predict(StepWork().with_chunk(0, loaded.max_num_batched_tokens))
 
 
 def serve(config: EngineConfig, link: EngineLink, stages: Stages) -> None:
@@ -138,7 +137,7 @@ def serve(config: EngineConfig, link: EngineLink, stages: Stages) -> None:
     loaded = load(config, stages)
     loaded.runner.warm_up(all_graphs=False)  # those that nobody has wanted yet are recorded in quiet moments
     scheduler = make_scheduler(config, loaded)
-    longest_turn = _longest_turn(loaded)
+    longest_turn = _longest_turn(loaded, scheduler.step_time)
     stages.end("step times")
     core = EngineCore(loaded, scheduler, link, stages, longest_turn)
     gc.collect()

@@ -274,7 +274,6 @@ def load(config: EngineConfig, _stages: Stages) -> LoadedRunner:
         dtype="float32",
         max_model_len=config.max_model_len or 4096,
         max_num_batched_tokens=config.step_tokens("cpu"),
-        tpot_target=config.tpot_target("cpu"),
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
         probe=runner.probe,

@@ -3,7 +3,7 @@ the overlapping engine, a step is scheduled when the one before it starts."""
 
 import random
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from simulated_device import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, h200_seconds, rehearsed
@@ -16,8 +16,9 @@ from server.engine.messages import AddRequest, TokenDelta
 from server.engine.scheduler import Scheduler
 from server.engine.sharing import PrefixSharing
 from server.engine.step import LaunchedRow
-from server.engine.step_time import StepTimeModel
+from server.engine.step_time import StepTimeModel, StepWork
 from server.engine.token_ids import TokenIds
+from server.engine.tpot_target import TpotTarget
 
 BLOCK_SIZE = 64
 
@@ -40,14 +41,19 @@ class SimulatedEngine:
     def __init__(
         self,
         *,
-        tpot_target: float | None = 0.028,
+        tpot_target: float | TpotTarget | None = 0.028,
         num_blocks: int = 13_000,
         max_num_seqs: int = MAX_NUM_SEQS,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         model: StepTimeModel | None = None,
         sharing: SharingLimits | None = None,
+        device: Callable[[StepWork], float] = h200_seconds,
+        overlaps: bool = True,
     ) -> None:
+        """`device`: how long it takes over a step; `overlaps`: a step is launched while the one before runs."""
         self.now = 0.0
+        self._device = device
+        self._overlaps = overlaps
         self.cache = KVCache(num_blocks, BLOCK_SIZE)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -55,7 +61,7 @@ class SimulatedEngine:
             max_model_len=MAX_MODEL_LEN,
             vocab_size=128_000,
             eos_token_ids=(0,),
-            tpot_target=tpot_target,
+            tpot_target=TpotTarget(tpot_target) if isinstance(tpot_target, float) else tpot_target,
         )
         self.model = rehearsed() if model is None else model
         self.scheduler = Scheduler(
@@ -92,10 +98,12 @@ class SimulatedEngine:
                 assert step.total_tokens <= self.scheduler.config.max_num_batched_tokens
                 assert sorted(step.num_tokens, key=lambda count: count != 1) == step.num_tokens
                 launched = self.scheduler.launched(step)
-                seconds = h200_seconds(step.work)
+                seconds = self._device(step.work)
                 self.scheduler.observe(step, seconds)
                 self.step_seconds.append(seconds)
                 ends = max(begins, self.now) + seconds
+            if not self._overlaps:
+                in_flight, launched, begins = launched, None, ends
             if in_flight is not None:
                 self.now = begins
                 self._collect(in_flight)

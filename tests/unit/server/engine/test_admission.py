@@ -71,16 +71,18 @@ def test_a_configuration_that_can_not_work_is_refused(wrong: dict[str, Any]) -> 
         EngineConfig(model="fake", **wrong)
 
 
-def test_a_step_is_smaller_on_a_cpu_unless_asked_for_and_has_room_for_every_sequence() -> None:
+def test_a_step_has_fewer_rows_on_a_cpu_unless_asked_for_and_has_room_for_every_sequence() -> None:
     assert EngineConfig(model="m").step_tokens("cuda") == 8192
-    assert EngineConfig(model="m").step_tokens("cpu") == 512
-    assert EngineConfig(model="m", max_num_seqs=700).step_tokens("cpu") == 700
+    assert EngineConfig(model="m").step_tokens("cpu") == 2048
+    assert EngineConfig(model="m", max_num_seqs=3000).step_tokens("cpu") == 3000
     assert EngineConfig(model="m", max_num_batched_tokens=4096).step_tokens("cpu") == 4096
 
 
-def test_streams_are_protected_from_prompts_on_a_gpu_and_where_it_is_asked_for() -> None:
-    assert EngineConfig(model="m").tpot_target("cuda") == 0.025
-    assert EngineConfig(model="m").tpot_target("cpu") is None
-    assert EngineConfig(model="m", tpot_target_ms=50.0).tpot_target("cpu") == 0.05
+def test_streams_are_protected_from_prompts_as_the_device_can_or_as_it_was_asked_for() -> None:
+    of_a_gpu, of_a_cpu = EngineConfig(model="m").tpot_target("cuda"), EngineConfig(model="m").tpot_target("cpu")
+    assert [of_a_gpu.of(floor) for floor in (0.005, 0.02)] == [0.025, pytest.approx(0.06)]
+    assert [of_a_cpu.of(floor) for floor in (0.03, 1.5)] == [0.06, 3.0]
+    for device in ("cuda", "cpu"):
+        assert EngineConfig(model="m", tpot_target_ms=50.0).tpot_target(device).of(0.03) == 0.05
     with pytest.raises(ValueError, match="tpot_target_ms"):
         EngineConfig(model="m", tpot_target_ms=0.0)

@@ -4,7 +4,7 @@ import itertools
 
 from fake_runner import FakeRunner
 
-from server.engine.rehearsal import FEW, LONG_STEP, ROUNDS, full_step, rehearse
+from server.engine.rehearsal import LONG_STEP, ROUNDS, measure, rehearse
 from server.engine.step_time import rehearsals, work_of
 
 
@@ -48,10 +48,10 @@ def test_one_round_of_a_long_step_has_to_do() -> None:
     assert rows.count(LONG_STEP // 4) == ROUNDS
 
 
-def test_a_step_of_few_rows_tells_how_long_a_full_one_takes() -> None:
+def test_steps_of_more_rows_than_there_may_be_are_left_out() -> None:
     runner = FakeRunner(2000, 16, 512)
     runner.keep_batches = True
-    ticks = iter([1.0, 11.0])
-    assert full_step(runner, max_num_batched_tokens=512, max_model_len=1000, clock=lambda: next(ticks)) == 160.0
-    assert [len(seq.token_ids) for batch in runner.batches for seq in batch.seqs] == [FEW]
+    samples = measure(runner, [[(0, 1)], [(0, 32)]], max_rows=31)
+    assert [sample.work.rows for sample in samples] == [1]
+    assert len(runner.batches) == 1
     assert not runner.slots

@@ -49,7 +49,17 @@ def test_pairs_are_counted_as_causal_attention_sees_them() -> None:
     assert causal_pairs(0, 4) == 1 + 2 + 3 + 4
     assert causal_pairs(10, 2) == 11 + 12
     wide = work_of([(100, 1), (50, MEMORY_BOUND_ROWS)])
-    assert wide == (1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS), 101, 50 + MEMORY_BOUND_ROWS)
+    assert wide == (1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS), 101, 50 + MEMORY_BOUND_ROWS, 0)
+    assert work_of([(100, 1), (50, 2)]) == (3, 0, 101 + 52, 0, causal_pairs(50, 2))
+
+
+def test_pairs_of_few_rows_take_time_where_the_model_is_told_so() -> None:
+    few, one = work_of([(3000, 20)]), work_of([(3019, 1)] * 20)
+    one = one._replace(kv_tokens=few.kv_tokens)
+    assert StepTimeModel().predict(few) == StepTimeModel().predict(one)
+    model = StepTimeModel(attention=1e-6, counts_few_pairs=True)
+    assert model.predict(few) - model.predict(one) == pytest.approx(1e-6 * causal_pairs(3000, 20))
+    assert StepTimeModel.fit([StepSample(one, 1.0)], model).predict(few) > 1.5, "and fitted, too"
 
 
 @pytest.mark.parametrize("device", [h200_seconds, small_gpu, uneven_gpu, copying_seconds])
