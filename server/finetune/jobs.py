@@ -2,7 +2,6 @@
 know HTTP, SQL or training."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +12,6 @@ from server.errors import (
     InsufficientStorage,
     InvalidJobStatus,
     JobMissing,
-    LongwaveError,
     SequenceConflict,
 )
 from server.files.store import FileStore
@@ -73,7 +71,6 @@ class FineTuning:
                 for adapter in await self._store(lambda store: store.adapters(self._config.source)):
                     folder = self._folders.made(adapter.job_id, whole=False)
                     await self._finishing.load(adapter.name, folder, adapter.owner)
-                await self.supervisor.tidy()
         except InsufficientStorage:
             pass  # it is in the log
         except Exception:
@@ -123,7 +120,7 @@ class FineTuning:
             await asyncio.to_thread(self._folders.remove, job_id)
         if job is None:
             raise too_many_jobs(self._max_live_jobs)
-        await self._changed()
+        self._changed()
         return _same(job, request)
 
     async def get(self, job_id: str, owner: str) -> Job:
@@ -161,7 +158,7 @@ class FineTuning:
             raise _wrong_status(error.job, "resumed") from None
         if resumed is None:
             raise too_many_jobs(self._max_live_jobs)
-        await self._changed()
+        self._changed()
         return resumed
 
     async def events(self, job_id: str, owner: str, after: str | None, limit: int) -> list[Event]:
@@ -218,7 +215,7 @@ class FineTuning:
             steered = await self._store(lambda store: act(store, job.id, self._writer.clock()))
         except WrongStatusError as error:
             raise _wrong_status(error.job, verb) from None
-        await self._changed()
+        self._changed()
         return steered
 
     async def _event_sequence(self, job: Job, event_id: str) -> int:
@@ -227,10 +224,9 @@ class FineTuning:
             raise JobMissing(f"No such event of this job: {event_id[:64]}", param="after")
         return sequence
 
-    async def _changed(self) -> None:
+    def _changed(self) -> None:
         self._writer.announce()
-        with contextlib.suppress(LongwaveError):  # what was asked for has been done
-            await self.supervisor.tidy()
+        self.supervisor.tidy_soon()
 
     async def _store(self, work: Callable[[JobStore], T]) -> T:
         return await self._writer.store(work)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 
 from server.errors import InsufficientStorage
@@ -26,7 +25,8 @@ FAILURE_SECONDS = 30.0  # after the store could not be used
 
 
 class Supervisor:
-    """A lane for each stage: files are validated while another job trains."""
+    """A lane for each stage: files are validated while another job trains. What jobs leave on the disk is tidied beside
+    them, since deleting may take long and nobody waits for it."""
 
     def __init__(
         self,
@@ -44,13 +44,16 @@ class Supervisor:
         self._folders = folders
         self._stats = stats
         self._tidying = tidying
-        self._tidied = 0.0  # time.monotonic()
+        self._tidying_wanted = asyncio.Event()
         self._settling = Settling(config, writer, folders, finishing, stats, max_model_len)
         self._draining = asyncio.Event()
         self._lanes: list[asyncio.Task[None]] = []
+        self._tidier: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._lanes = [asyncio.create_task(self._lane(stage), name=stage.name) for stage in (VALIDATE, TRAIN)]
+        self.tidy_soon()
+        self._tidier = asyncio.create_task(self._tidy_when_wanted(), name="tidy")
 
     async def drain(self) -> None:
         """Takes up nothing more, and returns when what runs has stopped at a checkpoint."""
@@ -58,19 +61,39 @@ class Supervisor:
         self._writer.announce()
         if self._lanes:
             await asyncio.wait(self._lanes)
+        if self._tidier is not None:  # what the last jobs have left
+            self.tidy_soon()
+            await asyncio.wait([self._tidier])
 
     async def close(self) -> None:
         """Ends what runs, at once; at most the steps since the last checkpoint are lost."""
         self._draining.set()
-        for lane in self._lanes:
-            lane.cancel()
-        if self._lanes:
-            await asyncio.wait(self._lanes)
+        tasks = [*self._lanes, *([] if self._tidier is None else [self._tidier])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def tidy(self) -> None:
         """What jobs that have ended leave goes; the numbers of /metrics are counted. Raises InsufficientStorage."""
-        self._tidied = time.monotonic()
         await self._tidying.tidy()
+
+    def tidy_soon(self) -> None:
+        """The same, in a moment; what goes wrong is in the log, and done again later."""
+        self._tidying_wanted.set()
+
+    async def _tidy_when_wanted(self) -> None:
+        while self._tidying_wanted.is_set() or not self._draining.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TIDY_SECONDS):
+                    await self._tidying_wanted.wait()
+            self._tidying_wanted.clear()
+            try:
+                await self.tidy()
+            except InsufficientStorage:
+                pass  # it is in the log
+            except Exception:
+                logger.exception("what fine-tuning jobs have left could not be tidied")
 
     async def _lane(self, stage: Stage) -> None:
         changed = self._writer.listen()
@@ -81,8 +104,6 @@ class Supervisor:
                 try:
                     if await self._turn(stage):
                         continue
-                    if time.monotonic() - self._tidied > TIDY_SECONDS:
-                        await self.tidy()
                 except InsufficientStorage:
                     seconds = FAILURE_SECONDS
                 except Exception:
@@ -106,7 +127,7 @@ class Supervisor:
             await attempt.run()
         finally:
             del self.attempts[stage.name]
-        await self.tidy()
+        self.tidy_soon()
         return True
 
     async def _claim(self, stage: Stage) -> Job | None:

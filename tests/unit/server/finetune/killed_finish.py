@@ -79,6 +79,7 @@ async def take_back(work: Work, instant: str, _: str) -> None:
     (job,) = await work.jobs.page("me", None, 1, {})
     setattr(*TAKING_BACK[instant])
     await work.jobs.cancel(job.id, "me")
+    await work.jobs.supervisor.tidy()
 
 
 async def main(folder: Path, instant: str, training_type: str) -> None:

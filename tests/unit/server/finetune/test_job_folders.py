@@ -87,6 +87,7 @@ def test_what_cannot_be_removed_keeps_nothing_else_from_going(run: Run, tmp_path
         (work.job_folder(first) / "lock").mkdir()  # cannot be opened as a file
         for job in (first, second):
             await work.jobs.cancel(job.id, "me")
+        await work.jobs.supervisor.tidy()
         assert [path.name for path in (tmp_path / "finetune" / "jobs").iterdir()] == [first.id]
         (work.job_folder(first) / "lock").rmdir()
         await work.jobs.supervisor.tidy()

@@ -144,7 +144,7 @@ def test_a_job_that_waits_for_room_waits_a_while_lets_others_work_and_is_cancell
         await work.succeeded(await work.create(steps=2))
         assert (await work.jobs.get(job.id, "me")).attempt == waiting.attempt
         await work.jobs.cancel(job.id, "me")
-        assert not work.job_folder(job).exists()
+        await work.wait(job, lambda _: not work.job_folder(job).exists())
 
     run(main, {"raise_at": 3, "error": "full"})
 

@@ -15,7 +15,7 @@ from working import LIMIT, Run, Work
 
 from server.errors import InsufficientStorage, QuotaExceeded
 from server.files.folder import make_private
-from server.finetune import Hyperparameters
+from server.finetune import Hyperparameters, Status
 from server.finetune.folders import DELETED, ORPHAN_SECONDS, Folders
 from server.finetune.store import TooManyModelsError
 
@@ -92,6 +92,27 @@ def test_a_model_that_cannot_be_deleted_is_kept_and_a_deleted_one_is_gone_after_
         assert synced == [(folder, [f"{DELETED}{done.id}"])]
 
     run(main)
+
+
+def test_requests_do_not_wait_while_what_is_left_is_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    removing, removed = threading.Event(), threading.Event()
+
+    def remove(*_: Any, **__: Any) -> None:
+        removing.set()
+        removed.wait(LIMIT)
+
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.trainer(job, step=2)
+        monkeypatch.setattr("shutil.rmtree", remove)
+        async with asyncio.timeout(LIMIT / 2):
+            assert (await work.jobs.cancel(job.id, "me")).status is Status.CANCELLED
+            assert await asyncio.to_thread(removing.wait, LIMIT / 4)
+            other = await work.create()
+            await work.until(other, Status.RUNNING)  # nor does the next job
+        removed.set()
+
+    run(main, {"hold_at": 3})
 
 
 def test_leases_are_renewed_while_what_is_left_is_removed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def test_a_job_killed_at_its_end_and_cancelled_then_leaves_nothing(run: Run, lea
 
     async def main(work: Work) -> None:
         job = await work.jobs.cancel(job_id, "me")
+        await work.jobs.supervisor.tidy()
         await settled(work, job)
         assert left(work) == whole(job, kept=False)
 
@@ -187,6 +188,7 @@ def test_a_model_deleted_by_a_killed_server_is_gone(run: Run, leave: Leave, inst
 
     async def main(work: Work) -> None:
         job = await work.jobs.get(job_id, "me")
+        await work.jobs.supervisor.tidy()
         assert left(work) == whole(job, kept=True) | {"adapters": [], "served": []}
 
     run(main)
