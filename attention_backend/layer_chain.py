@@ -10,12 +10,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_backend.heuristics.layer_chain import MOST_ROWS
-from attention_backend.layers import ACTIVATIONS
+from attention_backend.layers import ACTIVATIONS, rotary_store_op
+from attention_backend.metadata import KVPages
 from attention_backend.no_gradients import refuse_gradients
 from attention_backend.operators import operator
+from attention_backend.page_checks import check_pages, check_rotary_store
 from attention_backend.reference import layers as reference
 
-__all__ = ["MOST_ROWS", "ChainOptions", "ChainWeights", "layer_chain", "refuses"]
+__all__ = [
+    "MOST_ROWS",
+    "ChainOptions",
+    "ChainWeights",
+    "NextAttention",
+    "layer_chain",
+    "layer_chain_to_pages",
+    "refuses",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,17 @@ class ChainOptions:
     unit_offset: bool = False  # norms are times 1 + weight
 
 
+@dataclass(frozen=True, slots=True)
+class NextAttention:
+    """What `layers.rotary_store` wants beside the queries, keys and values that the next projections give."""
+
+    num_heads: int
+    pages: KVPages
+    slot_mapping: Tensor  # int64 [rows]
+    cos: Tensor  # float32 [rows, rotary_dim / 2]
+    sin: Tensor
+
+
 def layer_chain(
     attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions
 ) -> tuple[Tensor, Tensor]:
@@ -54,15 +75,31 @@ def layer_chain(
     fit.
     """
     _check(attended, residual, weights, options)
-    refuse_gradients(
-        "layer_chain", attended, residual, weights.out, weights.norm_mlp, weights.gate_up, weights.down,
-        weights.norm_next, weights.next, weights.next_bias,
-    )  # fmt: skip
-    total, out = layer_chain_op(
-        attended, residual, weights.out, weights.norm_mlp, weights.gate_up, weights.down, weights.norm_next,
-        weights.next, weights.next_bias, options.activation, options.eps_mlp, options.eps_next, options.unit_offset,
-    )  # fmt: skip
+    tensors = _tensors(attended, residual, weights)
+    refuse_gradients("layer_chain", *tensors)
+    total, out = layer_chain_op(*tensors, *_numbers(options))
     return total, out
+
+
+def layer_chain_to_pages(
+    attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions, attention: NextAttention
+) -> tuple[Tensor, Tensor]:
+    """`layer_chain` and `layers.rotary_store` of its products, which are queries, keys and values below each other: the
+    keys and values are in their pages then.
+
+    Returns `[rows, width]` and the turned queries `[rows, heads, head_dim]`, rounded as by the two one after the other.
+    Raises what they raise.
+    """
+    _check(attended, residual, weights, options)
+    pages = attention.pages
+    rest = (attention.slot_mapping, attention.cos, attention.sin)
+    _check_attention(attended, weights, attention)
+    tensors = _tensors(attended, residual, weights)
+    refuse_gradients("layer_chain_to_pages", *tensors, pages.k, pages.v, *rest[1:], pages.k_scale, pages.v_scale)
+    total, queries = layer_chain_to_pages_op(
+        *tensors, *_numbers(options), attention.num_heads, pages.k, pages.v, *rest, pages.k_scale, pages.v_scale
+    )
+    return total, queries
 
 
 def refuses(
@@ -110,6 +147,87 @@ def layer_chain_op(
 def _layer_chain_fake(attended: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     next_weight: Tensor = others[5]
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape[0], next_weight.shape[0])
+
+
+@operator("layer_chain_to_pages", mutates_args=("k_cache", "v_cache"))
+def layer_chain_to_pages_op(
+    attended: Tensor,
+    residual: Tensor,
+    out_weight: Tensor,
+    norm_mlp: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    norm_next: Tensor,
+    next_weight: Tensor,
+    next_bias: Tensor | None,
+    activation: str,
+    eps_mlp: float,
+    eps_next: float,
+    unit_offset: bool,
+    num_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See `layer_chain_to_pages`."""
+    if attended.is_cuda:
+        from attention_backend.kernels import layer_chain as kernel
+        from attention_backend.kernels.chain_store import Pages
+
+        return kernel.layer_chain(
+            attended, residual, out_weight, norm_mlp, gate_up, down, norm_next, next_weight, next_bias, activation,
+            eps_mlp, eps_next, unit_offset=unit_offset, early=torch.cuda.is_current_stream_capturing(),
+            pages=Pages(num_heads, k_cache, v_cache, slot_mapping, cos, sin, k_scale, v_scale),
+        )  # fmt: skip
+    total, products = layer_chain_op(
+        attended, residual, out_weight, norm_mlp, gate_up, down, norm_next, next_weight, next_bias, activation,
+        eps_mlp, eps_next, unit_offset,
+    )  # fmt: skip
+    heads = products.unflatten(1, (-1, k_cache.shape[3]))
+    q, k, v = heads.split((num_heads, k_cache.shape[1], k_cache.shape[1]), dim=1)
+    return total, rotary_store_op(
+        q, k, v, k_cache, v_cache, slot_mapping, cos, sin, None, None, 0.0, False, k_scale, v_scale
+    )
+
+
+@layer_chain_to_pages_op.register_fake
+def _layer_chain_to_pages_fake(attended: Tensor, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    num_heads, k_cache = others[11], others[12]
+    queries = residual.new_empty(residual.shape[0], num_heads, k_cache.shape[3])
+    return residual.new_empty(residual.shape), queries
+
+
+def _tensors(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor | None, ...]:
+    return (
+        attended, residual, weights.out, weights.norm_mlp, weights.gate_up, weights.down, weights.norm_next,
+        weights.next, weights.next_bias,
+    )  # fmt: skip
+
+
+def _numbers(options: ChainOptions) -> tuple[str, float, float, bool]:
+    return options.activation, options.eps_mlp, options.eps_next, options.unit_offset
+
+
+def _check_attention(attended: Tensor, weights: ChainWeights, attention: NextAttention) -> None:
+    pages = attention.pages
+    if pages.k.dim() != 4:
+        raise ValueError(
+            f"k_cache must be [num_blocks, num_kv_heads, block_size, head_dim], got {tuple(pages.k.shape)}"
+        )
+    (_, num_kv_heads, _, head_dim), rows = pages.k.shape, attended.shape[0]
+    if weights.next.shape[0] != (attention.num_heads + 2 * num_kv_heads) * head_dim:
+        raise ValueError(
+            f"next must have {attention.num_heads} + 2 * {num_kv_heads} heads of {head_dim} rows, "
+            f"got {weights.next.shape[0]}"
+        )
+    one = attended.new_empty(1)  # of the products' dtype and device, as they will be
+    q, k = (one.expand(rows, heads, head_dim) for heads in (attention.num_heads, num_kv_heads))
+    check_rotary_store(q, k, k, pages.k, pages.v, attention.slot_mapping, attention.cos, attention.sin)
+    check_pages(q, pages.k, pages.v, pages.k_scale, pages.v_scale)
 
 
 def _check(attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions) -> None:

@@ -11,22 +11,24 @@ _TILE_ROWS = 16  # of weights, which the tensor cores multiply at once
 _ELEMENT = 2  # bytes
 _PAD = 32  # elements behind a row of the input
 _ALIGNMENT = 128
-#: Warps, which are as many as tiles in the ring: the most first.
-WARPS = (8, 6, 4)
+#: Warps, of which each has two tiles in the ring: the most first.
+WARPS = (11, 10, 9, 8, 6, 4)
+_TILES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ChainConfig:
-    """A block has `num_warps` warps that compute, beside one that loads, and `stages` tiles of 16 weight rows and
-    `columns` columns, of which `in_flight` at most are on their way.
+    """A block has `num_warps` warps that compute, beside one that loads, and a ring of tiles of 16 weight rows and
+    `columns` columns, of which `in_flight` at most are on their way."""
 
-    `stages` is a multiple of `num_warps`: what a place of the ring held before was the same warp's.
-    """
-
-    stages: int
     num_warps: int
-    in_flight: int = 3
-    columns: int = 512
+    in_flight: int = 6
+    columns: int = 256
+
+    @property
+    def stages(self) -> int:
+        """Tiles in the ring: a multiple of the warps, so that what a place held before was the same warp's."""
+        return _TILES * self.num_warps
 
     @property
     def threads(self) -> int:
@@ -50,7 +52,7 @@ class ChainConfig:
 def chain_config(rows: int, width: int, widest: int) -> ChainConfig | None:
     """None: the inputs leave too little shared memory for a ring of weights."""
     for warps in WARPS:
-        config = ChainConfig(stages=warps, num_warps=warps)
+        config = ChainConfig(num_warps=warps)
         if config.smem_bytes(rows, width, widest) + config.static_bytes <= SHARED_MEMORY["sm_90a"]:
             return config
     return None

@@ -13,6 +13,7 @@ from attention_backend.heuristics.layer_chain import MOST_ROWS, WARPS, ChainConf
 from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device, workspace
+from attention_backend.kernels.chain_store import ChainStore, Pages, Store
 from attention_backend.kernels.gated_activation import ACTIVATIONS
 from attention_backend.kernels.params import pointer
 from attention_backend.kernels.rows import DTYPES, VECTOR, check_rows, element_define
@@ -34,7 +35,8 @@ class ChainParams(ctypes.Structure):
         *((name, c_int) for name in ("rows", "attended_width", "width", "gated_width", "next_width")),
         *((name, c_uint32) for name in ("stages", "in_flight")),
         *((name, c_float) for name in ("eps_mlp", "eps_next")),
-        ("_alignment", ctypes.c_char * 28),
+        ("store", ChainStore),
+        ("_alignment", ctypes.c_char * 16),
     )
 
 
@@ -56,7 +58,9 @@ def refuses(
 
 
 @cache
-def variant(dtype: torch.dtype, activation: str, config: ChainConfig, *, unit_offset: bool) -> KernelVariant:
+def variant(
+    dtype: torch.dtype, activation: str, config: ChainConfig, *, unit_offset: bool, store: Store = Store.NOTHING
+) -> KernelVariant:
     """`stages` and what is in flight are parameters: such configurations share a kernel."""
     defines = (
         element_define(dtype),
@@ -65,6 +69,7 @@ def variant(dtype: torch.dtype, activation: str, config: ChainConfig, *, unit_of
         ("WARPS", config.num_warps),
         ("COLS", config.columns),
         ("BOX_ROWS", _BOX_ROWS),
+        ("STORE", store.value),
     )
     return KernelVariant("layer_chain_sm90", _ARCH, defines, hot=True)
 
@@ -73,10 +78,12 @@ def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[K
     if arch != _ARCH:
         return
     for warps in WARPS:
-        yield variant(main, "silu", ChainConfig(stages=warps, num_warps=warps), unit_offset=False)
-    config = ChainConfig(stages=WARPS[0], num_warps=WARPS[0])
-    yield variant(other, "silu", config, unit_offset=False)
-    yield variant(main, "gelu_tanh", config, unit_offset=True)
+        yield variant(main, "silu", ChainConfig(num_warps=warps), unit_offset=False, store=Store.PAGES)
+    config = ChainConfig(num_warps=WARPS[0])
+    yield variant(main, "silu", config, unit_offset=False)
+    yield variant(main, "silu", config, unit_offset=False, store=Store.FP8_PAGES)
+    yield variant(other, "silu", config, unit_offset=False, store=Store.PAGES)
+    yield variant(main, "gelu_tanh", config, unit_offset=True, store=Store.PAGES)
     yield variant(main, "gelu", config, unit_offset=False)
 
 
@@ -96,8 +103,10 @@ def layer_chain(
     *,
     unit_offset: bool,
     early: bool = False,
+    pages: Pages | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of up to MOST_ROWS rows; see `attention_backend.layer_chain`. Returns the next residual and the projections.
+    """Of up to MOST_ROWS rows; see `attention_backend.layer_chain`. Returns the next residual and the projections; with
+    `pages` the turned queries `[rows, heads, head_dim]` of them, whose keys and values are stored.
 
     `early`: may start before the previous kernel has ended, and reads weights then. Raises UnsupportedError for what
     `refuses` names, and for rows that are not 16-byte aligned.
@@ -115,7 +124,8 @@ def layer_chain(
     widest = max(attended_width, width, gated_width)
     config = chain_config(rows, width, widest)
     assert config is not None, "refuses() knows"
-    total, out = residual.new_empty(rows, width), residual.new_empty(rows, next_width)
+    total = residual.new_empty(rows, width)
+    out = residual.new_empty(rows, next_width) if pages is None else residual.new_empty(rows, *pages.queries)
     blocks = device.num_sms(attended.device.index)
     words = workspace.counters(residual.device, _num_words(rows, width, gated_width, blocks))
 
@@ -126,7 +136,10 @@ def layer_chain(
     p.norm_mlp, p.norm_next = norm_mlp.data_ptr(), norm_next.data_ptr()
     p.total, p.next, p.next_width, p.words = total.data_ptr(), out.data_ptr(), next_width, words.data_ptr()
     p.stages, p.in_flight, p.eps_mlp, p.eps_next = config.stages, config.in_flight, eps_mlp, eps_next
-    kernel = _kernel(attended.dtype, activation, config, attended.device.index, unit_offset)
+    store = Store.NOTHING if pages is None else pages.store
+    if pages is not None:
+        p.store = pages.params
+    kernel = _kernel(attended.dtype, activation, config, attended.device.index, unit_offset, store)
     smem_bytes = config.smem_bytes(rows, width, widest)
     kernel((blocks, 1, 1), (config.threads, 1, 1), p, smem_bytes, early=early, cooperative=True)
     return total, out
@@ -138,5 +151,7 @@ def _num_words(rows: int, width: int, gated_width: int, blocks: int) -> int:
 
 
 @cache
-def _kernel(dtype: torch.dtype, activation: str, config: ChainConfig, index: int, unit_offset: bool) -> Kernel:
-    return load(variant(dtype, activation, config, unit_offset=unit_offset), index)
+def _kernel(
+    dtype: torch.dtype, activation: str, config: ChainConfig, index: int, unit_offset: bool, store: Store
+) -> Kernel:
+    return load(variant(dtype, activation, config, unit_offset=unit_offset, store=store), index)

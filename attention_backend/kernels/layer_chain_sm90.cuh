@@ -28,7 +28,10 @@
 //
 // Numbers are rounded where Hugging Face's modules round. Results repeat bitwise.
 //
-// Compile-time: BF16, ACTIVATION, UNIT_OFFSET, WARPS, COLS, BOX_ROWS.
+// With STORE phase 3 ends as rotary_store does: a group is then columns that are turned together, queries go on, keys and
+// values to their pages (parts/chain_store.cuh).
+//
+// Compile-time: BF16, ACTIVATION, UNIT_OFFSET, WARPS, COLS, BOX_ROWS, STORE (1: pages of elements, 2: of e4m3).
 #include "parts/chain_exchange.cuh"
 #include "parts/copy_sm80.cuh"
 #include "parts/dependent_launch.cuh"
@@ -184,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
     for (int phase = 0; phase < kPhases; phase++) {
       const Phase here(p, phase);
       const TensorMap* const map = &p.weights[phase];
-      int k = here.begin % here.tiles;
-      int row = here.begin / here.tiles * here.group_rows + in_half + (second ? here.apart : 0);
+      int group = here.begin / here.tiles, k = here.begin - group * here.tiles;
+      GroupRows rows = here.rows(group);
       for (int left = here.end - here.begin; left > 0; left--) {
         barrier_wait(empty + 8 * next.slot, next.parity ^ 1);
         if (still_free > 0) {
@@ -197,9 +200,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
         const uint32 barrier = full + 8 * next.slot;
         if (lane == 0) barrier_expect(barrier, kTileBytes);
         __syncwarp((1u << kBoxes) - 1);
+        const int row = rows.first + in_half + (second ? rows.apart : 0);
         tma_load(box + next.slot * kTileBytes, map, barrier, k * (COLS / kPacked), row, kEvictFirst);
         next.step(p.stages);
-        if (++k == here.tiles) k = 0, row += here.group_rows;
+        if (++k == here.tiles) k = 0, rows = here.rows(++group);
       }
     }
     return;
@@ -238,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
     for (int at = here.begin; at < here.end;) {
       const int group = at / here.tiles, first = group * here.tiles;  // its first tile
       const int k_begin = at - first, k_end = min(here.tiles, here.end - first);
-      const Group own(p, exchange, phase, group * here.group_rows, k_begin > 0, k_end < here.tiles, lane, warp == 0);
+      const Group own(p, exchange, phase, here.rows(group).first, k_begin > 0, k_end < here.tiles, lane, warp == 0);
       float sums[4][4] = {};
       for (int k = k_begin + (warp + WARPS - k_begin % WARPS) % WARPS; k < k_end; k += WARPS) {
         const uint32 tile = done + (first + k - here.begin), slot = tile % p.stages;

@@ -101,8 +101,8 @@ def rotary_store(
     check_rows(q=q, k=k, v=v)
     if q_norm is not None and k_norm is not None:
         check_rows(q_norm=q_norm, k_norm=k_norm)
-    _check_tables(cos=cos, sin=sin)
-    _check_pages(k_cache, v_cache, fp8_kv, k_scale, v_scale)
+    check_tables(cos=cos, sin=sin)
+    check_pages(k_cache, v_cache, k_scale, v_scale)
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     out = q.new_empty(tokens, num_heads, head_dim)
@@ -135,7 +135,8 @@ def _kernel(dtype: torch.dtype, head_dim: int, index: int, norm: int, fp8_kv: bo
     return load(chosen, index), lanes
 
 
-def _check_tables(**tables: Tensor) -> None:
+def check_tables(**tables: Tensor) -> None:
+    """Raises UnsupportedError for tables whose rows cannot be read 4 elements at a time."""
     for name, table in tables.items():
         if not begins_vectors(table, _TABLE_VECTOR):
             raise UnsupportedError(
@@ -144,10 +145,9 @@ def _check_tables(**tables: Tensor) -> None:
             )
 
 
-def _check_pages(
-    k_cache: Tensor, v_cache: Tensor, fp8_kv: bool, k_scale: Tensor | None, v_scale: Tensor | None
-) -> None:
-    if fp8_kv and (k_scale is None or v_scale is None):
+def check_pages(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Raises UnsupportedError for pages whose rows cannot be written 8 elements at a time, and for too many slots."""
+    if k_cache.dtype == _FP8 and (k_scale is None or v_scale is None):
         raise ValueError("float8_e4m3fn caches need k_scale and v_scale")
     for name, cache_ in (("k_cache", k_cache), ("v_cache", v_cache)):
         page, head, slot, element = cache_.stride()

@@ -13,7 +13,7 @@ _DATA_TYPES = {
     torch.uint32: 2,
     torch.uint64: 4,
 }  # CUtensorMapDataType
-_TOGETHER = ((torch.uint32, 2), (torch.uint64, 4))  # 16-bit elements that are counted as one
+_TOGETHER = 2  # 16-bit elements that are counted as one
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _L2_PROMOTION_256B = 3
 _BOX_COLUMNS = 64  # elements: the 128 bytes of a swizzled row
@@ -72,15 +72,13 @@ def plain_tensor_map(x: Tensor, columns: int) -> TensorMap:
 
 
 def packed_columns_map(x: Tensor, columns: int, rows: int) -> TensorMap:
-    """The map of x `[rows, width]`, 16-bit, for copies of `rows` rows and `columns` (up to 1024) columns, as they lie.
+    """The map of x `[rows, width]`, 16-bit, for copies of `rows` rows and `columns` (up to 512) columns, as they lie.
 
-    A box has 256 elements of a row at most, so the map counts two columns, or four, as one element. Coordinates are
-    (element, row).
+    A box has 256 elements of a row at most, so the map counts two columns as one. Coordinates are (element, row).
     """
     height, width = x.shape
-    kind, together = _TOGETHER[columns > 512]
-    sizes, steps = (width // together, height), (x.stride(0) // together,)
-    return _encode(kind, x.data_ptr(), sizes, steps, (columns // together, rows), _NO_SWIZZLE)
+    sizes, steps = (width // _TOGETHER, height), (x.stride(0) // _TOGETHER,)
+    return _encode(torch.uint32, x.data_ptr(), sizes, steps, (columns // _TOGETHER, rows), _NO_SWIZZLE)
 
 
 def _layout(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

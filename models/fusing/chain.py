@@ -1,4 +1,4 @@
-"""What lies between a layer's attention and the next one's as one call, in steps of few rows. Knows no attention.
+"""What lies between a layer's attention and the next one's as one call, in steps of few rows. Computes no attention.
 
 The layer's own parts stay in charge of what this refuses. Every call looks at that, because adapters and hooks come
 after a model was loaded.
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from attention_backend import layer_chain
 from attention_backend.layer_chain import ChainOptions, ChainWeights
+from attention_backend.metadata import KVPages, PagedMetadata
+from models.fusing.layer import FusedAttention, Queries
 from models.fusing.linears import JoinedLinears, facts
 from models.fusing.norms import Norm
+from models.fusing.rotary import Tables
 
 if TYPE_CHECKING:
     from models.fusing.decoder import FusedLayer
@@ -21,9 +24,13 @@ if TYPE_CHECKING:
 class LayerChain:
     """Of a layer: its attention's output, its MLP, and the projections that follow, of the next layer or the head's."""
 
-    def __init__(self, layer: "FusedLayer", next_norm: Norm, following: JoinedLinears) -> None:
+    def __init__(
+        self, layer: "FusedLayer", next_norm: Norm, following: JoinedLinears, attention: FusedAttention | None
+    ) -> None:
+        """`attention`: the next layer's, whose projections are the `following`; None: they are the head's."""
         self._layer = layer
         self._next_norm = next_norm
+        self._attention = attention
         self._out = JoinedLinears((layer.attention.out,), (), pack=False)
         self._down = JoinedLinears((layer.mlp.down,), (), pack=False)
         self._following = following
@@ -61,13 +68,29 @@ class LayerChain:
     def __call__(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """attended `[rows, heads * head_dim]`, residual `[rows, width]` -> the next residual, and `[rows, size]` of
         each size of the projections that follow. `serves` has said yes."""
+        residual, products = layer_chain.layer_chain(attended, residual, *self._call())
+        return residual, self._following.split(products)
+
+    def to_queries(
+        self, attended: Tensor, residual: Tensor, tables: Tables, pages: KVPages, metadata: PagedMetadata
+    ) -> tuple[Tensor, Queries]:
+        """The same, and what the next attention makes of its projections, where there is one; `tables` and `pages` are
+        that layer's."""
+        attention = self._attention
+        assert attention is not None
+        if not attention.stores_products:
+            residual, projected = self(attended, residual)
+            return residual, attention.queries(projected, tables, pages, metadata)
+        following = attention.next_attention(tables, pages, metadata)
+        residual, q = layer_chain.layer_chain_to_pages(attended, residual, *self._call(), following)
+        return residual, Queries(q)
+
+    def _call(self) -> tuple[ChainWeights, ChainOptions]:
         weights, activation = self._weights(), self._layer.mlp.activation
         assert weights is not None
         assert activation is not None
         before, after = self._layer.before_mlp.options, self._next_norm.options
-        options = ChainOptions(activation, before["eps"], after["eps"], unit_offset=before["unit_offset"])
-        residual, products = layer_chain.layer_chain(attended, residual, weights, options)
-        return residual, self._following.split(products)
+        return weights, ChainOptions(activation, before["eps"], after["eps"], unit_offset=before["unit_offset"])
 
     def _weights(self) -> ChainWeights | None:
         """None: not all of them are where they were packed."""

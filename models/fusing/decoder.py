@@ -14,7 +14,7 @@ from attention_backend import layers
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.fusing.chain import LayerChain
 from models.fusing.families import Family, family_of
-from models.fusing.layer import FusedAttention, FusedMLP
+from models.fusing.layer import FusedAttention, FusedMLP, Queries
 from models.fusing.linears import JoinedLinears
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError, is_plain
@@ -62,10 +62,12 @@ class FusedDecoder:
                 torch.cuda.empty_cache()  # the parts' memory, before the next layer's whole is allocated
         self.norm = Norm(self._inner.norm, family, model.dtype)
         head = JoinedLinears((model.lm_head,), (model.lm_head.out_features,), pack=False)
-        following = [(layer.before_attention, layer.attention.projections) for layer in self.layers[1:]]
+        following = [
+            (layer.before_attention, layer.attention.projections, layer.attention) for layer in self.layers[1:]
+        ]
         self.chains = [
             LayerChain(layer, *next_of)
-            for layer, next_of in zip(self.layers, [*following, (self.norm, head)], strict=True)
+            for layer, next_of in zip(self.layers, [*following, (self.norm, head, None)], strict=True)
         ]
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
         self._structure = [model, self._inner, *(m for layer in self.layers for m in layer.structure)]
@@ -79,21 +81,22 @@ class FusedDecoder:
         x = self._inner.embed_tokens(step.input_ids)[0]
         tables = {kind: self.rotary.tables(step.position_ids, kind, x) for kind in self._types}
         block, residual = x, None
-        projected: tuple[Tensor, ...] | None = None  # of the next attention, where a chain gave them
-        for layer, chain, pages in zip(self.layers, self.chains, kv_caches, strict=True):
-            if projected is None:
+        queries: Queries | None = None  # of the next attention, where a chain gave them
+        last = len(self.layers) - 1
+        for i, (layer, chain, pages) in enumerate(zip(self.layers, self.chains, kv_caches, strict=True)):
+            if queries is None:
                 normed, residual = self._before_attention(layer, block, residual)
                 projected = layer.attention.projections(normed)
+                queries = layer.attention.queries(projected, tables[layer.attention.layer_type], pages, step.metadata)
             assert residual is not None
-            attended = layer.attention(projected, tables[layer.attention.layer_type], pages, step.metadata)
-            last = layer is self.layers[-1]
-            if chain.serves(attended) and not (last and rows is not None):
-                residual, projected = chain(attended, residual)
-                continue
-            block, residual = self._after_attention(layer, attended, residual, step, rows if last else None)
-            projected = None
-        if projected is not None:
-            return self._capped(projected[0])
+            attended, queries = layer.attention(queries, pages, step.metadata), None
+            if chain.serves(attended) and (i < last or rows is None):
+                if i == last:
+                    return self._capped(chain(attended, residual)[1][0])
+                kind = self.layers[i + 1].attention.layer_type
+                residual, queries = chain.to_queries(attended, residual, tables[kind], kv_caches[i + 1], step.metadata)
+            else:
+                block, residual = self._after_attention(layer, attended, residual, step, rows if i == last else None)
         assert residual is not None
         normed, _ = self.norm.add(block, residual)
         return self._capped(self._model.lm_head(normed))

@@ -3,6 +3,7 @@
 Norms belong to the loop over layers, which carries the residual. Knows no batch but its metadata.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import attention_backend
 from attention_backend import layers
+from attention_backend.layer_chain import NextAttention
 from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.attention_sites import AttentionSite
@@ -45,12 +47,16 @@ class FusedAttention:
     def layer_type(self) -> str:
         return self._site.layer_type
 
-    def __call__(
+    @property
+    def stores_products(self) -> bool:
+        """Whether products are turned and stored as they are, by `layers.rotary_store` without norms."""
+        return self._rotates and self.norms is None
+
+    def queries(
         self, projected: tuple[Tensor, ...], tables: Tables, pages: KVPages, metadata: PagedMetadata
-    ) -> Tensor:
-        """What `projections` gives, `[tokens, size]` of each -> `[tokens, heads * head_dim]`, before `out`."""
-        site = self._site
-        q, k, v = (rows.unflatten(1, (-1, site.head_dim)) for rows in projected)
+    ) -> "Queries":
+        """Of what `projections` gives, `[tokens, size]` of each: what attention wants. May store keys and values."""
+        q, k, v = (rows.unflatten(1, (-1, self._site.head_dim)) for rows in projected)
         norms: dict[str, Any] = {}
         if self.norms is not None:
             q_norm, k_norm = self.norms
@@ -58,12 +64,22 @@ class FusedAttention:
                 norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, **q_norm.options}
             else:
                 q, k = q_norm.module(q), k_norm.module(k)
-        new: tuple[Tensor | None, Tensor | None] = (k, v)
-        if self._rotates:
-            q, new = self._rotate_and_store(q, k, v, tables, pages, metadata, norms), (None, None)
+        if not self._rotates:
+            return Queries(q, k, v)
+        options = {**norms, "k_scale": pages.k_scale, "v_scale": pages.v_scale}
+        return Queries(layers.rotary_store(q, k, v, pages.k, pages.v, metadata.slot_mapping, *tables, **options))
+
+    def next_attention(self, tables: Tables, pages: KVPages, metadata: PagedMetadata) -> NextAttention:
+        """For a chain that ends with `queries`; only with `stores_products`."""
+        return NextAttention(self._site.num_heads, pages, metadata.slot_mapping, *tables)
+
+    def __call__(self, queries: "Queries", pages: KVPages, metadata: PagedMetadata) -> Tensor:
+        """-> `[tokens, heads * head_dim]`, before `out`."""
+        site = self._site
         out = attention_backend.paged_attention(
-            q,
-            *new,
+            queries.q,
+            queries.k,
+            queries.v,
             pages.k,
             pages.v,
             metadata,
@@ -76,18 +92,14 @@ class FusedAttention:
         )
         return out.flatten(1)
 
-    def _rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: Tables,
-        pages: KVPages,
-        metadata: PagedMetadata,
-        norms: dict[str, Any],
-    ) -> Tensor:
-        options = {**norms, "k_scale": pages.k_scale, "v_scale": pages.v_scale}
-        return layers.rotary_store(q, k, v, pages.k, pages.v, metadata.slot_mapping, *tables, **options)
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Queries `[tokens, heads, head_dim]`; keys and values `[tokens, kv_heads, head_dim]` that are in no page yet."""
+
+    q: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
 
 
 class FusedMLP:

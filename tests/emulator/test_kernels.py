@@ -94,6 +94,11 @@ def test_a_chain_of_layers_exchanges_words(num_sms: int) -> None:
                 test_layer_chain.test_errors_are_those_of_plain_torch(sizes, BF16, rows, CPU)
 
 
+def test_a_chain_of_layers_ends_in_pages() -> None:
+    with left_at_zero(Settings(num_sms=5)):
+        test_layer_chain.test_products_in_pages_are_those_of_two_calls(5, 1, 80, 16, True, CPU)
+
+
 @pytest.mark.parametrize(
     ("case", "settings"),
     [

@@ -23,8 +23,15 @@ from torch import Tensor
 
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
-from attention_backend.layer_chain import ChainOptions, ChainWeights, layer_chain, refuses
-from attention_backend.metadata import PagedMetadata
+from attention_backend.layer_chain import (
+    ChainOptions,
+    ChainWeights,
+    NextAttention,
+    layer_chain,
+    layer_chain_to_pages,
+    refuses,
+)
+from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.page_copy import PageCopy
 from attention_backend.token_choice import choose_tokens
 
@@ -158,7 +165,12 @@ def run_layers(device: torch.device) -> int:
         chain = ChainWeights(
             normal(520, 520), weight, normal(3088, 520), normal(520, 1544), weight, normal(260, 520), normal(260)
         )
-        results += layer_chain(x[:3], x[3:6], chain, ChainOptions("silu", 1e-6, 1e-6))
+        options = ChainOptions("silu", 1e-6, 1e-6)
+        results += layer_chain(x[:3], x[3:6], chain, options)
+        chain = replace(chain, next=normal((heads + 2 * kv_heads) * dim, 520), next_bias=None)
+        for kept in (KVPages(*pages), KVPages(*small, **scales)):
+            following = NextAttention(heads, kept, slots[:3], tables[0][:3], tables[1][:3])
+            results += layer_chain_to_pages(x[:3], x[3:6], chain, options, following)
     if device.type == "cuda":
         keys = torch.arange(2 * rows, device=device, dtype=torch.int32).view(rows, 2)
         token_ids, finite = choose_tokens(x, torch.linspace(0, 2, rows, device=device), keys)

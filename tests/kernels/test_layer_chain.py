@@ -9,7 +9,16 @@ from torch import Tensor
 
 import attention_backend
 from attention_backend import layer_chain as chains
-from attention_backend.layer_chain import MOST_ROWS, ChainOptions, ChainWeights, layer_chain
+from attention_backend import layers
+from attention_backend.layer_chain import (
+    MOST_ROWS,
+    ChainOptions,
+    ChainWeights,
+    NextAttention,
+    layer_chain,
+    layer_chain_to_pages,
+)
+from attention_backend.metadata import KVPages
 from attention_backend.reference import layers as reference
 
 from .error_rule import assert_out_close, poisoned_memory
@@ -166,6 +175,39 @@ def test_streams_run_beside_each_other(hopper: torch.device) -> None:
                 results.append(layer_chain(*x, chain.weights, OPTIONS))
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for found in results for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["pages", "float8 pages"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "rotary_dim"), [(8, 2, 128, 128), (14, 2, 64, 64), (3, 3, 96, 48), (5, 1, 80, 16)]
+)
+def test_products_in_pages_are_those_of_two_calls(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, fp8: bool, hopper: torch.device
+) -> None:
+    """Bit for bit the chain and rotary_store one after the other; other slots stay what they were."""
+    for rows, dtype in ((1, torch.bfloat16), (MOST_ROWS, torch.float16)):
+        chain = Chain(hopper, dtype, (heads * head_dim, 1024, 2816, (heads + 2 * kv_heads) * head_dim), bias=rows > 1)
+        x, g = chain.rows(rows), chain.g
+        cache = randn((5, kv_heads, 16, head_dim), dtype, g)
+        scale = torch.rand(kv_heads, generator=g, device=hopper) + 0.5
+        slots = torch.tensor([37, -1, 64], device=hopper)[:rows]
+        angles = 6.3 * torch.rand(rows, rotary_dim // 2, generator=g, device=hopper)
+        tables = (angles.cos(), angles.sin())
+
+        def pages() -> KVPages:
+            k, v = (c.to(torch.float8_e4m3fn) if fp8 else c.clone() for c in (cache, cache.flip(0)))  # noqa: B023
+            return KVPages(k, v, scale if fp8 else None, scale.flip(0) if fp8 else None)  # noqa: B023
+
+        ours, theirs = pages(), pages()
+        total, queries = layer_chain_to_pages(*x, chain.weights, OPTIONS, NextAttention(heads, ours, slots, *tables))
+        expected, products = layer_chain(*x, chain.weights, OPTIONS)
+        q, k, v = products.unflatten(1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+        scales = {"k_scale": theirs.k_scale, "v_scale": theirs.v_scale}
+        turned = layers.rotary_store(q, k, v, theirs.k, theirs.v, slots, *tables, **scales)
+        assert torch.equal(total, expected)
+        assert torch.equal(queries, turned)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
 
 
 def test_what_it_refuses_raises(hopper: torch.device) -> None:

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "parts/activation.cuh"
-#include "parts/chain_plan.cuh"
+#include "parts/chain_store.cuh"
 
 // What blocks give each other, in words that are zero until they are there.
 struct Exchange {
@@ -45,27 +45,28 @@ __device__ __forceinline__ void write_words(uint4* p, const uint4& x) {
 }
 __device__ __forceinline__ bool all_there(const uint4& x) { return x.x && x.y && x.z && x.w; }
 
-__device__ __forceinline__ float rounded(float x) { return to_float(from_float(x)); }
 __device__ __forceinline__ float2 unpack2(uint32 word) {
   const element* const x = reinterpret_cast<const element*>(&word);
   return make_float2(to_float(x[0]), to_float(x[1]));
 }
 
 // What finishing a group wants from memory, asked for before its tiles are multiplied. Lane 8 * row + i of a warp has
-// two neighbouring columns of a row: of 16, or in phase 1 columns of the gate and the same of the other projection, of
-// which only half the lanes have some.
+// two neighbouring columns of a row: of 16, or, where the group's two halves belong together (the gate's and the other
+// projection's columns, what is turned together), of both halves, and only half the lanes have some.
 struct Group {
   int phase, row, column;
   bool here, is_rest, has_rest;
   uint32 before;  // two elements of the residual; in phase 2 their word, if it was there
   float4 rest;    // of another block
+  TurnedPair turned;
 
   __device__ __forceinline__ Group(const ChainParams& p, const Exchange& exchange, int phase, int first_column,
                                    bool is_rest, bool has_rest, int lane, bool finishes)
       : phase(phase), is_rest(is_rest), has_rest(has_rest), before(0), rest(make_float4(0.f, 0.f, 0.f, 0.f)) {
     row = lane / 8, column = first_column + lane % 8 * 2;
-    here = finishes && row < p.rows && (phase != 1 || lane % 8 < 4);
+    here = finishes && row < p.rows && (!(phase == 1 || (STORE && phase == 3)) || lane % 8 < 4);
     if (!here || is_rest) return;
+    if (STORE && phase == 3) turned.ask(p.store, row, column);
     if (phase % 2 == 0 && column < p.width)
       before = phase == 0 ? __ldcg(reinterpret_cast<const uint32*>(p.residual) + word(p.width))
                           : read_word(exchange.sum + word(p.width));
@@ -103,6 +104,8 @@ struct Group {
       if (column >= p.gated_width) return;
       const float y = rounded(activate(rounded(v.x))), z = rounded(activate(rounded(v.y)));
       write_word(exchange.gated + word(p.gated_width), ~pack2(y * rounded(v.z), z * rounded(v.w)));
+    } else if (STORE && phase == 3) {
+      turned.finish(p, row, column, v);
     } else if (phase == 3) {
       element* const out = p.next + static_cast<int64>(row) * p.next_width + column;
       if (column < p.next_width) out[0] = from_float(p.bias ? v.x + to_float(p.bias[column]) : v.x);

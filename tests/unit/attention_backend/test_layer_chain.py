@@ -7,10 +7,19 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attention_backend import UnsupportedError
+from attention_backend import UnsupportedError, layers
 from attention_backend import layer_chain as chains
 from attention_backend.heuristics.layer_chain import chain_config
-from attention_backend.layer_chain import MOST_ROWS, ChainOptions, ChainWeights, layer_chain, refuses
+from attention_backend.layer_chain import (
+    MOST_ROWS,
+    ChainOptions,
+    ChainWeights,
+    NextAttention,
+    layer_chain,
+    layer_chain_to_pages,
+    refuses,
+)
+from attention_backend.metadata import KVPages
 
 WIDTH, ATTENDED, GATED, NEXT = 48, 32, 72, 40
 OPTIONS = ChainOptions("silu", 1e-5, 1e-6)
@@ -69,6 +78,66 @@ def test_more_rows_than_it_takes_and_unknown_activations_are_refused() -> None:
         layer_chain(randn(1, ATTENDED), randn(1, WIDTH), made(), replace(OPTIONS, activation="relu"))
 
 
+HEADS, KV_HEADS, HEAD_DIM = 3, 1, 8  # of NEXT
+
+
+def next_attention(dtype: torch.dtype = torch.float32, *, fp8: bool = False, rows: int = 3) -> NextAttention:
+    cache = randn(4, KV_HEADS, 16, HEAD_DIM).to(torch.float8_e4m3fn if fp8 else dtype)
+    scales = (torch.tensor([0.5]), torch.tensor([0.25])) if fp8 else (None, None)
+    angles = randn(rows, HEAD_DIM // 2)
+    slots = torch.tensor([33, -1, 7])[:rows]
+    return NextAttention(HEADS, KVPages(cache.clone(), cache.flip(0), *scales), slots, angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_in_pages_are_those_of_two_calls(dtype: torch.dtype, fp8: bool) -> None:
+    weights, (attended, residual) = made(dtype, bias=True), (randn(3, ATTENDED).to(dtype), randn(3, WIDTH).to(dtype))
+    ours, theirs = next_attention(dtype, fp8=fp8), next_attention(dtype, fp8=fp8)
+    total, queries = layer_chain_to_pages(attended, residual, weights, OPTIONS, ours)
+    expected, products = layer_chain(attended, residual, weights, OPTIONS)
+    q, k, v = products.unflatten(1, (-1, HEAD_DIM)).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    pages = theirs.pages
+    before = pages.k.clone()
+    turned = layers.rotary_store(
+        q, k, v, pages.k, pages.v, theirs.slot_mapping, theirs.cos, theirs.sin,
+        k_scale=pages.k_scale, v_scale=pages.v_scale,
+    )  # fmt: skip
+    assert torch.equal(total, expected)
+    assert torch.equal(queries, turned)
+    assert not torch.equal(pages.k.float(), before.float())
+    for mine, other in zip(ours.pages, pages, strict=True):
+        assert torch.equal(mine.float(), other.float())
+
+
+def test_torch_knows_what_is_stored_without_running_it() -> None:
+    weights, following = made(bias=True), next_attention(rows=2)
+    call = (randn(2, ATTENDED), randn(2, WIDTH), weights.out, weights.norm_mlp, weights.gate_up, weights.down,
+            weights.norm_next, weights.next, weights.next_bias, "silu", 1e-5, 1e-5, False, HEADS, *following.pages,
+            following.slot_mapping, following.cos, following.sin, None, None)  # fmt: skip
+    torch.library.opcheck(chains.layer_chain_to_pages_op.overload, call)
+
+
+def test_an_attention_that_does_not_fit_is_refused_and_nothing_stored() -> None:
+    x, weights, fits = (randn(3, ATTENDED), randn(3, WIDTH)), made(), next_attention()
+    before = fits.pages.k.clone()
+    wrong = (
+        (replace(fits, num_heads=2), "next must have 2"),
+        (replace(fits, slot_mapping=fits.slot_mapping[:2]), "slot_mapping must be int64"),
+        (replace(fits, cos=fits.cos[:, :1]), "cos and sin must be"),
+        (replace(fits, pages=KVPages(fits.pages.k[0], fits.pages.v)), "k_cache must be"),
+        (replace(fits, pages=KVPages(fits.pages.k, fits.pages.v[:, :, :8])), "caches"),
+    )
+    for attention, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            layer_chain_to_pages(*x, weights, OPTIONS, attention)
+    with pytest.raises(TypeError, match="the caches are"):
+        layer_chain_to_pages(*x, weights, OPTIONS, next_attention(torch.float16))
+    with pytest.raises(UnsupportedError, match="layer_chain_to_pages has no gradient"):
+        layer_chain_to_pages(x[0], x[1].clone().requires_grad_(), weights, OPTIONS, fits)
+    assert torch.equal(fits.pages.k, before)
+
+
 def test_it_has_no_gradient() -> None:
     with pytest.raises(UnsupportedError, match="layer_chain has no gradient"):
         layer_chain(randn(1, ATTENDED), randn(1, WIDTH).requires_grad_(), made(), OPTIONS)
@@ -87,6 +156,7 @@ def test_a_block_has_room_for_its_rows_and_a_ring(rows: int, width: int, widest:
         assert rows * widest * 2 > 150_000
         return
     assert config.stages % config.num_warps == 0, "warps could mistake one filling of the ring for the next"
+    assert config.stages <= 64, "the kernel has so many barriers"
     assert 0 < config.in_flight <= config.stages
     assert config.smem_bytes(rows, width, widest) > rows * widest * 2 + config.stages * config.tile_bytes
     assert config.smem_bytes(rows, width, widest) + config.static_bytes <= 227 * 1024
