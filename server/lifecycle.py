@@ -19,7 +19,7 @@ from server.engine.messages import AddRequest, EngineReady, EngineStats, Request
 from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, ServerDraining
 from server.metrics import Metrics
 from server.schemas.sampling_defaults import SamplingDefaults
-from server.settings import Settings
+from server.settings import FINE_TUNED, Settings
 from server.text.generator import Generator
 from server.text.tokenizer import TextTokenizer
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("longwave")
 
 HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung,
 LONGEST_TURNS = 3.0  # or so many times its longest step, if that is more
+WHOLE_MODELS = " (What was tuned with training_type full is served by `longwave serve --model` with its folder.)"
 CUT_GRACE = 2.0  # seconds that cut answers get to send their error event
 
 
@@ -138,7 +139,10 @@ class Lifecycle:
         for info in self.adapters(owner):
             if info.name == model:
                 return info
-        raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.", param="model")
+        whole = WHOLE_MODELS if model.startswith(FINE_TUNED) else ""
+        raise ModelNotFound(
+            f"The model `{model}` does not exist or you do not have access to it.{whole}", param="model"
+        )
 
     def adapter_name(self, model: str | None) -> str | None:
         """Of a model that was checked: what the engine knows it by; None for the base model."""

@@ -101,12 +101,14 @@ class Journal:
 
 
 def metrics(step: Step) -> dict[str, int | float]:
-    """OpenAI's names, without what was not measured."""
+    """OpenAI's names, without what was not measured. A validation is over the whole file: OpenAI's full one."""
     measured = {
         "step": step.step,
         "train_loss": step.train_loss,
         "train_mean_token_accuracy": step.train_mean_token_accuracy,
         "valid_loss": step.valid_loss,
         "valid_mean_token_accuracy": step.valid_mean_token_accuracy,
+        "full_valid_loss": step.valid_loss,
+        "full_valid_mean_token_accuracy": step.valid_mean_token_accuracy,
     }
     return {name: value for name, value in measured.items() if value is not None}

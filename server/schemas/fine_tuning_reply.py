@@ -166,6 +166,8 @@ class CheckpointMetrics(WireModel):
     train_mean_token_accuracy: float | None = None
     valid_loss: float | None = None
     valid_mean_token_accuracy: float | None = None
+    full_valid_loss: float | None = None
+    full_valid_mean_token_accuracy: float | None = None
 
     @model_serializer
     def _measured(self) -> dict[str, int | float]:

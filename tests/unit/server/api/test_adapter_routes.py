@@ -194,6 +194,8 @@ def test_only_models_that_were_fine_tuned_here_are_deleted(lora_server: LiveServ
             assert error(client.delete(f"/v1/models/{name}")) == (400, None, "model")
         assert error(client.delete("/v1/models/nothing")) == (404, "model_not_found", "model")
         assert error(client.delete("/v1/models/ft:tiny:x:1")) == (404, "model_not_found", "model")
+        told = client.get("/v1/models/ft:tiny:x:1").json()["error"]["message"]
+        assert "training_type full is served by `longwave serve --model` with its folder" in told
     assert "fr" in lora_server.engine.infos
 
 

@@ -8,6 +8,7 @@ from job_makers import MODEL, REQUEST, create, leases, messages, opened, step, t
 from server.finetune.leases import TRAIN, VALIDATE
 from server.finetune.records import Adapter, Status
 from server.finetune.store import WrongStatusError
+from server.schemas.fine_tuning_reply import FineTuningJobCheckpoint
 
 
 def test_a_job_comes_back_as_it_was_created(tmp_path: Path) -> None:
@@ -153,3 +154,20 @@ def test_finished_adapters_are_kept_by_base_model_until_removed(tmp_path: Path) 
         assert store.holds_adapter_of("ftjob-1")
         store.remove_adapter("ft:base::1")
         assert store.adapters(MODEL) == []
+
+
+def test_a_validation_has_openais_names_of_one_over_the_whole_file(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        held = leases(store)
+        job = training(store, held)
+        held.stepped(job, 103.0, step(1, valid_loss=1.5, valid_mean_token_accuracy=0.25), 4, checkpoint=True)
+        held.stepped(job, 104.0, step(2), 4, checkpoint=False)
+        last, _, first = store.journal.events(job.id, after=None, before=None, limit=3)
+        assert first.data is not None
+        assert last.data is not None
+        assert (first.data["full_valid_loss"], first.data["full_valid_mean_token_accuracy"]) == (1.5, 0.25)
+        assert not [name for name in last.data if "valid" in name]
+        (point,) = store.journal.checkpoints(job.id, before_step=None, limit=9)
+        shown = FineTuningJobCheckpoint.of(job, point).metrics.model_dump()
+        assert (shown["full_valid_loss"], shown["full_valid_mean_token_accuracy"]) == (1.5, 0.25)
