@@ -96,6 +96,17 @@ def _few_rows(args: AttentionArgs) -> Iterator[str]:
     yield from tensor_cores(args)
 
 
+def _float8_pages(args: AttentionArgs) -> Iterator[str]:
+    if not args.paged:
+        yield f"keys and values of {args.k.dtype} do not lie in pages"
+    if max(args.head_dim, args.head_dim_v) > sm90.FP8_HEAD_DIM:
+        yield f"head_dim {args.head_dim}/{args.head_dim_v} is above {sm90.FP8_HEAD_DIM}, over {args.k.dtype}"
+    if args.softcap or args.alibi_slopes is not None:
+        yield f"it has no softcap and no ALiBi over {args.k.dtype}"
+    yield from _no_dropout(args)
+    yield from _float8_keys(args)
+
+
 def _hopper(args: AttentionArgs) -> Iterator[str]:
     if device.capability(args.q.device.index) != (9, 0):
         yield "this GPU is not a Hopper (sm_90)"
@@ -104,7 +115,9 @@ def _hopper(args: AttentionArgs) -> Iterator[str]:
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
         if is_expanded(x):
             yield f"{name} is expanded (strides {x.stride()}), which the TMA cannot read"
-    yield from _generic(args)
+    if args.k.dtype != args.dtype:
+        yield from _float8_pages(args)
+    yield from tensor_cores(args)
 
 
 _OPTIONS = (
@@ -126,7 +139,8 @@ TABLE = (
         "flash_fwd_sm90",
         "cuda",
         HALVES,
-        f"Hopper; head_dim 16 to {MAX_HEAD_DIM} by 8; pages of a multiple of {sm90.MIN_PAGE_ROWS}; {_OPTIONS}; dropout",
+        f"Hopper; head_dim 16 to {MAX_HEAD_DIM} by 8; pages of a multiple of {sm90.MIN_PAGE_ROWS}; {_OPTIONS}; "
+        f"dropout; pages of float8_e4m3fn without softcap, ALiBi and dropout, head_dim up to {sm90.FP8_HEAD_DIM}",
         _hopper,
     ),
     Capability(

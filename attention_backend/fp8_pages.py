@@ -1,6 +1,7 @@
 """Attention over float8 pages, also where the kernel that serves the problem reads none: then over a copy in q's dtype.
 
-A long chunk does so much with every key that the copy is some percent of its time; a short one, deep in a context, is
+That is what no decode kernel serves on a GPU that is no Hopper, and on one long chunks: those do so much with every key
+that the copy is some percent of their time, no more than reading float8 costs. A short one, deep in a context, would be
 half copying: whoever cuts prompts must count it. Knows no step and waits for no device.
 """
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from attention_backend import dispatch
 from attention_backend.errors import UnsupportedError
+from attention_backend.heuristics.sm90 import FEW_FP8_ROWS
 from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
 
@@ -20,7 +22,7 @@ COPY_BYTES = 1 << 30
 
 def attention(args: AttentionArgs) -> Tensor:
     """out `args.out_shape` of a paged problem with scales. Raises UnsupportedError for what no kernel serves."""
-    if _is_read_by_a_kernel(args):
+    if not is_copied(args):
         return dispatch.run(args)[0]
     assert args.block_table is not None
     per_page = args.k.shape[1] * args.num_kv_heads * (args.head_dim + args.head_dim_v) * args.dtype.itemsize
@@ -40,19 +42,20 @@ def attention(args: AttentionArgs) -> Tensor:
 
 def kernel(args: AttentionArgs) -> str:
     """What serves a paged problem with scales, by name. Raises UnsupportedError when nothing does."""
-    if _is_read_by_a_kernel(args):
+    if not is_copied(args):
         return dispatch.select(args).kernel
     # What is copied is contiguous, and of q's dtype.
     k, v = (args.q.new_empty((1, *x.shape[1:])) for x in (args.k, args.v))
     return f"dequantize_pages + {dispatch.select(replace(args, k=k, v=v, k_scale=None, v_scale=None)).kernel}"
 
 
-def _is_read_by_a_kernel(args: AttentionArgs) -> bool:
+def is_copied(args: AttentionArgs) -> bool:
+    """Whether no kernel serves a paged problem with scales as it is, or one for which the copy is worth its time."""
     try:
-        dispatch.select(args)
+        kernel = dispatch.select(args).kernel
     except UnsupportedError:
-        return False
-    return True
+        return True
+    return kernel == "flash_fwd_sm90" and args.seqlen_q > FEW_FP8_ROWS
 
 
 def _sequences(args: AttentionArgs, part: slice) -> AttentionArgs:

@@ -53,7 +53,7 @@ def _prefills(q: Tensor, layer: Layer, step: PagedMetadata) -> Tensor:
     cu_seqlens, lens, table = step.cu_seqlens_q[some], step.seq_lens[some], step.block_table[some]
     if decodes == step.num_seqs:  # rows of nobody follow
         return q.new_zeros((*q.shape[:-1], layer.v_cache.shape[-1]))
-    if step.shared_prefills is None or layer.k_scale is not None:  # many rows over float8 pages go over a copy
+    if step.shared_prefills is None or layer.k_scale is not None:  # groups over float8 pages are of few rows
         return _plain(q, layer, step, cu_seqlens, lens, table, 0)
     out = q.new_empty((*q.shape[:-1], layer.v_cache.shape[-1]))
     # A decode is one row, so row numbers drop by the number of decodes.

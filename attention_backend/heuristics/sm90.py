@@ -15,6 +15,13 @@ LONG = 8192
 #: Queries up to which tiles of fewer rows may waste less than they cost (head_dim 64).
 SHORT = 2048
 _WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
+#: Widest tile of the kernel that reads pages of e4m3.
+FP8_HEAD_DIM = 128
+#: Rows of a sequence up to which pages of e4m3 are read as they are. It takes 4 to 13 % longer than reading 16 bits; to
+#: copy them to 16 bits first takes as long for any number of rows, a third of the time of 256, 2 to 5 % of that of
+#: 8,192. Both ways are as fast at 4,000 rows on 32,768 keys, at 1,000 on 131,072 and at 740 on 524,288 (interpolated;
+#: H200, 32 query heads on 8, head_dim 128; docs/log.md).
+FEW_FP8_ROWS = 1024
 #: Rows and keys of a block of a block-sparse mask.
 SPARSE_BLOCK = 128
 MAX_SPLITS = 128
@@ -38,24 +45,28 @@ class HopperConfig:
     q_stages: int
     turns: bool  # the warpgroups take turns at the tensor cores; else each overlaps its softmax with them
     stages: int = 2
+    raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
+        if self.raw_stages:
+            return 32, 224  # those that convert have as many as producers
         if self.block_m == 192:
             return 32, 160
         return (40, 232) if roomy else (24, 240)
 
     @property
     def threads(self) -> int:
-        return 128 * (self.block_m // 64 + 1)
+        return 128 * (self.block_m // 64 + 1 + (self.raw_stages > 0))
 
     def smem_bytes(self, tile: int, tile_v: int) -> int:
         slabs, slabs_v = -(-tile // 64), -(-tile_v // 64)
         queries = self.q_stages * slabs * self.block_m * 128
         keys = self.stages * (slabs + slabs_v) * self.block_n * 128
-        barriers = 8 * (2 * self.q_stages + 4 * self.stages + 5)
+        raw = self.raw_stages * (tile + tile_v) * self.block_n
+        barriers = 8 * (2 * self.q_stages + 4 * (self.stages + self.raw_stages) + 5)
         # The tiles start at a multiple of 1,024.
-        return queries + keys + barriers + _LISTED_BYTES * self.stages + _TILE_BYTES + 1024
+        return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + _TILE_BYTES + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +88,13 @@ def head_dim_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def hopper_config(
-    tile: int, tile_v: int, *, short: bool, long: bool, paged: bool, sparse: bool, extras: bool
+    tile: int, tile_v: int, *, short: bool, long: bool, paged: bool, sparse: bool, extras: bool, fp8: bool = False
 ) -> HopperConfig:
     """`short`: see is_short. `long`: of LONG keys or more. `extras`: scores are changed, or masked by more than an
-    interval of keys, which costs registers.
+    interval of keys, which costs registers. `fp8`: of pages of e4m3, tiles up to FP8_HEAD_DIM.
     """
+    if fp8:
+        return HopperConfig(128, 128, 1, turns=tile > 64, raw_stages=2)
     if tile == 64 and not (sparse or extras):
         return HopperConfig(128, 128, 2, turns=False) if short else HopperConfig(192, 128, 2, turns=True)
     wide = long and not (paged or sparse or extras)

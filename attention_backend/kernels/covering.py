@@ -16,7 +16,7 @@ from attention_backend.kernels.choose_tokens import choice_variant
 from attention_backend.kernels.copy_pages import copy_pages_variant
 from attention_backend.kernels.decode_covering import decode_covering_set
 from attention_backend.kernels.flash_merge import merge_variant
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant, reads_fp8_pages
 from attention_backend.kernels.layer_covering import layer_covering_set
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
@@ -60,6 +60,8 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(paged)
         yield hopper_variant(paged, pack=True)
         yield hopper_variant(paged, pack=True, split=True)
+        if reads_fp8_pages(paged.options):
+            yield hopper_variant(paged._replace(fp8=True), pack=True, split=True)
         yield hopper_variant(HopperOptions(Options(fp16, tile, tile)))
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=True))
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile), sparse=True))
@@ -74,6 +76,10 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v)))
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v, paged=True), page_size=64), pack=True)
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True, softcap=True), page_size=64), pack=True)
+    for pack in (False, True):
+        yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True), page_size=64, fp8=True), pack=pack)
+    yield hopper_variant(HopperOptions(Options(fp16, 64, 64, paged=True), page_size=64, fp8=True), pack=True)
+    yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True, key_mask=True), page_size=64, fp8=True))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64), short=True))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))

@@ -14,8 +14,8 @@
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
 // BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
-// copy), PACK (rows of all query heads of a key head in one tile), SPLIT (partial results), SPARSE (lists of blocks;
-// BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
+// copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
+// one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
@@ -26,6 +26,9 @@
 
 #define DENSE_KEYS (!PAGED)  // of forward_work
 #include "parts/forward_loads.cuh"
+#if FP8_PAGES
+#include "parts/forward_convert.cuh"
+#endif
 #include "parts/forward_masks.cuh"
 #include "parts/forward_rows.cuh"
 
@@ -37,6 +40,15 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint64 a, 
     Wgmma<BLOCK_N>::shared(s, a + i / 4 * (kSlabQ >> 4) + i % 4 * 2, b + i / 4 * (kSlabKv >> 4) + i % 4 * 2, i != 0);
   wgmma_commit();
 }
+
+#if FP8_PAGES
+__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], const Queries& q, uint64 b) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++) Wgmma<BLOCK_N>::mixed(s, q.x[i], b + i / 4 * (kSlabKv >> 4) + i % 4 * 2, i != 0);
+  wgmma_commit();
+}
+#endif
 
 // Starts acc += p v of one tile.
 __device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v) {
@@ -72,6 +84,10 @@ class Consumer {
       rows.clear();
       zero(acc);
       wait_full<Q_STAGES>(shared.full_q, t);
+#if FP8_PAGES
+      rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
+      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+#endif
       step<false, kMaybe>(acc, probs, rows, now, t, 0, n++);
       int i = 1;
 #if SPARSE
@@ -117,6 +133,11 @@ class Consumer {
     if (TURNS) named_arrive(1 + (group + 1) % kConsumers, 256);
   }
 
+  // Where this warpgroup's rows of tile t are.
+  __device__ __forceinline__ uint32 my_queries(int t) const {
+    return shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128;
+  }
+
   // What the loop over a tile's steps needs of it, in uniform registers.
   struct Steps {
     int all, masked_end, whole_end;
@@ -143,7 +164,11 @@ class Consumer {
                                        const Steps& steps, int t, int i, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     float s[BLOCK_N / 2], correction[2];
-    const uint64 tile_q = wgmma_descriptor(uniform(shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128), 16);
+#if FP8_PAGES
+    const Queries& tile_q = rows.queries;
+#else
+    const uint64 tile_q = wgmma_descriptor(uniform(my_queries(t)), 16);
+#endif
     const uint64 tile_k = wgmma_descriptor(uniform(shared.k + stage<STAGES>(n) * kBytesK), 16);
     wait_full<STAGES>(shared.full_k, n);
     take_turn();
@@ -170,7 +195,7 @@ class Consumer {
     wgmma_wait<PENDING ? 1 : 0>();
     if (SPARSE) __syncwarp();
     if (threadIdx.x % (128 * kConsumers / kKeyReaders) == 0) barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
-    if (i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    if (!FP8_PAGES && i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #if SCORE_CHANGES
 #pragma unroll
     for (int x = 0; x < BLOCK_N / 2; x++)
@@ -232,6 +257,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 1) load_tiles<false>(shared, &map_v, p);
     if (warp == 2) load_queries(shared, &map_q, p);
     if (warp == 3) draw_tiles(shared, p);
+#if FP8_PAGES
+  } else if (threadIdx.x >= kThreads - 128) {
+    registers_lower<PRODUCER_REGISTERS>();
+    if (__shfl_sync(~0u, threadIdx.x % 128 / kConverters, 0) == 0)
+      convert_tiles<true>(shared);
+    else
+      convert_tiles<false>(shared);
+#endif
   } else {
     registers_raise<CONSUMER_REGISTERS>();
     Consumer(shared, p).run();

@@ -14,8 +14,8 @@ from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.hopper_params import HopperParams, sparse_params
 from attention_backend.kernels.hopper_variants import HopperLayout, HopperOptions, hopper_layout, hopper_variant
-from attention_backend.kernels.params import fill_tensors, score_params, sequence_params
-from attention_backend.kernels.tensor_map import packed_tensor_map, tensor_map
+from attention_backend.kernels.params import contiguous, fill_tensors, pointer, score_params, sequence_params
+from attention_backend.kernels.tensor_map import TensorMap, packed_tensor_map, tensor_map, wide_tensor_map
 from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 
@@ -70,7 +70,8 @@ def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOpt
     options = Options.of(args)
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
     if sparse or args.paged or args.cu_seqlens_q is not None:
-        which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse)
+        fp8 = args.k.dtype != args.dtype
+        which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse, fp8=fp8)
     else:
         which = HopperOptions.dense(options, args.seqlen_q, seqlen_k, causal=args.window_right == 0)
     plan = hopper_plan(
@@ -112,7 +113,9 @@ def _launch(
     work.pack, work.heads_per_key = (group, 1) if plan.pack else (1, group)
     work.batch, work.key_heads, work.heads = args.batch, key_heads, key_heads * work.heads_per_key
     work.tile_rows, work.num_splits, work.chosen = plan.tile_rows, plan.num_splits, plan.chosen
-    work.key_bytes = 2 * (forward.head_dim + forward.head_dim_v)
+    work.key_bytes = args.k.itemsize * (forward.head_dim + forward.head_dim_v)
+    scales = contiguous(args.k_scale), contiguous(args.v_scale)
+    params.k_scale, params.v_scale = map(pointer, scales)
     if sparsity is not None:
         params.sparse = sparse_params(sparsity)
     if which.options.dropout:
@@ -125,10 +128,17 @@ def _launch(
     kernel(
         (min(tiles, device.num_sms(index)), 1, 1),
         (layout.config.threads, 1, 1),
-        (queries, tensor_map(args.k, layout.copied_rows), tensor_map(args.v, layout.copied_rows), params),
+        (queries, *_key_maps(args, layout), params),
         smem_bytes,
     )
-    del sinks, counters  # kept alive until the launch was queued; the allocator is ordered by stream after that
+    del sinks, counters, scales  # kept alive until the launch was queued; the allocator is ordered by stream after that
+
+
+def _key_maps(args: AttentionArgs, layout: HopperLayout) -> tuple[TensorMap, TensorMap]:
+    rows, (tile, tile_v) = layout.copied_rows, layout.tiles
+    if layout.config.raw_stages:
+        return wide_tensor_map(args.k, rows, tile), wide_tensor_map(args.v, rows, tile_v)
+    return tensor_map(args.k, rows), tensor_map(args.v, rows)
 
 
 @cache

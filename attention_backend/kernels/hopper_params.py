@@ -37,7 +37,13 @@ class SparseParams(ctypes.Structure):
 class HopperParams(ctypes.Structure):
     """The kernel's one structure beside its tensor maps."""
 
-    _fields_ = (("forward", ForwardParams), ("work", WorkParams), ("sparse", SparseParams), ("dropout", DropoutParams))
+    _fields_ = (
+        ("forward", ForwardParams),
+        ("work", WorkParams),
+        ("sparse", SparseParams),
+        ("dropout", DropoutParams),
+        *((name, c_void_p) for name in ("k_scale", "v_scale")),
+    )
 
 
 def sparse_params(sparsity: BlockSparsity) -> SparseParams:

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from attention_backend.heuristics.sm90 import LONG, HopperConfig, head_dim_tiles, hopper_config, is_short, page_rows
+from attention_backend.heuristics.sm90 import (
+    FP8_HEAD_DIM,
+    LONG,
+    HopperConfig,
+    head_dim_tiles,
+    hopper_config,
+    is_short,
+    page_rows,
+)
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.variants import Options
 
@@ -19,12 +27,19 @@ class HopperOptions(NamedTuple):
     page_size: int = 0  # 0: contiguous keys
     sparse: bool = False
     short: bool = False  # of few queries
+    fp8: bool = False  # pages of e4m3
 
     @classmethod
     def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
         """Of sequences that are all as long, over contiguous keys."""
         narrow = head_dim_tiles(options.head_dim, options.head_dim_v) == (64, 64)
         return cls(options, seqlen_k >= LONG, short=narrow and is_short(seqlen_q, seqlen_k, causal=causal))
+
+
+def reads_fp8_pages(options: Options) -> bool:
+    """Whether there are variants of these options for pages of e4m3. Dispatch refuses the others."""
+    scores_change = options.softcap or options.alibi or options.dropout
+    return options.paged and max(options.head_dim, options.head_dim_v) <= FP8_HEAD_DIM and not scores_change
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,7 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
         paged=options.paged,
         sparse=which.sparse,
         extras=options.extras,
+        fp8=which.fp8,
     )
     rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
     return HopperLayout(tiles, config, rows)
@@ -71,6 +87,8 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("CONSUMER_REGISTERS", consumer),
         ("PAGED", int(options.paged)),
         ("PAGE_ROWS", layout.copied_rows),
+        ("FP8_PAGES", int(which.fp8)),
+        ("RAW_STAGES", config.raw_stages),
         ("PACK", int(pack)),
         ("SPLIT", int(split)),
         ("SPARSE", int(which.sparse)),

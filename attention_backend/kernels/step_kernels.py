@@ -10,7 +10,7 @@ from attention_backend.heuristics.sm90 import MIN_PAGE_ROWS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
 from attention_backend.kernels.flash_merge import merge_variant
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant, reads_fp8_pages
 from attention_backend.kernels.variants import Options, forward_variant
 
 _HOPPER = "sm_90a"
@@ -31,10 +31,12 @@ def step_variants(
     decode and short prefills, merges. Raises UnsupportedError for what no kernel serves."""
     options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
-        which = HopperOptions(options, page_size=page_size)
-        for pack in (False, True) if group > 1 else (False,):
-            for split in (False, True):
-                yield hopper_variant(which, pack=pack, split=split)
+        which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
+        both = (which, which._replace(fp8=True)) if fp8_kv and reads_fp8_pages(options) else (which,)
+        for each in both:
+            for pack in (False, True) if group > 1 else (False,):
+                for split in (False, True):
+                    yield hopper_variant(each, pack=pack, split=split)
     else:
         yield forward_variant(options, arch)[0]
     rows = group

@@ -12,6 +12,7 @@ _DATA_TYPES = {
     torch.float32: 7,
     torch.uint32: 2,
     torch.uint64: 4,
+    torch.float8_e4m3fn: 0,  # bytes
 }  # CUtensorMapDataType
 _TOGETHER = 2  # 16-bit elements that are counted as one
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
@@ -39,6 +40,13 @@ def tensor_map(x: Tensor, rows: int) -> TensorMap:
     (batch, length, heads, width), (by_batch, by_row, by_head, _) = _layout(x)
     sizes, steps = (width, length, heads, batch), (by_row, by_head, by_batch)
     return _encode(x.dtype, x.data_ptr(), sizes, steps, (_BOX_COLUMNS, rows, 1, 1))
+
+
+def wide_tensor_map(x: Tensor, rows: int, columns: int) -> TensorMap:
+    """As `tensor_map`, for copies of `rows` x `columns` (up to 256) elements that lie without gaps in shared memory."""
+    (batch, length, heads, width), (by_batch, by_row, by_head, _) = _layout(x)
+    sizes, steps = (width, length, heads, batch), (by_row, by_head, by_batch)
+    return _encode(x.dtype, x.data_ptr(), sizes, steps, (columns, rows, 1, 1), _NO_SWIZZLE)
 
 
 def whole_row_tensor_map(x: Tensor, rows: int) -> TensorMap:

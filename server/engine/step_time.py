@@ -21,8 +21,8 @@ KNOTS = (0, 64, 128, 256, 512, 1024, 2048, 4096)  # rows where linear() may turn
 LARGE_STEP = 2 * KNOTS[-1]  # rows, most of them in the last piece
 MEMORY_BOUND_ROWS = 32  # on a GPU a chunk of fewer rows takes as long as reading its keys: it counts as a decode
 DEEP_CONTEXT = 32_768  # tokens: where rehearsals measure attention, so that they are short
-#: Rows of chunks there. A copy of float8 pages is 2 and 6 % of the larger two's time, which is what measuring errs by,
-#: but 19 % of that of 64 rows: those tell keys from pairs.
+#: Rows of chunks there. Where float8 pages are copied, that is 2 and 6 % of the larger two's time, which is what
+#: measuring errs by, but 19 % of that of 64 rows: those tell keys from pairs.
 DEEP_CHUNKS = (64, 512, 2048)
 DECODES = ((1, DEEP_CONTEXT), (16, 4096), (64, 2048))  # (sequences, their tokens in the cache) in rehearsals
 PRIOR_WEIGHT = 0.01  # of the shape that is assumed, against a measured step's 1: decides what no step measured

@@ -109,6 +109,9 @@ def _flag(x: str | None) -> str:
 
 
 def _move(_: re.Match[str], o: Operands) -> str:
+    if len(o[0]) == 2:
+        (low, high), (x,) = o
+        return f"{low} = static_cast<uint16_t>({x}); {high} = static_cast<uint16_t>({x} >> 16);"
     if len(o[1]) == 2:
         return f"{o[0][0]} = {o[1][0]} | static_cast<uint32_t>({o[1][1]}) << 16;"
     return f"{o[0][0]} = {o[1][0]};"

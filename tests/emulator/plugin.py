@@ -6,7 +6,14 @@ import pytest
 
 from .device import Settings, emulated_device
 
-_NEEDS_A_GPU = ("Torch not compiled with CUDA", "dummy base class", "CUDA driver", "NVIDIA driver", "libcuda")
+_NEEDS_A_GPU = (
+    "Torch not compiled with CUDA",
+    "requires CUDA support",
+    "dummy base class",
+    "CUDA driver",
+    "NVIDIA driver",
+    "libcuda",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention_backend import PagedMetadata, flash_attn_with_kvcache, layers, paged_attention
+from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.kernels import workspace
 from attention_backend.problem import AttentionArgs
 from tests.kernels import (
     backward_oracle,
     error_rule,
     test_extremes,
+    test_fp8_prefill,
     test_kv_store,
     test_layer_chain,
     test_layers,
@@ -113,6 +114,33 @@ def test_forward(case: Case, settings: Settings) -> None:
     for seed in range(2):
         with left_at_zero(settings._replace(seed=seed)):
             error_rule.check(build(case, CPU))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (80, 48)], ids=str)
+def test_forward_over_float8_pages(dims: tuple[int, int]) -> None:
+    case = replace(test_fp8_prefill.SMALL, dim=dims[0], dim_v=dims[1], sinks=True)
+    for seed in range(3):
+        with left_at_zero(HOPPER._replace(seed=seed)):
+            test_fp8_prefill.check(test_fp8_prefill.problem(case, CPU))
+
+
+@pytest.mark.parametrize("settings", [HOPPER, Settings((8, 9)), Settings((12, 0))], ids=str)
+def test_rows_over_float8_pages_have_a_kernel(settings: Settings) -> None:
+    """On Hopper few rows are not worth a copy; what is refused is copied."""
+    small = replace(test_fp8_prefill.SMALL, batch=1, layout="paged")
+    copied = f"dequantize_pages + flash_fwd_sm{90 if settings == HOPPER else 80}"
+    few = "flash_fwd_sm90" if settings == HOPPER else copied
+    with left_at_zero(settings):
+        for case, kernel in (
+            (replace(small, sq=1), "flash_decode"),
+            (replace(small, sq=1024), few),
+            (replace(small, sq=1025), copied),
+            (replace(small, dim=256, dim_v=256), copied),
+            (replace(small, score="softcap"), copied),
+            (replace(small, score="alibi"), copied),
+            (replace(small, page=24), "dequantize_pages + flash_fwd_sm80"),
+        ):
+            assert fp8_pages.kernel(test_fp8_prefill.problem(case, CPU)) == kernel
 
 
 @pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)

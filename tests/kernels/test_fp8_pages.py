@@ -1,4 +1,5 @@
-"""Steps of the engine over float8 pages: stored with scales, read as they are by few rows, over a copy by many."""
+"""Steps of the engine over float8 pages: stored with scales, read as they are by few rows, and on Hopper by many; else
+over a copy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,7 +95,7 @@ def test_copies_of_some_sequences_at_a_time_are_the_copy_of_all(
         k_scale=torch.tensor([0.5, 0.25], device=device),
         v_scale=torch.tensor([0.5, 1.0], device=device),
     )
-    monkeypatch.setattr(fp8_pages, "_is_read_by_a_kernel", lambda _args: False)
+    monkeypatch.setattr(fp8_pages, "is_copied", lambda _args: True)
     for window in (-1, 100):
         windowed = replace(args, window_left=window)
         monkeypatch.setattr(fp8_pages, "COPY_BYTES", 1 << 30)

@@ -69,13 +69,20 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const TensorM
 // Fills the ring of key tiles, or of value tiles.
 template <bool KEYS>
 __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* map, const HopperParams& p) {
-  constexpr int kSlabs = KEYS ? kSlabsK : kSlabsV;
+#if FP8_PAGES  // whole rows, to be converted
+  constexpr int kStages = RAW_STAGES, kBoxes = 1, kRowBytes = KEYS ? HEAD_DIM : HEAD_DIM_V;
+  const uint32 ring = KEYS ? shared.raw_k : shared.raw_v, full_ring = KEYS ? shared.full_raw_k : shared.full_raw_v;
+  const uint32 empty_ring = KEYS ? shared.empty_raw_k : shared.empty_raw_v;
+#else
+  constexpr int kStages = STAGES, kBoxes = KEYS ? kSlabsK : kSlabsV, kRowBytes = 128;
   const uint32 ring = KEYS ? shared.k : shared.v, full_ring = KEYS ? shared.full_k : shared.full_v;
   const uint32 empty_ring = KEYS ? shared.empty_k : shared.empty_v;
+#endif
+  constexpr int kBoxBytes = BLOCK_N * kRowBytes;
   const int lane = threadIdx.x % 32;
   int n = 0;
   for_tiles(shared, [&](const Tile& tile, int) {
-    const int kv_head = PACK ? tile.head : tile.head / p.forward.group, steps = tile.steps;
+    const int kv_head = key_head_of(tile, p), steps = tile.steps;
     const int ask_at = max(steps - 1 - kDrawAhead, 0);
     int key = tile.end_key;
 #if PAGED
@@ -88,7 +95,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 #endif
 #pragma unroll 1
     for (int step = 0; step < steps; step++, n++) {
-      const uint32 full = full_ring + 8 * stage<STAGES>(n), to = ring + stage<STAGES>(n) * kSlabs * kSlabKv;
+      const uint32 full = full_ring + 8 * stage<kStages>(n), to = ring + stage<kStages>(n) * kBoxes * kBoxBytes;
       if (KEYS && lane == 0 && step == ask_at) barrier_arrive(shared.wanted_tile);
 #if SPARSE
       constexpr int kParts = 128 / BLOCK_N;
@@ -105,23 +112,23 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       const int row = key + lane * PAGE_ROWS, page = min(row / sequence.page_size, last_page);  // past the end: any page
       const bool mine = lane < BLOCK_N / PAGE_ROWS;
       const int block = mine ? table[page] : 0;
-      wait_empty<STAGES>(empty_ring, n);
-      if (lane == 0) barrier_expect(full, kSlabs * kSlabKv);
+      wait_empty<kStages>(empty_ring, n);
+      if (lane == 0) barrier_expect(full, kBoxes * kBoxBytes);
       if (mine)
 #pragma unroll
-        for (int c = 0; c < kSlabs; c++)
-          tma_load(to + c * kSlabKv + lane * PAGE_ROWS * 128, map, full, c * 64, row % sequence.page_size, kv_head, block,
-                   kEvictLast);
+        for (int c = 0; c < kBoxes; c++)
+          tma_load(to + c * kBoxBytes + lane * PAGE_ROWS * kRowBytes, map, full, c * 64, row % sequence.page_size, kv_head,
+                   block, kEvictLast);
 #else
       if (lane == 0) {
-        wait_empty<STAGES>(empty_ring, n);
+        wait_empty<kStages>(empty_ring, n);
 #if SPARSE
         if (KEYS) shared.listed[stage<STAGES>(n)] = {key, bits};
 #endif
-        barrier_expect(full, kSlabs * kSlabKv);
+        barrier_expect(full, kBoxes * kBoxBytes);
 #pragma unroll
-        for (int c = 0; c < kSlabs; c++)
-          tma_load(to + c * kSlabKv, map, full, c * 64, begin + key, kv_head, kv_batch, kEvictLast);
+        for (int c = 0; c < kBoxes; c++)
+          tma_load(to + c * kBoxBytes, map, full, c * 64, begin + key, kv_head, kv_batch, kEvictLast);
       }
 #endif
     }

@@ -9,16 +9,30 @@
 #if OVERLAP
 constexpr float kSlack = 8.f;  // log2
 #endif
+// How far the largest term may be above one, log2. The terms of a long row may all be below what fp16 holds beside a one;
+// below the largest that it holds there is room for 2^-39 of that.
+constexpr float kRoom = !FP8_PAGES ? 0.f : OVERLAP ? 7.f : 15.f;
 
 // A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
 struct Rows {
   float level[2], sum[2];
+#if FP8_PAGES
+  Queries queries;
+#endif
 
   __device__ __forceinline__ void clear() {
     level[0] = level[1] = -kInfinity;
     sum[0] = sum[1] = 0.f;
   }
 };
+
+// The score of the thread's row `half`.
+__device__ __forceinline__ Score score_of_row(Score score, const Rows& rows, int half) {
+#if FP8_PAGES
+  score.scale_log2 = rows.queries.scale[half];
+#endif
+  return score;
+}
 
 // The largest score of the thread's two rows; all four threads of a row call. Where registers allow it, a maximum is two
 // chains: often one warp alone must keep its scheduler busy.
@@ -65,7 +79,7 @@ __device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const fl
 // the warp, it is not 1. EMPTY: a row may have seen nothing yet.
 template <bool EMPTY>
 __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
-                                             const Score& score) {
+                                             const Score& plain) {
   bool grew = false;
   float tops[2];
   if (!EMPTY && HEAD_DIM <= 64)  // a narrow head's steps have the most maxima for their products
@@ -74,7 +88,8 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
     row_maxima(tops, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float level = fmaxf(rows.level[half], score.level(tops[half]));
+    const Score score = score_of_row(plain, rows, half);
+    float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
 #if OVERLAP
     const bool grows = score.above(level, rows.level[half]) > kSlack;  // never from -inf to -inf, a NaN
     if (!grows) level = rows.level[half];
@@ -100,11 +115,19 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
   return OVERLAP ? __any_sync(~0u, grew) : true;
 }
 
+__device__ __forceinline__ uint32 pack_term(float lo, float hi) {
+#if FP8_PAGES
+  return pack_half2(lo, hi);
+#else
+  return pack2(lo, hi);
+#endif
+}
+
 __device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) p[i][j] = pack2(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
+    for (int j = 0; j < 4; j++) p[i][j] = pack_term(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
 }
 
 // Ends the softmax of the thread's rows: writes their lse, gives the factor of their output.
@@ -125,6 +148,9 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
     const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
     const RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
     factor[half] = end.factor;
+#if FP8_PAGES
+    factor[half] *= p.v_scale[key_head_of(tile, p)];
+#endif
 #if DROPOUT
     factor[half] *= p.dropout.scale;
 #endif

@@ -24,6 +24,9 @@ struct Tile {
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
 __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PACK ? p.work.tile_rows : BLOCK_M; }
+__device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams& p) {
+  return PACK ? tile.head : tile.head / p.forward.group;
+}
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py

@@ -36,4 +36,6 @@ struct HopperParams {
   WorkParams work;
   SparseParams sparse;
   DropoutParams dropout;
+  const float* k_scale;  // [key_heads], of pages of e4m3
+  const float* v_scale;
 };

@@ -7,7 +7,7 @@
 
 #include "parts/element.cuh"
 
-#if BF16
+#if BF16 && !FP8_PAGES  // those are multiplied as fp16
 #define WGMMA_TYPES "bf16.bf16"
 #else
 #define WGMMA_TYPES "f16.f16"
@@ -40,6 +40,7 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, uint32 leadin
 
 // Wgmma<N>::shared: d = a * b (+ d), both operands in shared memory, K-major.
 // Wgmma<N>::registers: d += a * b, a in registers, b in shared memory with N contiguous (transposed).
+// Wgmma<N>::mixed: as shared, a in registers.
 template <int N>
 struct Wgmma;
 
@@ -96,8 +97,8 @@ struct Wgmma;
 #define LIST_16 LIST_15 ", " NAMES_15
 #define OUT_16 OUT_15, EIGHT(120)
 
-// X0 to X4 name the operands behind the accumulators.
-#define WGMMA_SHAPE(N, LIST, OUT, X0, X1, X2, X3, X4)                                                          \
+// X0 to X5 name the operands behind the accumulators.
+#define WGMMA_SHAPE(N, LIST, OUT, X0, X1, X2, X3, X4, X5)                                                      \
   template <>                                                                                                  \
   struct Wgmma<N> {                                                                                            \
     static __device__ __forceinline__ void shared(float (&d)[N / 2], uint64 a, uint64 b, int accumulate) {     \
@@ -111,18 +112,25 @@ struct Wgmma;
                    ", " X2 ", " X3 "}, " X4 ", 1, 1, 1, 1;"                                                    \
                    : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                \
     }                                                                                                          \
+    static __device__ __forceinline__ void mixed(float (&d)[N / 2], const uint32 (&a)[4], uint64 b,            \
+                                                 int accumulate) {                                             \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " X5 ", 0;\n"                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1   \
+                   ", " X2 ", " X3 "}, " X4 ", p, 1, 1, 0;}"                                                   \
+                   : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));               \
+    }                                                                                                          \
   };
 
-WGMMA_SHAPE(64, LIST_4, OUT_4, "%32", "%33", "%34", "%35", "%36")
-WGMMA_SHAPE(80, LIST_5, OUT_5, "%40", "%41", "%42", "%43", "%44")
-WGMMA_SHAPE(96, LIST_6, OUT_6, "%48", "%49", "%50", "%51", "%52")
-WGMMA_SHAPE(112, LIST_7, OUT_7, "%56", "%57", "%58", "%59", "%60")
-WGMMA_SHAPE(128, LIST_8, OUT_8, "%64", "%65", "%66", "%67", "%68")
-WGMMA_SHAPE(144, LIST_9, OUT_9, "%72", "%73", "%74", "%75", "%76")
-WGMMA_SHAPE(160, LIST_10, OUT_10, "%80", "%81", "%82", "%83", "%84")
-WGMMA_SHAPE(176, LIST_11, OUT_11, "%88", "%89", "%90", "%91", "%92")
-WGMMA_SHAPE(192, LIST_12, OUT_12, "%96", "%97", "%98", "%99", "%100")
-WGMMA_SHAPE(208, LIST_13, OUT_13, "%104", "%105", "%106", "%107", "%108")
-WGMMA_SHAPE(224, LIST_14, OUT_14, "%112", "%113", "%114", "%115", "%116")
-WGMMA_SHAPE(256, LIST_16, OUT_16, "%128", "%129", "%130", "%131", "%132")
+WGMMA_SHAPE(64, LIST_4, OUT_4, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA_SHAPE(80, LIST_5, OUT_5, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA_SHAPE(96, LIST_6, OUT_6, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA_SHAPE(112, LIST_7, OUT_7, "%56", "%57", "%58", "%59", "%60", "%61")
+WGMMA_SHAPE(128, LIST_8, OUT_8, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA_SHAPE(144, LIST_9, OUT_9, "%72", "%73", "%74", "%75", "%76", "%77")
+WGMMA_SHAPE(160, LIST_10, OUT_10, "%80", "%81", "%82", "%83", "%84", "%85")
+WGMMA_SHAPE(176, LIST_11, OUT_11, "%88", "%89", "%90", "%91", "%92", "%93")
+WGMMA_SHAPE(192, LIST_12, OUT_12, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA_SHAPE(208, LIST_13, OUT_13, "%104", "%105", "%106", "%107", "%108", "%109")
+WGMMA_SHAPE(224, LIST_14, OUT_14, "%112", "%113", "%114", "%115", "%116", "%117")
+WGMMA_SHAPE(256, LIST_16, OUT_16, "%128", "%129", "%130", "%131", "%132", "%133")
 // clang-format on

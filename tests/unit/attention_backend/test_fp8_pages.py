@@ -40,7 +40,7 @@ def test_every_row_attends_to_what_the_pages_stand_for(
 ) -> None:
     """`copied`: as on a GPU where no kernel reads float8 pages for many rows."""
     if copied:
-        monkeypatch.setattr(fp8_pages, "_is_read_by_a_kernel", lambda _args: False)
+        monkeypatch.setattr(fp8_pages, "is_copied", lambda _args: True)
     call, metadata, problem = float8_step(num_decodes, prefill)
     k_scale, v_scale = SCALES
     attend: Any = paged_attention
@@ -80,7 +80,7 @@ def test_copies_are_made_of_some_sequences_at_a_time(dense: bool, monkeypatch: p
         copied: tuple[Tensor, Tensor] = plain(*call)
         return copied
 
-    monkeypatch.setattr(fp8_pages, "_is_read_by_a_kernel", lambda _args: False)
+    monkeypatch.setattr(fp8_pages, "is_copied", lambda _args: True)
     monkeypatch.setattr(fp8_pages, "dequantize_pages_op", counted)
     assert fp8_pages.kernel(args) == "dequantize_pages + cpu_reference"
     page = 16 * 2 * 32 * 4

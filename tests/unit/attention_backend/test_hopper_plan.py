@@ -30,6 +30,16 @@ def test_every_tile_fits_a_multiprocessor(tiles: tuple[int, int], flags: tuple[b
     assert config.block_n % 16 == 0
 
 
+@pytest.mark.parametrize("tiles", [(t, t) for t in sm90.HEAD_DIM_TILES if t <= sm90.FP8_HEAD_DIM])
+def test_every_tile_over_float8_pages_fits_a_multiprocessor(tiles: tuple[int, int]) -> None:
+    config = hopper_config(*tiles, short=False, long=True, paged=True, sparse=False, extras=False, fp8=True)
+    assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
+    assert config.threads == 128 * (config.block_m // 64 + 2)
+    lowered, raised = config.registers(roomy=True)
+    assert 128 * (2 * lowered + config.block_m // 64 * raised) <= 65536 // config.threads // 8 * 8 * config.threads
+    assert config.block_n % 16 == 0
+
+
 @pytest.mark.parametrize("tiles", _TILES)
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128, 256])
 def test_a_tile_is_whole_copies_from_pages(tiles: tuple[int, int], page_size: int) -> None:

@@ -20,6 +20,19 @@ def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
     assert sum(variant in ahead for variant in found) >= 5, "most are in the images' covering set, too"
 
 
+def test_over_float8_pages_there_are_forwards_that_read_them_and_forwards_of_copies() -> None:
+    def forwards(head_dim: int, *, softcap: bool = False) -> list[int]:
+        found = set(
+            step_variants(
+                "sm_90a", torch.bfloat16, head_dim, head_dim, group=4, page_size=64, softcap=softcap, fp8_kv=True
+            )
+        )
+        return [sum(("FP8_PAGES", flag) in variant.defines for variant in found) for flag in (1, 0)]
+
+    assert forwards(128) == forwards(64) == [4, 4]
+    assert forwards(256) == forwards(128, softcap=True) == [0, 4]
+
+
 def test_without_groups_nothing_is_packed() -> None:
     found = set(step_variants("sm_90a", torch.bfloat16, 64, 64, group=1, page_size=64))
     assert not any(("PACK", 1) in variant.defines for variant in found)
