@@ -27,6 +27,18 @@ def chosen_kernels(
     return names
 
 
+def copies_pages(
+    sites: Sequence[AttentionSite], caches: KVCaches, dtype: torch.dtype, rows: int, max_model_len: int
+) -> bool:
+    """Whether prefills of so many rows run over copies of float8 pages: of as many pages as the longest context has."""
+    problems = (
+        _representative_args(site, pages, dtype, rows, max_model_len)
+        for site, pages in zip(sites, caches, strict=True)
+        if pages.k_scale is not None
+    )
+    return any(map(fp8_pages.is_copied, problems))
+
+
 def _representative_args(
     site: AttentionSite, pages: KVPages, dtype: torch.dtype, rows: int, max_model_len: int
 ) -> AttentionArgs:

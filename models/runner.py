@@ -12,7 +12,7 @@ from attention_backend.preparation import StepLayer, prepare_step_kernels
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
 from models.batch import NO_ADAPTER
-from models.chosen_kernels import chosen_kernels
+from models.chosen_kernels import chosen_kernels, copies_pages
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
 from models.graphs import StepGraphs
@@ -38,7 +38,7 @@ from models.sampling import Sampler
 from models.self_test import check_engine_path
 from models.stages import Stages
 from models.step_launcher import StepLauncher
-from models.step_shapes import StepShape, chunk_shapes, decode_shapes, draft_shapes
+from models.step_shapes import CHUNKS, StepShape, chunk_shapes, decode_shapes, draft_shapes
 
 
 class ModelRunner(StepLauncher):
@@ -155,13 +155,14 @@ class ModelRunner(StepLauncher):
         )
 
     def _graph_shapes(self) -> list[StepShape]:
-        """Over float8 pages only those that a decode kernel serves: for others pages are copied, as many as a step's
-        longest context has, which no graph knows."""
+        """Where float8 pages are copied only those that a decode kernel serves: no graph knows how many pages a step's
+        longest context has."""
         shapes = decode_shapes(self._max_num_seqs)
         rows = [site.num_heads // site.num_kv_heads * (self._max_drafts + 1) for site in self._sites]
-        if self._kv_dtype != FP8 or max(rows) <= DECODE_ROWS:
+        copied = copies_pages(self._sites, self._kv_caches, self._dtype, CHUNKS[-1], self._max_model_len)
+        if not copied or max(rows) <= DECODE_ROWS:
             shapes += draft_shapes(self._max_num_seqs, self._max_drafts)
-        if self._kv_dtype != FP8:
+        if not copied:
             shapes += chunk_shapes(self._max_num_seqs, self._max_tokens)
         return shapes
 

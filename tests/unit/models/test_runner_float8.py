@@ -5,6 +5,7 @@ import torch
 from batch_driver import generate
 from tiny_models import as_loaded, random_model, tiny_config
 
+from attention_backend import fp8_pages
 from models.batch import SamplingParams
 from models.kv_pool import FP8, KVCacheDtypeError
 from models.runner import ModelRunner
@@ -30,6 +31,41 @@ def test_float8_pages_answer_as_the_models_own_do() -> None:
         assert other.logprobs[0] is not None
         assert one.tokens[0] in {token for token, _ in other.logprobs[0].top}
         assert other.logprobs != one.logprobs  # other pages, other roundings
+
+
+def test_graphs_hold_chunks_where_float8_pages_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plain = runner("fp8"), runner("auto")
+    assert made._graph_shapes() == plain._graph_shapes()
+    assert any(shape.others and not shape.few_rows for shape in made._graph_shapes())
+    monkeypatch.setattr(fp8_pages, "is_copied", lambda _args: True)
+    assert plain._graph_shapes() == runner("auto")._graph_shapes()
+    assert not any(shape.others and not shape.few_rows for shape in made._graph_shapes())
+
+
+@pytest.mark.gpu
+def test_chunks_over_float8_pages_answer_in_graphs_as_without() -> None:
+    """Near enough: kernels split their sums by the shape of a step."""
+    loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0", torch.bfloat16))  # type: ignore[arg-type]
+    rng = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 120, (n,), generator=rng).tolist() for n in (70, 301, 5, 130)]
+    sampling, answers = SamplingParams(temperature=0.0, logprobs=10), []
+    for enforce_eager in (True, False):
+        made = ModelRunner(
+            loaded, block_size=16, max_num_seqs=8, max_num_batched_tokens=192, max_model_len=512,
+            num_blocks=200, kv_dtype="fp8", enforce_eager=enforce_eager,
+        )  # fmt: skip
+        made.warm_up()
+        answers.append(generate(made, prompts, 1, sampling=sampling, budget=192))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert made._graphs is not None
+        assert any(shape.others for shape in made._graphs._shapes)
+    for one, other in zip(*answers, strict=True):
+        assert one.logprobs[0] is not None
+        assert other.logprobs[0] is not None
+        first, second = dict(one.logprobs[0].top), dict(other.logprobs[0].top)
+        common = first.keys() & second.keys()
+        assert len(common) >= 8
+        assert all(abs(first[token] - second[token]) < 0.1 for token in common)
 
 
 def test_the_pool_is_float8_and_every_phase_has_a_kernel() -> None:
