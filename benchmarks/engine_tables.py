@@ -35,6 +35,7 @@ SERVING_ROWS = (  # case, figure, what a reader calls it, digits
 
 
 SIGNS = {"<=": "≤", ">=": "≥"}
+_PAGES = "--kv-cache-dtype"
 
 
 def serving(results: Path) -> str:
@@ -73,19 +74,23 @@ def judgement(goal: Goal | None, ours: Run, mine: float | None, theirs: float | 
 
 
 def longcontext(results: Path) -> str:
-    """One prompt through the HTTP server."""
-    facts = load(results / "longcontext_h200.json")
-    rows = [
-        [f"{case['prompt_tokens']:,}", f"{case['ttft_ms'] / 1e3:.2f} s", f"{case['tpot_ms']:.1f} ms"]
-        for case in facts["cases"]
-    ]
-    memory = facts["gpu_memory_peak_mib"] / 1024
+    """One prompt through the HTTP server, over pages of the model's dtype, and longer ones over float8 pages."""
+    parts, rows = [], []
+    for name in ("longcontext", "longcontext_1m"):
+        facts = load(results / f"{name}_h200.json")
+        flags = facts["server_flags"]
+        pages = flags[flags.index(_PAGES) + 1] if _PAGES in flags else "bf16"
+        rows += [
+            [f"{case['prompt_tokens']:,}", pages, f"{case['ttft_ms'] / 1e3:,.2f} s", f"{case['tpot_ms']:.1f} ms"]
+            for case in facts["cases"]
+        ]
+        memory = facts["gpu_memory_peak_mib"] / 1024
+        parts.append(f"{pages}: {origin(facts)}; ready after {facts['ready_s']:.0f} s, {memory:.0f} GiB of GPU memory")
     text = (
-        f"One prompt of random tokens through the HTTP server, the shape of Llama-3.1-8B with random bf16 weights\n"
-        f"({origin(facts)}; ready after {facts['ready_s']:.0f} s, {memory:.0f} GiB of GPU memory at the peak, KV pool "
-        "included):\n\n"
+        "One prompt of random tokens through the HTTP server, the shape of Llama-3.1-8B with random bf16 weights\n"
+        f"({parts[0]};\n{parts[1]}, KV pool included):\n\n"
     )
-    return text + table(["prompt", "time to first token", "time per output token"], rows)
+    return text + table(["prompt", "KV cache", "time to first token", "time per output token"], rows)
 
 
 def training(results: Path) -> str:

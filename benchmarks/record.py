@@ -94,7 +94,7 @@ RECORDINGS = (
     Recording("serving_http", "serving", 560, _HTTP, "vllm"),
     Recording("serving_transformers", "serving", 400, _BESIDE_TRANSFORMERS, devices=CPU),
     Recording("longcontext", "longcontext", 150),
-    Recording("longcontext_1m", "longcontext", 580, ("--contexts", "1000000", "--kv-cache-dtype", "fp8")),
+    Recording("longcontext_1m", "longcontext", 580, ("--contexts", "131072", "1000000", "--kv-cache-dtype", "fp8")),
     Recording("beside_training", "beside_training", 400, ("--shares", "0.25,1")),
     Recording("training", "training", 350),
     Recording("training_longest", "training", 500, ("--longest",)),
