@@ -98,16 +98,15 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
     const float shift = EMPTY && level == -kInfinity ? 0.f : level;
     correction[half] = exp2_approx(score.above(rows.level[half], shift));
     rows.level[half] = level;
-    float sum[kChains] = {};
+    float sum[kChains] = {rows.sum[half] * correction[half]};  // wanted first: the output's rescaling waits for it
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
       float& x = s[i / 2 * 4 + half * 2 + i % 2];
       x = exp2_approx(score.exponent(x, shift));
       sum[i % kChains] += x;
     }
-    float all = sum[0];
-    if (kChains > 1) all += sum[kChains - 1];
-    rows.sum[half] = fmaf(rows.sum[half], correction[half], all);
+    rows.sum[half] = sum[0];
+    if (kChains > 1) rows.sum[half] += sum[kChains - 1];
 #if OVERLAP
     asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
 #endif
