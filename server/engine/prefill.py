@@ -33,7 +33,7 @@ FLOORS = 3
 LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it,
 #: and longer where reading a chunk's keys (copying them, where pages are float8) would be more than this part of it,
 KEYS_SHARE = 0.1
-WEIGHTS_SHARE = 0.05  # or reading all weights more than this, on a CPU: a GPU reads beneath the products of many rows;
+WEIGHTS_SHARE = 0.05  # or reading all weights more than this, where that is not done beneath the products (a CPU);
 LONGEST_WAIT = 1.0  # but no longer than so many seconds, or two targets where tokens come as slowly as that
 CROWD = 1.5  # TPOT targets that a step may last for decodes whose tenant has more requests that wait
 BURST_STEP = 4  # TPOT targets that a step may last for the requests of a burst,
@@ -162,7 +162,8 @@ class PrefillPlan:
         """Seconds that a step with this prompt, and the decodes, may last."""
         model = self.model
         keys = model.keys_read(prompt.num_computed)
-        limit = max(LONGEST_STEP * target, model.floor / WEIGHTS_SHARE, keys / KEYS_SHARE)
+        reading = 0.0 if model.hides_reading else model.floor
+        limit = max(LONGEST_STEP * target, reading / WEIGHTS_SHARE, keys / KEYS_SHARE)
         limit = min(limit, max(LONGEST_WAIT, 2 * target))
         in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
         if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:

@@ -7,10 +7,11 @@ from server.engine.step_time import KNOTS, LARGEST_ERROR, StepSample, StepTimeMo
 
 #: Of the bundled model (135 million parameters in bfloat16) on two cores of an AMD EPYC, as measured: every row takes
 #: time from the first one on, and attention takes much of it, as heads are small and layers narrow.
-CPU_SHAPE = StepTimeModel(32e-3, [0.9e-3] * len(KNOTS), 0.5e-6, 3e-6, 4e-6, counts_few_pairs=True)
+CPU_SHAPE = StepTimeModel(32e-3, [0.9e-3] * len(KNOTS), 0.5e-6, 3e-6, 4e-6, hides_reading=False)
 #: What is worth measuring before anybody waits, as chunks for work_of(): both were run while the model warmed up.
 FIRST_STEPS: list[list[tuple[int, int]]] = [[(0, 1)], [(0, 32)]]
-MOST_KINDS = 32  # of steps, of which the newest one is remembered
+SHAPE_WEIGHT = 0.1  # of those proportions, against a step's 1: steps that were disturbed say little of their parts
+MOST_KINDS = 16  # of steps, of which the newest one is remembered
 
 
 class LearningStepTime(StepTimeModel):
@@ -31,7 +32,7 @@ class LearningStepTime(StepTimeModel):
         if seconds <= 0:
             return
         self._remember(StepSample(work, seconds))
-        if abs(seconds / predicted - 1) > LARGEST_ERROR:
+        if abs(seconds - predicted) > LARGEST_ERROR * predicted:
             self._fit_again()
         else:
             super().observe(work, seconds)
@@ -44,7 +45,7 @@ class LearningStepTime(StepTimeModel):
             del self._samples[next(iter(self._samples))]
 
     def _fit_again(self) -> None:
-        self.take_over(StepTimeModel.fit(self._samples.values(), self._shape))
+        self.take_over(StepTimeModel.fit(self._samples.values(), self._shape, SHAPE_WEIGHT))
 
 
 def _kind(work: StepWork) -> tuple[int, ...]:

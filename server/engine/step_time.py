@@ -95,14 +95,15 @@ class StepTimeModel:
         kv_read: float = 30e-9,
         chunk_read: float = 4e-9,
         *,
-        counts_few_pairs: bool = False,
+        hides_reading: bool = True,
     ) -> None:
         """`base` in seconds, `slopes` in seconds a row from each of KNOTS on, the rest in seconds a pair and a key.
 
         A key of that 8B model is 128 KiB in bfloat16 (32 layers of 8 heads, 128 numbers for K and V each), 30 ns at 4.4
         TB/s. A chunk of MEMORY_BOUND_ROWS takes as long: 26 ns for that many pairs, and 4 ns besides. To copy float8
         pages, one byte a number read and two written, is 49 ns at 4 TB/s: whether it is done, rehearsals tell.
-        `counts_few_pairs`: chunks of a few rows take time for their pairs besides, as on a CPU.
+        `hides_reading`: products and scores are computed while weights and keys are read. Not on a CPU: there chunks of
+        a few rows take time for their pairs besides.
         """
         if len(slopes) != len(KNOTS):
             raise ValueError(f"linear() has {len(KNOTS)} slopes, not {len(slopes)}")
@@ -113,13 +114,15 @@ class StepTimeModel:
         self._attention = attention
         self._kv_read = kv_read
         self._chunk_read = chunk_read
-        self._counts_few_pairs = counts_few_pairs
+        self.hides_reading = hides_reading
         self._factors = [1.0, 1.0, 1.0, 1.0]  # corrections of the four parts
 
     @classmethod
-    def fit(cls, samples: Iterable[StepSample], prior: "StepTimeModel | None" = None) -> "StepTimeModel":
+    def fit(
+        cls, samples: Iterable[StepSample], prior: "StepTimeModel | None" = None, weight: float = PRIOR_WEIGHT
+    ) -> "StepTimeModel":
         """Least squares of relative errors with coefficients that are not negative. What no sample tells has the
-        proportions of `prior`, one without corrections (None: the defaults)."""
+        proportions of `prior`, one without corrections (None: the defaults), which counts `weight` of a sample."""
         samples = [sample for sample in samples if sample.seconds > 0]
         prior = cls() if prior is None else prior
         if not samples:
@@ -131,10 +134,10 @@ class StepTimeModel:
         unit *= ratio
         rows = np.array([prior._features(sample.work) for sample in samples]) * unit
         rows /= np.array([[sample.seconds] for sample in samples])
-        system = np.concatenate([rows, PRIOR_WEIGHT * np.eye(len(unit))])
-        wanted = np.concatenate([np.ones(len(samples)), PRIOR_WEIGHT * assumed * ratio / unit])
+        system = np.concatenate([rows, weight * np.eye(len(unit))])
+        wanted = np.concatenate([np.ones(len(samples)), weight * assumed * ratio / unit])
         found = (nonnegative_least_squares(system, wanted) * unit).tolist()
-        return cls(found[0], found[1:-3], *found[-3:], counts_few_pairs=prior._counts_few_pairs)
+        return cls(found[0], found[1:-3], *found[-3:], hides_reading=prior.hides_reading)
 
     def __str__(self) -> str:
         linear, attention, kv_read, chunk_read = self._factors
@@ -206,7 +209,7 @@ class StepTimeModel:
         return self.linear(work.rows), pairs, keys, self.keys_read(work.chunk_keys)
 
     def _pairs(self, work: StepWork) -> int:
-        return work.pairs + (work.few_pairs if self._counts_few_pairs else 0)
+        return work.pairs if self.hides_reading else work.pairs + work.few_pairs
 
     def _features(self, work: StepWork) -> list[float]:
         """Of which predict() is a linear combination: 1, rows between knots, pairs, keys of decodes and of chunks."""

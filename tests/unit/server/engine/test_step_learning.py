@@ -90,3 +90,14 @@ def test_a_clock_that_stands_still_teaches_nothing() -> None:
 def test_nothing_was_measured_and_there_is_a_prediction() -> None:
     model = LearningStepTime([])
     assert model.predict(work_of([(0, 512)])) > model.floor > 0
+
+
+def test_a_step_that_was_to_take_no_time_at_all_is_learned_from_too() -> None:
+    """Times that no part of a prediction explains may leave nothing for a row."""
+    model = LearningStepTime([])
+    for keys in (100, 400, 1600, 6400, 25_600, 102_400):
+        model.observe(StepWork(1, 0, keys), 1e-8 * keys * keys)
+    assert model.predict(StepWork(1)) == 0
+    for _ in range(3):
+        model.observe(StepWork(100), 0.1)
+    assert model.predict(StepWork(100)) == pytest.approx(0.1, rel=0.25)

@@ -57,7 +57,7 @@ def test_pairs_of_few_rows_take_time_where_the_model_is_told_so() -> None:
     few, one = work_of([(3000, 20)]), work_of([(3019, 1)] * 20)
     one = one._replace(kv_tokens=few.kv_tokens)
     assert StepTimeModel().predict(few) == StepTimeModel().predict(one)
-    model = StepTimeModel(attention=1e-6, counts_few_pairs=True)
+    model = StepTimeModel(attention=1e-6, hides_reading=False)
     assert model.predict(few) - model.predict(one) == pytest.approx(1e-6 * causal_pairs(3000, 20))
     assert StepTimeModel.fit([StepSample(one, 1.0)], model).predict(few) > 1.5, "and fitted, too"
 
