@@ -10,7 +10,8 @@ from attention_backend.problem import AttentionArgs
 from models.attention_sites import AttentionSite
 from models.kv_pool import KVCaches
 
-#: Rows of a call that stands for all prefills: more than a decode kernel takes.
+#: Rows of a call that stands for prefills: more than a decode kernel takes, and fewer than float8 pages are copied for
+#: where a kernel reads them.
 _PREFILL_ROWS = 256
 
 

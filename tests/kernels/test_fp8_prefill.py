@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_backend.jit import build_variants, default_cache
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant
+from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 
 from . import test_split_kv
 from .error_rule import assert_lse_close, assert_out_close, poisoned_memory
 from .oracle import attention
-from .problems import Case, build, generator
+from .problems import DTYPES, Case, build, generator
 from .public import flash_attn_with_kvcache
 from .test_extremes import ANYWHERE
 from .test_fp8_kv import FP8, NAN_BYTE, dequantised
@@ -21,6 +24,22 @@ SMALL = Case(70, 150, batch=2, heads=6, kv_heads=2, dim=128, dim_v=128, layout="
 DIMS = [(16, 16), (48, 48), (64, 64), (80, 80), (96, 96), (128, 128), (64, 128)]
 ROWS = (1, 63, 65, 127, 129, 257)
 KEYS = (1, 63, 65, 127, 129, 509)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The kernels of most cases, on all cores."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return
+    options = [Options(dtype, dim, dim, paged=True) for dtype in DTYPES.values() for dim in (64, 80, 96, 128)]
+    variants = (
+        hopper_variant(HopperOptions(each, page_size=64, fp8=True), pack=pack, split=split)
+        for each in options
+        if each.dtype != torch.float32
+        for pack in (False, True)
+        for split in (False, True)
+    )
+    build_variants(variants, default_cache())
 
 
 def rounded(args: AttentionArgs) -> AttentionArgs:
