@@ -1,8 +1,9 @@
 """The README's tables of whole models on a GPU: served, trained. Every function takes the folder of results."""
 
+from collections import Counter
 from pathlib import Path
 
-from benchmarks.markdown import load, origin, table
+from benchmarks.markdown import load, origin, short, table
 from benchmarks.serving_goals import GOALS, OFFLINE, OURS, Goal, Run
 from benchmarks.serving_peers import VLLM
 
@@ -46,21 +47,38 @@ def serving(results: Path) -> str:
     (ours,), (peer,) = ([run for run in runs if run.engine == engine] for engine in (OURS, VLLM))
     judged = ("peer", "absolute", "case")
     asked = {(goal.case, goal.figure): goal for goal in GOALS if goal.of in judged and goal.factor}
+    most = _commit_of_most(ours)
+    others: set[str] = set()
     rows = []
     for case, figure, name, digits in SERVING_ROWS:
         mine, theirs = (run.figure(case, figure) for run in (ours, peer))
-        if mine is None and theirs is None:
+        if (mine is None and theirs is None) or (case == "start" and "start_cold" in ours.rows):
             continue
         numbers = ["-" if value is None else f"{value:,.{digits}f}" for value in (mine, theirs)]
         ratio = "-" if mine is None or theirs is None else f"{mine / theirs:.2f}"
-        rows.append([name, *numbers, ratio, *judgement(asked.get((case, figure)), ours, mine, theirs)])
+        at = _commit(next(run for run in (ours, peer) if case in run.rows), case)
+        if at != most:
+            others.add(at)
+        title = name if at == most else f"{name} *"
+        rows.append([title, *numbers, ratio, *judgement(asked.get((case, figure)), ours, mine, theirs)])
     version = next(row["version"] for row in peer.rows.values() if "version" in row)
+    starred = "".join(f"; * {commit}" for commit in sorted(others))
     text = (
         f"The engine beside vLLM {version} ({peer.variant}), both in process, one after the other on one card,\n"
-        f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts)}).\n"
+        f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts, most)}{starred}).\n"
         "A gap is the time before one token, of all answers; time per token is an answer's mean gap:\n\n"
     )
     return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
+
+
+def _commit(run: Run, case: str) -> str:
+    """As `origin` says it: commit and day of both engines' rows of a case, which are of one run."""
+    row = run.rows[case]
+    return f"commit {short(row['commit'])}, {row['date'][:10]}"
+
+
+def _commit_of_most(run: Run) -> str:
+    return Counter(_commit(run, case) for case in run.rows).most_common(1)[0][0]
 
 
 def judgement(goal: Goal | None, ours: Run, mine: float | None, theirs: float | None) -> tuple[str, str]:

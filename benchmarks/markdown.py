@@ -24,9 +24,8 @@ def short(commit: str) -> str:
     return f"{digits[:10]}{space}{mark}"
 
 
-def origin(facts: Facts) -> str:
+def origin(facts: Facts, commit: str | None = None) -> str:
+    """`commit`: in these words, where not all of the file is of one."""
     m = facts["machine"]
-    return (
-        f"{m['gpu']}, driver {m['driver']}, torch {m['torch']}, CuPy {m['cupy']}, "
-        f"commit {short(m['commit'])}, {m['date'][:10]}"
-    )
+    at = commit or f"commit {short(m['commit'])}, {m['date'][:10]}"
+    return f"{m['gpu']}, driver {m['driver']}, torch {m['torch']}, CuPy {m['cupy']}, {at}"

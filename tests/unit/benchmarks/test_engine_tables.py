@@ -10,11 +10,13 @@ from benchmarks import engine_tables
 from benchmarks.readme_tables import RESULTS
 
 Rows = dict[str, dict[str, Any]]
+AT = {"commit": "0123456789abcdef", "date": "2026-11-20T10:00:00+00:00"}
 
 
 def serving_table(folder: Path, ours: Rows, vllm: Rows, *others: dict[str, Any]) -> dict[str, list[str]]:
     """The cells of each line of the table, by its first cell."""
     facts = json.loads((RESULTS / "serving_h200.json").read_text())
+    ours, vllm = ({case: AT | row for case, row in rows.items()} for rows in (ours, vllm))
     facts["runs"] = [
         {"engine": "vllm", "variant": "a=1", "driver": "offline", "rows": vllm},
         {"engine": "ours", "variant": "", "driver": "offline", "rows": ours},
@@ -37,6 +39,21 @@ def test_starts_are_one_row_or_two_and_times_to_the_first_token(tmp_path: Path) 
     assert two["process started to its first token, no kernels cached, s"] == ["21", "90", "0.23", "≤ 20", "no"]
     assert two["process started to its first token, again, s"] == ["9", "40", "0.23", "≤ 10", "yes"]
     assert "process started to its first token, s" not in two
+    three = serving_table(
+        tmp_path, {"start_cold": {"s": 21.0}, "start": {"s": 30.0}}, {"start": {"s": 81.0, "version": "1"}}
+    )
+    assert "process started to its first token, s" not in three
+
+
+def test_rows_of_a_later_run_are_marked_with_its_commit(tmp_path: Path) -> None:
+    later = {"commit": "feedfeedfeed", "date": "2026-11-22T10:00:00+00:00"}
+    first, rate = {"start_cold": {"s": 9.0}, "ttft_32k": {"ms": 1.0}}, {"tpot_b1_1024": {"p50": 4.0} | later}
+    found = serving_table(tmp_path, first | rate, {"tpot_b1_1024": {"p50": 5.0, "version": "1"} | later})
+    text = engine_tables.serving(tmp_path)
+
+    assert found["median gap between tokens after 1,024 tokens, ms *"][:3] == ["4.00", "5.00", "0.80"]
+    assert "time to first token of 32,768 tokens, ms" in found
+    assert "commit 0123456789, 2026-11-20; * commit feedfeedfe, 2026-11-22)." in text
 
 
 def test_chats_are_judged_by_their_time_per_token_with_the_gaps_beside_it(tmp_path: Path) -> None:
