@@ -11,8 +11,9 @@ MAX_BACK_OFF = 60.0
 MIN_WAIT, MAX_WAIT = 10.0, 300.0  # seconds of a job for which there is no room
 BUSY_SECONDS = 1200.0  # without a checkpoint, after which open requests are no excuse for too little memory
 LESS = (
-    "What needs less: shorter examples, a lower lora.rank, training_type lora instead of full. What gives more: a "
-    "device with more memory, or on a GPU an engine that takes less of it (--gpu-memory-utilization)"
+    "A new job needs less with shorter examples, a lower lora.rank, training_type lora instead of full, or forwards of "
+    "fewer tokens (--fine-tuning-batch-tokens). This one needs a device with more memory, or on a GPU an engine that "
+    "takes less of it (--gpu-memory-utilization)"
 )
 
 
