@@ -23,6 +23,7 @@ from torch import Tensor
 
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
+from attention_backend.fp8_pages import dequantize_pages_op
 from attention_backend.layer_chain import (
     ChainOptions,
     ChainWeights,
@@ -149,12 +150,14 @@ def run_layers(device: torch.device) -> int:
         layers.rotary_store(q, k, v, *small, slots, *tables, **scales),
     ]
     table = torch.arange(5, device=device, dtype=torch.int32)[None]
-    for new in (1, rows):  # a decode and, over a copy of the pages, a prefill
+    for new in (1, rows):  # a decode and a prefill, over the pages or a copy of them
         ends = torch.tensor([0, new, rows], device=device, dtype=torch.int32)
         step = PagedMetadata(ends[:2], ends[2:], table, slots[:new], int(new == 1), new, rows)
         results.append(
             attention_backend.paged_attention(q[:new], None, None, *small, step, softmax_scale=0.1, **scales)
         )
+    lens = torch.tensor([rows], device=device, dtype=torch.int32)
+    results += dequantize_pages_op(*small, *scales.values(), table, lens, None, 1, -1, torch.bfloat16)
     copy = PageCopy(pages)
     host = torch.empty(2, copy.row_bytes, device=device, dtype=torch.uint8)
     blocks = torch.tensor([4, 1], device=device, dtype=torch.int32)

@@ -130,8 +130,10 @@ def test_every_byte_is_converted_exactly(dtype: torch.dtype, cuda: torch.device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 200], ids=["decode", "prefill"])
-def test_a_float8_pool_may_be_larger_than_two_to_the_31(rows: int, cuda: torch.device) -> None:
+@pytest.mark.parametrize(("rows", "copied"), [(1, False), (200, False), (200, True)], ids=["decode", "prefill", "copy"])
+def test_a_float8_pool_may_be_larger_than_two_to_the_31(
+    rows: int, copied: bool, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page past 4 GiB: what a 32-bit offset would read is another page."""
     if torch.cuda.mem_get_info(cuda)[0] < 16e9:
         pytest.skip("needs 16 GB of free GPU memory")
@@ -150,6 +152,8 @@ def test_a_float8_pool_may_be_larger_than_two_to_the_31(rows: int, cuda: torch.d
     metadata = PagedMetadata(
         torch.tensor([0, rows], dtype=torch.int32, device=cuda), lens, table, slots[-rows:], int(rows == 1), rows, 1024
     )
+    if copied:
+        monkeypatch.setattr(fp8_pages, "is_copied", lambda _args: True)
     out = paged_attention(q, None, None, *caches, metadata, softmax_scale=0.1, k_scale=scale, v_scale=scale)
     few = [cache[num_blocks - 20 : num_blocks - 4].clone() for cache in caches]
     near = replace(metadata, block_table=torch.arange(16, dtype=torch.int32, device=cuda).view(1, 16))
