@@ -12,7 +12,7 @@ from server.api.json_route import StrictJSONRoute
 from server.errors import InvalidRequest, ServerDraining, UnsupportedParameter
 from server.lifecycle import Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
-from server.schemas.fine_tuning import MAX_KEY, MAX_METADATA, MAX_PAGE, MAX_VALUE, FineTuningJobRequest
+from server.schemas.fine_tuning import MAX_PAGE, FineTuningJobRequest
 from server.schemas.fine_tuning_reply import (
     FineTuningJob,
     FineTuningJobCheckpoint,
@@ -21,6 +21,7 @@ from server.schemas.fine_tuning_reply import (
     FineTuningJobEventList,
     FineTuningJobList,
 )
+from server.schemas.labels import MAX_KEY, MAX_METADATA, MAX_VALUE
 from server.settings import FINE_TUNED, SAVED_WEIGHTS
 
 PATH = "/v1/fine_tuning/jobs"

@@ -7,18 +7,16 @@ from pydantic import Field, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.finetune.records import Hyperparameters, JobRequest, Schedule, TrainingType
+from server.schemas.labels import Metadata
 from server.schemas.wire import ModelName, RequestModel
 
 MAX_PAGE = 100
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 MAX_SEED = 2**31 - 1
 MAX_EPOCHS, MAX_BATCH = 50, 256
 MAX_RANK = 512
 
 Auto = Literal["auto"]
 FileId = Annotated[str, Field(min_length=1, max_length=64)]
-MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY, pattern=r"^[^\x00]+$")]
-MetadataValue = Annotated[str, Field(max_length=MAX_VALUE)]
 
 
 class LoraRequest(RequestModel):
@@ -138,7 +136,7 @@ class FineTuningJobRequest(RequestModel):
     hyperparameters: HyperparametersRequest | None = None  # of supervised jobs; `method` has taken its place
     suffix: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
 
     @model_validator(mode="after")
     def _hyperparameters_once(self) -> "FineTuningJobRequest":

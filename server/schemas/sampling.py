@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from models.batch import SamplingParams
 from server.errors import InvalidRequest
+from server.schemas.labels import UNUSED, LabelFields
 from server.schemas.sampling_defaults import (
     MinP,
     RepetitionPenalty,
@@ -31,18 +32,6 @@ LogitBias = Annotated[
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
-HARMLESS = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
-)
 VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -74,14 +63,12 @@ _SHAPING = tuple(SamplingDefaults.model_fields)
 
 class StreamOptions(RequestModel):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
-    harmless: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
+    include_obfuscation: Annotated[bool | None, Field(description=UNUSED)] = None
 
 
-class SamplingFields(RequestModel):
-    harmless: ClassVar[frozenset[str]] = HARMLESS
-
+class SamplingFields(LabelFields):
     model: ModelName
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: TokenCount | None = None

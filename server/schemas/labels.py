@@ -1,0 +1,29 @@
+"""What a caller may write on a request, for its own books or for services that are not offered here: checked, bounded,
+and without effect on an answer."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from server.schemas.wire import RequestModel
+
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's: pairs, characters
+UNUSED = "Accepted, and without effect."
+
+MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY, pattern=r"^[^\x00]+$")]
+MetadataValue = Annotated[str, Field(max_length=MAX_VALUE)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)]
+Label = Annotated[str, Field(max_length=MAX_VALUE)]
+
+
+class LabelFields(RequestModel):
+    """Those of completions of both kinds."""
+
+    user: Annotated[Label | None, Field(description=UNUSED)] = None
+    metadata: Annotated[Metadata | None, Field(description=UNUSED)] = None
+    store: Annotated[bool | None, Field(description=UNUSED)] = None
+    service_tier: Annotated[Label | None, Field(description=UNUSED)] = None
+    safety_identifier: Annotated[Label | None, Field(description=UNUSED)] = None
+    prompt_cache_key: Annotated[Label | None, Field(description=UNUSED)] = None
+    prompt_cache_retention: Annotated[Label | None, Field(description=UNUSED)] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description=UNUSED)] = None
