@@ -2,19 +2,17 @@
 which one kernel streams without a break. On a CPU the same in plain torch. No gradients. Knows no model.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention_backend.chain_arguments import ChainOptions, ChainWeights, NextAttention, check_attention, check_chain
 from attention_backend.heuristics.layer_chain import MOST_ROWS
-from attention_backend.layers import ACTIVATIONS, rotary_store_op
-from attention_backend.metadata import KVPages
+from attention_backend.layers import rotary_store_op
 from attention_backend.no_gradients import refuse_gradients
 from attention_backend.operators import operator
-from attention_backend.page_checks import check_pages, check_rotary_store
 from attention_backend.reference import layers as reference
 
 __all__ = [
@@ -26,40 +24,6 @@ __all__ = [
     "layer_chain_to_pages",
     "refuses",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainWeights:
-    """Of an attention's output, the layer's gated MLP and what follows: the next layer's projections, or a head."""
-
-    out: Tensor  # [width, attended_width]
-    norm_mlp: Tensor  # [width]
-    gate_up: Tensor  # [2 * gated_width, width]: the gate's rows, then the others
-    down: Tensor  # [width, gated_width]
-    norm_next: Tensor  # [width]
-    next: Tensor  # [next_width, width]
-    next_bias: Tensor | None = None  # [next_width]
-
-
-@dataclass(frozen=True, slots=True)
-class ChainOptions:
-    """What else decides about the results."""
-
-    activation: str  # of attention_backend.layers.ACTIVATIONS
-    eps_mlp: float
-    eps_next: float
-    unit_offset: bool = False  # norms are times 1 + weight
-
-
-@dataclass(frozen=True, slots=True)
-class NextAttention:
-    """What `layers.rotary_store` wants beside the queries, keys and values that the next projections give."""
-
-    num_heads: int
-    pages: KVPages
-    slot_mapping: Tensor  # int64 [rows]
-    cos: Tensor  # float32 [rows, rotary_dim / 2]
-    sin: Tensor
 
 
 def layer_chain(
@@ -74,7 +38,7 @@ def layer_chain(
     Raises UnsupportedError for gradients and, on a GPU, for what `refuses` names, ValueError for shapes that do not
     fit.
     """
-    _check(attended, residual, weights, options)
+    check_chain(attended, residual, weights, options)
     tensors = _tensors(attended, residual, weights)
     refuse_gradients("layer_chain", *tensors)
     total, out = layer_chain_op(*tensors, *_numbers(options))
@@ -90,10 +54,10 @@ def layer_chain_to_pages(
     Returns `[rows, width]` and the turned queries `[rows, heads, head_dim]`, rounded as by the two one after the other.
     Raises what they raise.
     """
-    _check(attended, residual, weights, options)
+    check_chain(attended, residual, weights, options)
     pages = attention.pages
     rest = (attention.slot_mapping, attention.cos, attention.sin)
-    _check_attention(attended, weights, attention)
+    check_attention(attended, weights, attention)
     tensors = _tensors(attended, residual, weights)
     refuse_gradients("layer_chain_to_pages", *tensors, pages.k, pages.v, *rest[1:], pages.k_scale, pages.v_scale)
     total, queries = layer_chain_to_pages_op(
@@ -210,44 +174,3 @@ def _tensors(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple
 
 def _numbers(options: ChainOptions) -> tuple[str, float, float, bool]:
     return options.activation, options.eps_mlp, options.eps_next, options.unit_offset
-
-
-def _check_attention(attended: Tensor, weights: ChainWeights, attention: NextAttention) -> None:
-    pages = attention.pages
-    if pages.k.dim() != 4:
-        raise ValueError(
-            f"k_cache must be [num_blocks, num_kv_heads, block_size, head_dim], got {tuple(pages.k.shape)}"
-        )
-    (_, num_kv_heads, _, head_dim), rows = pages.k.shape, attended.shape[0]
-    if weights.next.shape[0] != (attention.num_heads + 2 * num_kv_heads) * head_dim:
-        raise ValueError(
-            f"next must have {attention.num_heads} + 2 * {num_kv_heads} heads of {head_dim} rows, "
-            f"got {weights.next.shape[0]}"
-        )
-    one = attended.new_empty(1)  # of the products' dtype and device, as they will be
-    q, k = (one.expand(rows, heads, head_dim) for heads in (attention.num_heads, num_kv_heads))
-    check_rotary_store(q, k, k, pages.k, pages.v, attention.slot_mapping, attention.cos, attention.sin)
-    check_pages(q, pages.k, pages.v, pages.k_scale, pages.v_scale)
-
-
-def _check(attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions) -> None:
-    if options.activation not in ACTIVATIONS:
-        raise ValueError(f"activation {options.activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if attended.dim() != 2 or residual.dim() != 2 or not 0 < attended.shape[0] <= MOST_ROWS:
-        raise ValueError(f"attended and residual must be [rows, ...] of 1 to {MOST_ROWS} rows, got {attended.shape}")
-    (rows, attended_width), width = attended.shape, residual.shape[1]
-    gated_width, next_width = weights.down.shape[-1], weights.next.shape[0]
-    expected = {
-        "residual": (residual, (rows, width)),
-        "out": (weights.out, (width, attended_width)),
-        "norm_mlp": (weights.norm_mlp, (width,)),
-        "gate_up": (weights.gate_up, (2 * gated_width, width)),
-        "down": (weights.down, (width, gated_width)),
-        "norm_next": (weights.norm_next, (width,)),
-        "next": (weights.next, (next_width, width)),
-    }
-    if weights.next_bias is not None:
-        expected["next_bias"] = (weights.next_bias, (next_width,))
-    for name, (x, shape) in expected.items():
-        if x.shape != shape or x.dtype != attended.dtype:
-            raise ValueError(f"{name} must be {attended.dtype} {list(shape)}, got {x.dtype} {list(x.shape)}")
