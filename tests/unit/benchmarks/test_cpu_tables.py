@@ -21,6 +21,7 @@ def test_the_quick_start_says_what_was_timed_and_from_which_commit(tmp_path: Pat
                 "one_request": {"ours": ours, "transformers_eager": 10.0, "transformers_sdpa": sdpa},
                 "8_requests": {"ours": 4 * ours, "transformers_eager": 60.0, "transformers_sdpa": 70.0},
             },
+            "prompt_of_512_ms": {"ours": 9000 / ours, "transformers_eager": 700.0, "transformers_sdpa": 400.0},
         }
         for dtype, ours, sdpa in (("float32", 15.0, 20.0), ("bfloat16", 30.0, 18.0))
     }
@@ -28,10 +29,13 @@ def test_the_quick_start_says_what_was_timed_and_from_which_commit(tmp_path: Pat
     text = cpu_tables.cpu(tmp_path)
 
     assert "commit 0123456789 with changes, " in text
-    assert "1.50 times as fast" in text
-    assert "eight at once give\n6.0 times that (greedy tokens the same in float32;" in text
+    assert "the best of 4 rounds each" in text
+    assert "one request\nruns 1.50 times as fast as generate's best" in text
+    assert "eight at once\n1.71 times as fast as its best of eight in a batch\n" in text
+    assert "(greedy tokens the same in float32;" in text
     assert "| one | float32 | 15.0 | 10.0 | 20.0 |" in text
     assert "| eight at once | bfloat16 | 120.0 | 60.0 | 70.0 |" in text
+    assert "| a prompt of 512, ms | bfloat16 | 300 | 700 | 400 |" in text
 
 
 def test_the_server_stands_beside_every_variant_of_transformers_in_the_sizes_that_were_run(
@@ -52,6 +56,7 @@ def test_the_server_stands_beside_every_variant_of_transformers_in_the_sizes_tha
     assert "the cases above, 0.25 as long" in text
     assert "| case | ours | transformers serve, continuous batching | transformers serve, one at a time |" in text
     assert "| time to first token of 8,192 tokens, ms | 280 | 1,299 | 300 |" in text
+    assert "| 18 chats beside 32,768: p99 time to first token, ms | - | - | - |" in text
     assert "| the same: p99 time per token, ms | 12 | - | - |" in text
 
     facts["runs"] = runs[1:]
