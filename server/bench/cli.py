@@ -98,10 +98,11 @@ def serve(
         draw = _drawing(vocab_size, tokenizer if prompt_format == "text" else None, prompt_format)
         conversations = draw(workload, seed)
         warmups = draw(replace(workload, count=num_warmups), seed + 1)
-        key = api_key or ClientSettings().key
-        name = model or first_model(base_url, key)
-        target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, parse_object(extra_body))
         shape = LoadShape(request_rate, arrival_process, burstiness, max_concurrency, seed)
+        extra = parse_object(extra_body)
+        key = api_key or ClientSettings().key
+        name = model or first_model(base_url, key)  # all flags make sense: from here on something is sent
+        target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, extra)
         found, outcomes = asyncio.run(
             drive(StreamClient(target), conversations, shape, warmups=[turns[0] for turns in warmups], goodput=limits)
         )

@@ -28,11 +28,20 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
+    """Raises ValueError when it is none."""
+
     request_rate: float
     arrival_process: ArrivalProcess
     burstiness: float
     max_concurrency: int | None
     seed: int
+
+    def __post_init__(self) -> None:
+        self.send_times(0)
+
+    def send_times(self, count: int) -> list[float]:
+        random_gaps = random.Random(self.seed)
+        return send_times(count, self.request_rate, self.arrival_process, self.burstiness, random_gaps)
 
 
 def first_model(base_url: str, api_key: str | None) -> str:
@@ -58,10 +67,7 @@ async def drive(
     goodput: Mapping[str, float],
 ) -> tuple[Measurement, list[Outcome]]:
     """`warmups` are sent one after the other before the clock starts. Closes the client. Raises UnreachableError when
-    a warm-up fails, and ValueError for a rate that is none."""
-    times = send_times(
-        len(conversations), shape.request_rate, shape.arrival_process, shape.burstiness, random.Random(shape.seed)
-    )
+    a warm-up fails."""
 
     async def send(turn: Turn, planned: float) -> Outcome:
         return await client.complete(turn, planned)
@@ -73,7 +79,11 @@ async def drive(
                 raise UnreachableError(f"a warm-up request failed: {outcome.failure} {outcome.detail}".strip())
         with _progress(sum(map(len, conversations))) as ended:
             outcomes, duration = await run_load(
-                conversations, times, send, max_concurrency=shape.max_concurrency, ended=ended
+                conversations,
+                shape.send_times(len(conversations)),
+                send,
+                max_concurrency=shape.max_concurrency,
+                ended=ended,
             )
     finally:
         client.close()

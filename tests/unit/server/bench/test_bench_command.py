@@ -117,6 +117,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_sent(server: Live
     assert server.engine.requests == []
 
 
+@pytest.mark.parametrize("flags", [["--request-rate", "-4"], ["--extra-body", "[1]"]])
+def test_what_cannot_be_measured_is_refused_though_nobody_is_there(flags: list[str]) -> None:
+    result = runner.invoke(app, ["bench", "serve", "--base-url", "http://127.0.0.1:1", *flags])
+    assert result.exit_code == 2, result.output
+
+
 def test_bad_settings_of_the_engine_exit_3() -> None:
     result = runner.invoke(app, ["bench", "latency", "--dtype", "float8"])
     assert result.exit_code == 3
