@@ -18,6 +18,17 @@ class StepLayer(NamedTuple):
     softcap: bool
 
 
+class ChainStep(NamedTuple):
+    """What decides about the kernels of `layer_chain`, or with `to_pages` of `layer_chain_to_pages`."""
+
+    attended_width: int
+    width: int
+    gated_width: int
+    activation: str
+    unit_offset: bool
+    to_pages: bool
+
+
 def prepare_step_kernels(
     layers: Iterable[StepLayer], dtype: torch.dtype, device: torch.device, *, page_size: int, fp8_kv: bool = False
 ) -> int:
@@ -36,6 +47,27 @@ def prepare_step_kernels(
         for variant in step_variants(arch, dtype, *layer[:2], group=layer.group, page_size=page_size,
                                      softcap=layer.softcap, fp8_kv=fp8_kv)
     }  # fmt: skip
+    return len(jit.build_variants(variants, jit.default_cache()))
+
+
+def prepare_chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp8_kv: bool = False) -> int:
+    """The same for chains that `layer_chain.refuses` does not refuse on the device: of any number of rows that they
+    serve."""
+    wanted = dict.fromkeys(chains)
+    if not wanted:
+        return 0
+    from attention_backend.kernels.chain_store import Store
+    from attention_backend.kernels.layer_chain import variants_of
+
+    pages = Store.FP8_PAGES if fp8_kv else Store.PAGES
+    variants = dict.fromkeys(
+        variant
+        for chain in wanted
+        for variant in variants_of(
+            dtype, chain.activation, chain.attended_width, chain.width, chain.gated_width,
+            unit_offset=chain.unit_offset, store=pages if chain.to_pages else Store.NOTHING,
+        )
+    )  # fmt: skip
     return len(jit.build_variants(variants, jit.default_cache()))
 
 

@@ -5,6 +5,7 @@ import inspect
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attention_backend.preparation import prepare_chain_kernels
 from models.fusing import FusedDecoder, FusionReport, NotFusedError, fuse, report
 from models.inputs import StepTensors
 from models.kv_pool import KVCaches
@@ -26,6 +27,14 @@ class PagedForward:
                 self._decoder = fuse(model)
             except NotFusedError as error:
                 self._reason = str(error)
+
+    def prepare_kernels(self, *, fp8_kv: bool) -> int:
+        """Compiles those of fused layers that steps of few rows would meet one after another; returns how many."""
+        if self._decoder is None:
+            return 0
+        device = self._model.device
+        steps = (chain.step(device) for chain in self._decoder.chains)
+        return prepare_chain_kernels([s for s in steps if s is not None], self._model.dtype, fp8_kv=fp8_kv)
 
     @property
     def fused(self) -> FusionReport:

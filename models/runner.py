@@ -94,6 +94,7 @@ class ModelRunner(StepLauncher):
             check_engine_path(loaded.model, self._sites, block_size=block_size, scales=self._kv_scales)
         self._stages.end("self-test")
         forward = PagedForward(loaded.model)
+        forward.prepare_kernels(fp8_kv=self._kv_dtype == FP8)
         adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
         #: When prefixes that requests share are worth passes of their own; None: no layer could.
         self.sharing_limits = sharing_limits(self._sites, self._kv_dtype, block_size, self.device.type)

@@ -74,6 +74,23 @@ def variant(
     return KernelVariant("layer_chain_sm90", _ARCH, defines, hot=True)
 
 
+def variants_of(
+    dtype: torch.dtype,
+    activation: str,
+    attended_width: int,
+    width: int,
+    gated_width: int,
+    *,
+    unit_offset: bool,
+    store: Store,
+) -> Iterator[KernelVariant]:
+    """The kernels of every number of rows that a layer of these sizes has some for."""
+    for rows in range(1, MOST_ROWS + 1):
+        config = chain_config(rows, width, max(attended_width, width, gated_width))
+        if config is not None:
+            yield variant(dtype, activation, config, unit_offset=unit_offset, store=store)
+
+
 def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[KernelVariant]:
     if arch != _ARCH:
         return

@@ -12,6 +12,7 @@ from torch import Tensor
 from attention_backend import layer_chain
 from attention_backend.layer_chain import ChainOptions, ChainWeights
 from attention_backend.metadata import KVPages, PagedMetadata
+from attention_backend.preparation import ChainStep
 from models.fusing.layer import FusedAttention, Queries
 from models.fusing.linears import JoinedLinears, facts
 from models.fusing.norms import Norm
@@ -57,6 +58,16 @@ class LayerChain:
             device, facts(down)[0],
             attended_width=out.in_features, width=down.out_features, gated_width=down.in_features, rows=rows,
         )  # fmt: skip
+
+    def step(self, device: torch.device) -> ChainStep | None:
+        """What its kernels are compiled for; None: there are none."""
+        activation = self._layer.mlp.activation
+        if self.refuses(device) is not None or activation is None:
+            return None
+        out, down = self._out.modules[0], self._down.modules[0]
+        to_pages = self._attention is not None and self._attention.stores_products
+        unit_offset = self._layer.before_mlp.options["unit_offset"]
+        return ChainStep(out.in_features, down.out_features, down.in_features, activation, unit_offset, to_pages)
 
     def serves(self, attended: Tensor) -> bool:
         """Whether these rows, `[rows, heads * head_dim]`, are one call's."""

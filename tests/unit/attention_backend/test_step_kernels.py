@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from attention_backend.jit import ARCHS
+from attention_backend.kernels import layer_chain
+from attention_backend.kernels.chain_store import Store
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.step_kernels import step_variants
-from attention_backend.preparation import StepLayer, prepare_step_kernels
+from attention_backend.layer_chain import MOST_ROWS
+from attention_backend.preparation import ChainStep, StepLayer, prepare_chain_kernels, prepare_step_kernels
 
 
 def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
@@ -53,6 +56,28 @@ def test_every_architecture_has_kernels_for_steps(arch: str, head_dim: int, head
 def test_a_cpu_has_nothing_to_prepare() -> None:
     layers = [StepLayer(128, 128, 4, softcap=False)]
     assert prepare_step_kernels(layers, torch.bfloat16, torch.device("cpu"), page_size=64) == 0
+
+
+def test_a_chain_has_a_kernel_for_each_number_of_rows() -> None:
+    """Llama-3.1-8B's rows leave rings of three sizes; a layer of 3 rows that are too wide has none."""
+
+    def warps(width: int, gated_width: int) -> list[int]:
+        found = layer_chain.variants_of(
+            torch.bfloat16, "silu", width, width, gated_width, unit_offset=False, store=Store.PAGES
+        )
+        return [dict(variant.defines)["WARPS"] for variant in found]
+
+    assert len(warps(4096, 14336)) == MOST_ROWS
+    assert len(set(warps(4096, 14336))) == MOST_ROWS
+    assert set(warps(576, 1536)) == {11}
+    assert len(warps(8192, 28672)) < MOST_ROWS
+
+
+def test_chains_that_share_a_kernel_are_prepared_once() -> None:
+    chain = ChainStep(512, 512, 1024, "silu", unit_offset=False, to_pages=True)
+    assert prepare_chain_kernels([], torch.bfloat16) == 0
+    assert prepare_chain_kernels([chain, chain], torch.bfloat16) == 1
+    assert prepare_chain_kernels([chain, chain._replace(to_pages=False)], torch.bfloat16) == 2
 
 
 @pytest.mark.gpu

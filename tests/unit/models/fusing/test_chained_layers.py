@@ -103,6 +103,20 @@ def test_weights_that_moved_are_seen(calls: list[int]) -> None:
     assert calls == [-FEW, FEW]
 
 
+@pytest.mark.parametrize(("name", "ends"), [("llama", [True, True, False]), ("qwen3", [False] * 3)])
+def test_kernels_are_prepared_as_steps_will_want_them(name: str, ends: list[bool], calls: list[int]) -> None:
+    model = made(name)
+    steps = [chain.step(torch.device("cpu")) for chain in fuse(model).chains]
+    logits(model, PagedForward(model))
+    assert [step.to_pages for step in steps if step is not None] == ends == [rows < 0 for rows in calls]
+
+
+def test_nothing_is_prepared_where_chains_are_refused() -> None:
+    model = made("llama")
+    assert [chain.step(torch.device("cpu")) for chain in fuse(model).chains] == [None] * 3
+    assert PagedForward(model).prepare_kernels(fp8_kv=False) == 0
+
+
 def test_a_report_for_a_gpu_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     part, cuda = "layers' chain of few rows", torch.device("cuda")
     monkeypatch.setattr(layer_chain, "refuses", lambda *_, **__: "it is a kernel for sm_90a, not for sm_80")
