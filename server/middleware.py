@@ -40,12 +40,13 @@ class RequestContext:
         request_id = _request_id(scope)
         scope.setdefault("state", {}).update(request_id=request_id, arrival_time=arrival, cache_salt=b"", owner="")
         status = 0
+        closing = [(b"connection", b"close")] if _has_two_lengths(scope) else []
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode()), *closing]
             await send(message)
 
         try:
@@ -105,6 +106,12 @@ class Authentication:
 def _request_id(scope: Scope) -> str:
     given = header(scope, b"x-request-id")
     return given if given is not None and REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    """Of its body, of which a proxy may have believed the other one: RFC 9112, 6.1, lets nothing follow on such a
+    connection."""
+    return None not in (header(scope, b"content-length"), header(scope, b"transfer-encoding"))
 
 
 def _digest(key: str) -> bytes:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.connections import BACKLOG, ImpatientProtocol, connection_limits, raise_file_limit
 from server.errors import EngineUnavailable
 from server.lifecycle import Lifecycle, Phase
 from server.settings import Settings
@@ -22,7 +22,6 @@ from server.settings import Settings
 logger = logging.getLogger("longwave")
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept
-BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
 CLOSE_GRACE = 5  # seconds uvicorn waits for handlers after the drain
 EXIT_FAILED = 1
 _STAT = Path("/proc/self/stat")
@@ -37,59 +36,14 @@ def began() -> float:
     return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, but a connection is closed that takes too long to ask for something, or to read what is ready
-    for it: its answer would hold a place among those that are served for as long as the client likes."""
-
-    header_timeout: float = 30.0
-    read_timeout: float = 60.0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.access_log = False  # uvicorn's would hold raw paths and queries; server.middleware writes ours
-        self._asking: asyncio.TimerHandle | None = None
-        self._reading: asyncio.TimerHandle | None = None
-        self._expect_request()
-
-    def data_received(self, data: bytes) -> None:
-        if self._asking is None and self._is_between_requests():
-            self._expect_request()
-        super().data_received(data)
-        if not self._is_between_requests():
-            self._request_came()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._reading = self.loop.call_later(self.read_timeout, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._was_read()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._request_came()
-        self._was_read()
-        super().connection_lost(exc)
-
-    def _is_between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _expect_request(self) -> None:
-        self._asking = self.loop.call_later(self.header_timeout, self.transport.close)
-
-    def _request_came(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
-
-    def _was_read(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn without its signal handlers: ours drain first. However few connections are accepted in one turn, as many
+    as ever may wait for theirs."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -121,9 +75,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
+    most, backlog = connection_limits()
     return uvicorn.Config(
         app,
-        http=type("Protocol", (ImpatientProtocol,), {"header_timeout": settings.header_timeout}),
+        http=type("Protocol", (ImpatientProtocol,), {"header_timeout": settings.header_timeout, "most": most}),
+        backlog=backlog,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -138,6 +94,7 @@ def serve(
     make_app: Callable[[], Any], lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]
 ) -> int:
     """Runs until a signal or a failed start; returns the process's exit code."""
+    raise_file_limit()
     return asyncio.run(_serve(make_app, lifecycle, listener, on_ready))
 
 

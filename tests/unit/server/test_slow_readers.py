@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from scripted_engine import LIMIT, settings, wait_until
 
-from server.process import ImpatientProtocol, Server, uvicorn_config
+from server.connections import ImpatientProtocol
+from server.process import Server, uvicorn_config
 
 ASKED = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 HALF = 1 << 20

@@ -1,0 +1,129 @@
+"""Clients' connections: HTTP/1.1 in which nobody takes too long, and no more of them than leave files to open for all
+else. Must not know routes."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import secrets
+import sys
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server.errors import InvalidRequest, LongwaveError, ServerOverloaded
+
+logger = logging.getLogger("longwave")
+
+OWN_FILES = 128  # what this process opens that is no client's connection: databases, uploads, pipes, libraries
+MOST_FILES = 65_536  # more than anybody's clients need
+BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
+TURNS = 4  # of the event loop, from a connection that is accepted to its end when it is refused: asyncio's
+TELL_SECONDS = 60.0  # between two lines in the log about one thing that lasts
+
+
+def raise_file_limit() -> None:
+    """To what the system lets this process ask for: many a shell and supervisor begins with 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connection_limits() -> tuple[int, int]:
+    """How many may be open, and how many are accepted in one turn of the event loop.
+
+    asyncio, out of files, writes a traceback for each connection that it may accept in that turn, again every second:
+    so it must not come to that, and those of the last turns are not gone when the next ones come.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        files = sys.maxsize
+    in_one_turn = min(BACKLOG, files // (4 * TURNS))
+    return max(files - OWN_FILES - TURNS * in_one_turn, files // 4), in_one_turn
+
+
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, but a connection is closed that takes too long to ask for something, or to read what is ready
+    for it: its answer would hold a place among those that are served for as long as the client likes. One too many is
+    refused at once."""
+
+    most: int = sys.maxsize  # connections of this server
+    header_timeout: float = 30.0
+    read_timeout: float = 60.0
+    _told: float = -TELL_SECONDS  # when the log last said that there are too many, on the loop's clock
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.access_log = False  # uvicorn's would hold raw paths and queries; server.middleware writes ours
+        self._asking: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+        if len(self.connections) > self.most:
+            self._tell()
+            self._refuse(ServerOverloaded("The server has too many open connections. Try again later."))
+        else:
+            self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        if self._asking is None and self._is_between_requests():
+            self._expect_request()
+        super().data_received(data)
+        if not self._is_between_requests():
+            self._request_came()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.read_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._was_read()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._request_came()
+        self._was_read()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidRequest(msg))
+
+    def _refuse(self, error: LongwaveError) -> None:
+        """What came is no request, or too many have come: told as every failure is, and the connection is closed. An
+        answer that has begun is broken off."""
+        body = json.dumps(error.body()).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "x-request-id": secrets.token_hex(16),
+            **error.headers(),
+        }
+        reply = h11.Response(status_code=error.status, headers=list(headers.items()))
+        with contextlib.suppress(h11.LocalProtocolError):
+            for event in (reply, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _tell(self) -> None:
+        now = self.loop.time()
+        if now - self._told >= TELL_SECONDS:
+            type(self)._told = now
+            logger.warning("%d connections are open, as many as there are files for: more are refused", self.most)
+
+    def _is_between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_request(self) -> None:
+        self._asking = self.loop.call_later(self.header_timeout, self.transport.close)
+
+    def _request_came(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+    def _was_read(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None

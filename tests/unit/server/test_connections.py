@@ -1,0 +1,153 @@
+"""What clients do before there is a request, on real sockets: too many connections, and bytes that are no HTTP."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from scripted_engine import LIMIT, live_server, wait_until
+
+from server import process
+from server.connections import MOST_FILES, TURNS, connection_limits, raise_file_limit
+
+ASK = b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n"
+FILES, MANY = 64, 300
+#: A server that may open few files, and says its port and nothing else.
+SERVER = f"""
+import asyncio, resource, socket
+resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES}))
+from server.process import Server, uvicorn_config
+from server.settings import Settings
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        for stage in ("startup", "shutdown"):
+            await receive()
+            await send({{"type": f"lifespan.{{stage}}.complete"}})
+        return
+    await send({{"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]}})
+    await send({{"type": "http.response.body", "body": b""}})
+
+listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+print(listener.getsockname()[1], flush=True)
+asyncio.run(Server(uvicorn_config(app, Settings())).serve(sockets=[listener]))
+"""
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=LIMIT)
+
+
+def whole(client: socket.socket) -> tuple[bytes, bytes]:
+    """Head and body of all that comes until the server closes."""
+    received = b""
+    while chunk := client.recv(65536):
+        received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    return head, body
+
+
+def is_answered(client: socket.socket) -> bool:
+    client.sendall(ASK)
+    received = b""
+    while not received.endswith(b"}") and (piece := client.recv(65536)):
+        received += piece
+    return received.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_what_is_no_http_is_refused_in_openai_s_shape(sent: bytes) -> None:
+    with live_server() as server, connect(server.port) as client:
+        client.sendall(sent)
+        head, body = whole(client)
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nx-request-id: " in head
+    error = json.loads(body)["error"]
+    assert error == {"message": error["message"], "type": "invalid_request_error", "param": None, "code": None}
+
+
+def test_a_connection_too_many_is_told_to_come_again_and_the_rest_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "connection_limits", lambda: (2, 16))
+    with live_server() as server, ExitStack() as stack:
+        first, second = (stack.enter_context(connect(server.port)) for _ in range(2))
+        assert is_answered(first)
+        assert is_answered(second)
+        for _ in range(3):
+            with connect(server.port) as third:
+                head, body = whole(third)
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"\r\nretry-after: " in head
+                assert json.loads(body)["error"]["code"] == "server_is_overloaded"
+        assert is_answered(first)
+        second.close()
+
+        def is_served() -> bool:
+            with connect(server.port) as fourth, suppress(ConnectionError):  # refused before it has asked
+                return is_answered(fourth)
+            return False
+
+        wait_until(is_served)
+    assert sum("connections are open" in record.message for record in caplog.records) == 1
+
+
+def test_more_connections_than_files_leave_files_for_everything_else(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=file)
+    assert server.stdout is not None
+    with server, server.stdout:
+        try:
+            port = int(server.stdout.readline())
+            with ExitStack() as stack:
+                clients = [stack.enter_context(connect(port)) for _ in range(MANY)]
+                most = connection_limits_of(FILES)
+                refused = [client for client in clients[most:] if client.recv(12) == b"HTTP/1.1 503"]
+                assert len(refused) == MANY - most
+                clients[0].sendall(ASK)
+                assert clients[0].recv(12) == b"HTTP/1.1 200"
+        finally:
+            server.terminate()
+    assert "Too many open files" not in log.read_text()
+
+
+def connection_limits_of(files: int) -> int:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, before[1]))
+    try:
+        return connection_limits()[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("files", [64, 256, 1024, 4096, MOST_FILES])
+def test_connections_and_those_of_one_turn_together_are_fewer_than_files(
+    files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    connections, in_one_turn = connection_limits()
+    assert 0 < in_one_turn <= connections < files - TURNS * in_one_turn
+
+
+def test_the_limit_of_files_is_raised_and_never_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    for before in ((1024, 4096), (1024, resource.RLIM_INFINITY), (4096, 4096), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, before=before: before)
+        raise_file_limit()
+    assert asked == [(4096, 4096), (MOST_FILES, resource.RLIM_INFINITY)]
+
+
+def test_a_request_with_two_lengths_is_the_last_of_its_connection() -> None:
+    """RFC 9112, 6.1: whoever is in front of us may have read the other length."""
+    lengths = b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\n0\r\n\r\n"
+    with live_server() as server, connect(server.port) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\n" + lengths + ASK)
+        head, body = whole(client)
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"HTTP/1.1" not in body
