@@ -106,14 +106,22 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
         if reply.is_error:
             reply.read()
             _check(reply)
-        for line in reply.iter_lines():
-            data = line.removeprefix("data: ")
+        for line in _lines_of(reply):
+            data = line.removeprefix(b"data: ")
             if data == line:  # a ping or the blank line between events
                 continue
-            if data == "[DONE]":
+            if data == b"[DONE]":
                 return
             yield json.loads(data)
     raise ChatError("the answer broke off")
+
+
+def _lines_of(reply: httpx.Response) -> Iterator[bytes]:
+    """httpx's own end at U+2028 and its like too, which are text of an answer."""
+    rest = b""
+    for piece in reply.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)
 
 
 def _text(event: dict[str, Any]) -> str:

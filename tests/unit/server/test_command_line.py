@@ -88,6 +88,14 @@ def test_chat_reports_a_failure_in_the_middle(server: LiveServer) -> None:
     assert "The engine stopped." in result.stderr
 
 
+def test_chat_shows_an_answer_with_other_alphabets_line_ends(server: LiveServer) -> None:
+    said = "one\u2028two\u2029three\u000bfour\x85five"
+    server.engine.script = Script(text=said.encode())
+    result = runner.invoke(app, ["chat", "--url", server.url], input="hi\n")
+    assert result.exit_code == 0, result.exception
+    assert result.stdout == "one\u2028two\u2029threefourfive\n"
+
+
 def test_chat_takes_an_address_without_a_scheme_and_says_that_an_answer_was_cut(server: LiveServer) -> None:
     server.engine.script = Script(ends=False)
     result = runner.invoke(app, ["chat", "--url", server.url.removeprefix("http://")], input="hi\n")
