@@ -66,6 +66,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub names them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_into_pages_lead_to_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(((?!https?://)[^)#]*)#([^)]+)\)", page.read_text())
+
+    assert not [(name, part) for name, part in targets if part not in anchors(page.parent / name if name else page)]
+
+
 def test_defaults_in_the_flag_table_are_the_settings() -> None:
     rows = re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", README, flags=re.MULTILINE)
     assert len(rows) > 10
