@@ -118,7 +118,10 @@ class Catalog:
     def remove_expired(self, now: float) -> list[str]:
         """The ids that went."""
         rows = self._connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall()
-        self._connection.executemany("DELETE FROM files WHERE id = ?", rows)
+        if rows:
+            with self._connection:  # all or none: whoever tries again is told of all
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.executemany("DELETE FROM files WHERE id = ?", rows)
         return [file_id for (file_id,) in rows]
 
 

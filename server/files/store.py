@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from server.errors import FileMissing, InsufficientStorage, QuotaExceeded, ServerOverloaded
+from server.files.ballast import Ballast
 from server.files.catalog import Catalog, CatalogError, StoredFile
 from server.files.folder import FileFolder, alone
 from server.files.form import PURPOSE, UploadFields
@@ -45,6 +46,7 @@ class FileStore:
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
+        self._ballast = Ballast(path / "ballast")
         self._opened: tuple[FileFolder, Catalog] | None = None
         self._uploads: dict[str, int] = {}  # id -> bytes that it has reserved
 
@@ -144,7 +146,8 @@ class FileStore:
     def delete(self, file_id: str, owner: str) -> None:
         """Raises FileMissing."""
         with self._ready() as (folder, catalog), self._alone():
-            if not catalog.remove(self._find(catalog, file_id, owner).id, owner, self._clock()):
+            stored, now = self._find(catalog, file_id, owner), self._clock()
+            if not self._ballast.delete(lambda: catalog.remove(stored.id, owner, now)):
                 raise FileMissing(f"No such File object: {file_id}", param="id")
             folder.remove(file_id)
 
@@ -191,7 +194,8 @@ class FileStore:
         )
 
     def _remove_expired(self, folder: FileFolder, catalog: Catalog) -> None:
-        for file_id in catalog.remove_expired(self._clock()):
+        now = self._clock()
+        for file_id in self._ballast.delete(lambda: catalog.remove_expired(now)):
             folder.remove(file_id)
 
     @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 import contextlib
 import os
+import sqlite3
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +24,8 @@ from server.errors import (
     ServerOverloaded,
 )
 from server.files import store as store_module
+from server.files.ballast import BYTES
+from server.files.catalog import Catalog
 from server.files.examples import Form
 from server.files.form import plain_name
 from server.files.store import FileLimits
@@ -234,6 +239,32 @@ def test_a_full_disk_is_507_and_leaves_nothing(tmp_path: Path, monkeypatch: pyte
                     upload(store, PAIR)
         assert (listed(store), kept(tmp_path)) == ([], [])
         upload(store, PAIR)
+
+
+def test_a_full_disk_lets_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleting is what makes room, and SQLite needs some for it: that of the ballast."""
+    now = 1000.0
+    with opened(tmp_path, clock=lambda: now) as store:
+        first, second = upload(store, PAIR), upload(store, PAIR)
+        third = upload(store, PAIR, **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"})
+        (ballast,) = (path for path in (tmp_path / "files").iterdir() if path.stat().st_size == BYTES)
+
+        def full(removing: Callable[..., Any]) -> Callable[..., Any]:
+            def remove(*asked: Any) -> Any:
+                if ballast.exists():
+                    raise sqlite3.OperationalError("database or disk is full")
+                return removing(*asked)
+
+            return remove
+
+        with monkeypatch.context() as patched:
+            for name in ("remove", "remove_expired"):
+                patched.setattr(Catalog, name, full(getattr(Catalog, name)))
+            store.delete(first.id, "")
+            assert (listed(store), ballast.exists()) == ([second.id, third.id], True)
+            now += 7200
+            store.end(store.begin(CONTENT_TYPE))
+        assert (kept(tmp_path), ballast.exists()) == ([second.id], True)
 
 
 def test_closing_waits_for_the_piece_that_is_written_and_what_follows_is_refused(tmp_path: Path) -> None:

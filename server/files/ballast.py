@@ -1,0 +1,48 @@
+"""Room on the disk that is kept for deleting: SQLite writes before it forgets, also where a disk is full. Must not know
+what is deleted."""
+
+import contextlib
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from server.files.folder import PRIVATE
+
+logger = logging.getLogger("longwave")
+
+Result = TypeVar("Result")
+BYTES = 256 * 2**10  # several times what SQLite writes to delete a row: a few pages of 4 KiB
+
+
+class Ballast:
+    """A file of no use, taken in with whatever is deleted, and given up where there is no other room."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def delete(self, act: Callable[[], Result]) -> Result:
+        """What `act` returns, one transaction that removes rows and then what they named: where the disk is full, tried
+        again in the ballast's room. Raises what `act` does."""
+        try:
+            return act()
+        except sqlite3.OperationalError as error:
+            try:
+                self._path.unlink()
+            except FileNotFoundError:
+                raise error from None
+            logger.warning("files: %s: deleting in the room that is kept for it", error)
+            return act()
+        finally:
+            self._take()
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):  # another server was first, or there is no room
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PRIVATE, 0o600)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(os.urandom(BYTES))  # zeros would take no room on some file systems
+            except OSError:
+                self._path.unlink()
