@@ -18,7 +18,7 @@ BYTES = 256 * 2**10  # several times what SQLite writes to delete a row: a few p
 
 
 class Ballast:
-    """A file of no use, taken in with whatever is deleted, and given up where there is no other room."""
+    """A file of no use, given up where there is no other room to delete in, and taken in again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,12 +33,13 @@ class Ballast:
                 self._path.unlink()
             except FileNotFoundError:
                 raise error from None
-            logger.warning("files: %s: deleting in the room that is kept for it", error)
+            logger.warning("%s: deleting in the room that is kept for it, %s", error, self._path)
             return act()
         finally:
-            self._take()
+            self.take()
 
-    def _take(self) -> None:
+    def take(self) -> None:
+        """Where there is none, and room for one."""
         with contextlib.suppress(OSError):  # another server was first, or there is no room
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PRIVATE, 0o600)
             try:

@@ -137,7 +137,7 @@ class FineTuning:
         return await self._store(lambda store: store.page(owner, after, limit, metadata))
 
     async def cancel(self, job_id: str, owner: str) -> Job:
-        return await self._steer(job_id, owner, "cancelled", JobStore.cancel)
+        return await self._steer(job_id, owner, "cancelled", JobStore.cancel, frees=True)
 
     async def pause(self, job_id: str, owner: str) -> Job:
         return await self._steer(job_id, owner, "paused", JobStore.pause)
@@ -191,7 +191,7 @@ class FineTuning:
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         """For good. It has to be unloaded before."""
-        await self._store(lambda store: store.remove_adapter(adapter.name))
+        await self._writer.freeing(lambda store: store.remove_adapter(adapter.name))
         await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
 
     async def remove_model(self, name: str, owner: str) -> bool:
@@ -209,10 +209,13 @@ class FineTuning:
                 "The model cannot be deleted: the server's data directory cannot be used."
             ) from error
 
-    async def _steer(self, job_id: str, owner: str, verb: str, act: Callable[[JobStore, str, float], Job]) -> Job:
+    async def _steer(
+        self, job_id: str, owner: str, verb: str, act: Callable[[JobStore, str, float], Job], *, frees: bool = False
+    ) -> Job:
         job = await self.get(job_id, owner)
+        write = self._writer.freeing if frees else self._writer.store
         try:
-            steered = await self._store(lambda store: act(store, job.id, self._writer.clock()))
+            steered = await write(lambda store: act(store, job.id, self._writer.clock()))
         except WrongStatusError as error:
             raise _wrong_status(error.job, verb) from None
         self._changed()

@@ -85,9 +85,9 @@ class Settling:
 
     async def no_room(self, job: Job, reason: str) -> None:
         """It waits, and loses nothing, until somebody has made room."""
-        logger.warning("%s waits: %s", job.id, reason)
         now = self._writer.clock()
         await self._writer.leases(lambda leases: leases.no_room(job, now, reason))
+        logger.warning("%s waits: %s", job.id, reason)  # once: where this cannot be written, it is tried every second
 
     async def _validated(self, job: Job, files: Validated) -> None:
         config = self._config

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from server.errors import InsufficientStorage
+from server.files.ballast import Ballast
 from server.files.folder import make_private
 from server.finetune.database import DatabaseError
 from server.finetune.holders import Holders
@@ -36,6 +37,7 @@ class Writer:
         self._back_off = back_off
         self._folder = folder
         self._holder = holder
+        self._ballast = Ballast(folder / "ballast")
         self._holders = Holders(folder / "holders", holder)
         self._lease_seconds = lease_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fine-tuning-store")
@@ -46,6 +48,10 @@ class Writer:
     async def store(self, work: Callable[[JobStore], T]) -> T:
         """`work` on the thread. Raises what it raises, and InsufficientStorage when the database cannot be used."""
         return await self._run(lambda store, _: work(store))
+
+    async def freeing(self, work: Callable[[JobStore], T]) -> T:
+        """As `store`, of one transaction after which something can be deleted: also where the disk is full."""
+        return await self._run(lambda store, _: self._ballast.delete(lambda: work(store)))
 
     async def leases(self, work: Callable[[Leases], T]) -> T:
         return await self._run(lambda _, leases: work(leases))
@@ -96,6 +102,7 @@ class Writer:
             store = JobStore(self._folder / "jobs.sqlite3")
             leases = Leases(store, self._holder, self._lease_seconds, self._back_off, self._holders.is_gone)
             self._opened = store, leases
+            self._ballast.take()
         return self._opened
 
     def _leave(self) -> None:

@@ -1,7 +1,9 @@
 """A job for which there is no room on the disk, or in memory, waits and loses nothing."""
 
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_makers import MODEL, create, leases, messages, opened, step, training
@@ -9,6 +11,7 @@ from working import Run, Work
 
 from server.answering import AnsweringSign
 from server.errors import InvalidJobStatus
+from server.files.ballast import BYTES
 from server.finetune import Hyperparameters, Job, Status
 from server.finetune.journal import Journal
 from server.finetune.leases import TRAIN, Leases
@@ -39,6 +42,36 @@ def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
         assert (done.status, len(refusals)) == (Status.SUCCEEDED, 2)
         assert work.weights(job) == truth
         assert work.jobs.stats.crashes == 0
+
+    run(main)
+
+
+def test_a_full_disk_lets_a_job_be_cancelled_and_its_model_be_deleted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both make room, and SQLite needs some for them: that of the ballast."""
+    ballast = tmp_path / "finetune" / "ballast"
+
+    def full(act: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*asked: Any) -> Any:
+            if ballast.exists():
+                raise sqlite3.OperationalError("database or disk is full")
+            return act(*asked)
+
+        return attempt
+
+    for name in ("cancel", "remove_adapter"):
+        monkeypatch.setattr(JobStore, name, full(getattr(JobStore, name)))
+
+    async def main(work: Work) -> None:
+        done = await work.succeeded(await work.create())
+        assert ballast.stat().st_size == BYTES
+        adapter = await work.jobs.adapter(str(done.fine_tuned_model))
+        assert adapter is not None
+        await work.jobs.remove_adapter(adapter)
+        assert await work.jobs.adapter(adapter.name) is None
+        assert (await work.jobs.cancel((await work.create()).id, "me")).status is Status.CANCELLED
+        assert ballast.stat().st_size == BYTES
 
     run(main)
 
