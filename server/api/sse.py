@@ -30,6 +30,8 @@ HEADERS = [
 ]
 PING = b":\n\n"
 DONE = b"data: [DONE]\n\n"
+#: In a JSON document they are inside of strings. To Python's splitlines, by which clients read lines, they end one.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 STALL_LIMIT = 60.0  # seconds that a client may take to read what fills its connection's buffers
 
 logger = logging.getLogger("longwave")
@@ -122,4 +124,4 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+    return f"data: {data if data.isascii() else data.translate(_LINE_ENDS)}\n\n".encode()

@@ -41,6 +41,15 @@ def test_text_held_back_for_a_stop_string_does_not_silence_pings() -> None:
         assert text == "ab"
 
 
+def test_a_text_with_ends_of_lines_of_unicode_stays_one_line() -> None:
+    text = "a\u2028b\u2029c\x85d\u00e9"
+    with live_server() as server, server.client() as client:
+        server.engine.script = Script(text=text.encode())
+        with client.stream("POST", "/v1/chat/completions", json=CHAT) as reply:
+            events = [json.loads(line[6:]) for line in lines(reply) if line.startswith("data: {")]
+    assert "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"]) == text
+
+
 def test_done_comes_only_after_success(server: LiveServer) -> None:
     with server.client() as client:
         with client.stream("POST", "/v1/chat/completions", json=CHAT) as reply:
