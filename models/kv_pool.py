@@ -4,6 +4,7 @@ Block 0 is the dummy page: padding and rehearsals read and write it, no request 
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,14 @@ def cuda_pool_bytes(budget: MemoryBudget, *, total: int, peak: int) -> int:
     if budget.kv_cache_memory_bytes is not None:
         return budget.kv_cache_memory_bytes
     return max(0, int(total * budget.gpu_memory_utilization) - peak)
+
+
+def hold(num_bytes: int, device: torch.device) -> None:
+    """Of a GPU: from now on this process has so much, in torch's cache until steps want it. What is merely free goes to
+    whoever asks first, and a trainer beside the engine may ask for all of it."""
+    if device.type == "cuda":
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def count_blocks(pool_bytes: int, block_bytes: int, *, block_size: int, max_num_seqs: int, max_model_len: int) -> int:

@@ -27,6 +27,7 @@ from models.kv_pool import (
     count_blocks,
     cpu_pool_bytes,
     cuda_pool_bytes,
+    hold,
     kv_cache_dtype,
 )
 from models.kv_scales import calibrate
@@ -115,10 +116,12 @@ class ModelRunner(StepLauncher):
         super().__init__(forward, inputs, sampler, adapters, on_cpu=self.device.type == "cpu")
         self._offloads = kv_offload_bytes > 0
         self._warm = False
+        self._step_bytes = 0  # that steps take beside what is there, as far as that was measured
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
         self.num_blocks = num_blocks
         self._kv_caches = self._allocate(num_blocks)
+        hold(self._step_bytes, self.device)
         self.kernels = chosen_kernels(self._sites, self._kv_caches, self._dtype, max_model_len)
         #: Host memory for blocks that the engine gives up, if `kv_offload_bytes` are to be taken for it.
         self.host_memory = KVOffload(self._kv_caches, kv_offload_bytes) if self._offloads else None
@@ -216,6 +219,7 @@ class ModelRunner(StepLauncher):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self._rehearse_all()
+        self._step_bytes = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         outside_torch = total - free - torch.cuda.memory_reserved(self.device)
         peak = outside_torch + torch.cuda.max_memory_allocated(self.device) + self._graph_bytes()

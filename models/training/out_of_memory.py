@@ -9,27 +9,60 @@ import torch
 from models.host import available_memory_bytes
 from models.training.errors import OutOfMemoryError
 
+#: What says so without torch's own error: torch of a CPU; CUDA, its driver and its libraries of a GPU, where torch's
+#: allocator had no part in it (a context, a kernel that is loaded, a library's handle).
+_SIGNS = (
+    "DefaultCPUAllocator: can't allocate",
+    "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
 
 @contextmanager
 def enough_memory(advice: str) -> Iterator[None]:
-    """Around forwards and backwards. torch.OutOfMemoryError becomes OutOfMemoryError(advice), and so does what torch
-    says of a CPU, which is a RuntimeError."""
+    """Around forwards and backwards. What says that a device has no memory left becomes OutOfMemoryError(advice), and
+    what torch has kept of it goes back: others may want it."""
     try:
         yield
     except Exception as error:
         _drop_frames(error)
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error):
+        if is_out_of_memory(error):
+            _give_back()
             raise OutOfMemoryError(advice) from error
         raise
 
 
-def room_for_training(device: torch.device) -> int:
-    """Bytes of the device's memory that this process could have: what is free, and what it holds. Of a host, what is
-    free."""
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def room_for_training(device: torch.device, spare: int = 0) -> int | None:
+    """Bytes of the device's memory that this process could have, but for `spare`: what is free, and what it holds. Of a
+    host, what is free. None: not even that can be asked for want of memory."""
     if device.type != "cuda":
         return available_memory_bytes()
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free + torch.cuda.memory_reserved(device)
+    try:
+        free: int = torch.cuda.mem_get_info(device)[0]
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+    return max(0, free + torch.cuda.memory_reserved(device) - spare)
+
+
+def leave_spare(device: torch.device, spare: int) -> None:
+    """From now on this process takes no more of a GPU than is free now, but for `spare` bytes."""
+    if device.type != "cuda" or not spare:
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    most = max(0, free + torch.cuda.memory_reserved(device) - spare)
+    torch.cuda.set_per_process_memory_fraction(most / total, device.index)
+
+
+def _give_back() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _drop_frames(error: BaseException) -> None:

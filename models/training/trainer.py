@@ -25,7 +25,7 @@ from models.training.errors import CheckpointError, DivergedError, OtherRunError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
-from models.training.out_of_memory import enough_memory, room_for_training
+from models.training.out_of_memory import enough_memory, leave_spare, room_for_training
 from models.training.pacing import Pacer
 from models.training.packing import PackedBatch
 from models.training.plan import TrainingPlan
@@ -60,9 +60,11 @@ class Trainer:
         source: ModelSource | None = None,
         keep_checkpoints: int = 3,
         pacer: Pacer | None = None,
+        spare_bytes: int = 0,
     ) -> None:
         """device None: the GPU if there is one. `source`: where the plan's model is; None: where its name says. It may
-        be elsewhere when the run goes on. `pacer`: lets the run rest between layers.
+        be elsewhere when the run goes on. `pacer`: lets the run rest between layers. `spare_bytes`: of what a GPU has
+        free when the model is loaded, so much stays free for others.
 
         Raises ModelNotFoundError and ExampleError; loads nothing yet.
         """
@@ -71,11 +73,11 @@ class Trainer:
         if validation:
             data.check(validation, plan)
         self._plan, self._examples, self._validation = plan, examples, validation or ()
-        self._folder, self._pacer = folder, pacer
+        self._folder, self._pacer, self._spare = folder, pacer, spare_bytes
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         identity = Identity(plan, data.digest(examples), data.digest(self._validation))
         self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
-        self._trying: str | None = None  # the forward that is computed, in words
+        self._trying = "the base model"  # or the forward that is computed, in words
 
     @property
     def total_steps(self) -> int:
@@ -97,11 +99,9 @@ class Trainer:
             with _only_process(self._folder / "lock"), enough_memory(advice), _deterministic(self._plan.deterministic):
                 return self._run(on_step)
         except OutOfMemoryError as error:
-            if self._trying is not None:
-                room = room_for_training(self._device) / GIB
-                error.what = (
-                    f"{self._trying} did not fit into the {room:.2f} GiB of {self._device} that training can have"
-                )
+            room = room_for_training(self._device, self._spare)
+            have = "memory" if room is None else f"{room / GIB:.2f} GiB"
+            error.what = f"{self._trying} did not fit into the {have} of {self._device} that training can have"
             raise
 
     def _run(self, on_step: OnStep) -> Outcome:
@@ -130,6 +130,7 @@ class Trainer:
         return Outcome(True, progress.step, progress.trained_tokens, result)
 
     def _load(self) -> None:
+        leave_spare(self._device, self._spare)
         self._model = TrainableModel(self._plan, self._source, self._device)
         for examples in (self._examples, self._validation):
             data.check_vocabulary(examples, self._model.config.vocab_size)
@@ -138,6 +139,7 @@ class Trainer:
             rest_between_layers(self._model, self._pacer)
         self._references: References | None = None
         if self._plan.method == "dpo":  # before any weight has changed
+            self._trying = f"forwards of up to {self._plan.micro_batch_tokens} tokens"
             self._references = References(self._model, self._plan, self._checkpoints.folder)
             self._references.prepare(train=self._examples, validation=self._validation)
         self._optimizer = Optimizer(

@@ -56,7 +56,7 @@ def _no_room(error: Exception, answering: bool) -> NoRoom | None:
         return NoRoom(str(error), on_disk=False, answering=answering)
     if isinstance(error, OutOfMemoryError | MemoryError):
         what = getattr(error, "what", None)
-        text = "The device has too little memory for the job's batches" + ("" if what is None else f": {what}")
+        text = "The device has too little memory for the job" + ("" if what is None else f": {what}")
         return NoRoom(text, on_disk=False, answering=answering)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return NoRoom("The server's disk is full", on_disk=True) if full or isinstance(error, DiskFullError) else None

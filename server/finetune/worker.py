@@ -28,6 +28,7 @@ from server.text.tokenizer import TextTokenizer
 
 NICENESS = 10  # of 19: answers come before training
 OOM_SCORE = 900  # of 1000: where memory ends, the trainer goes and not the engine
+SPARE_BYTES = 512 * 2**20  # of a GPU: what the engine asks for in the middle of answers is small, and must be there
 
 
 class Trains(Protocol):
@@ -75,6 +76,7 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
         None if arguments.device == "auto" else arguments.device,
         source=model_source(arguments),
         pacer=_pacer(arguments, link),
+        spare_bytes=SPARE_BYTES,
     )
     link.send(Started(_device_name(arguments.device)))
     outcome = trainer.run(lambda report: Verdict.PAUSE if link.step(_stepped(report)) else Verdict.CONTINUE)

@@ -48,6 +48,7 @@ logger = logging.getLogger("server.training.worker")  # __name__ is "__main__" i
 
 NICENESS = 10
 OOM_SCORE = 500  # of 1000: taken first when memory ends
+SPARE_BYTES = 512 * 2**20  # of a GPU, left to the engine, which asks for little things in the middle of answers
 
 KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
     ((PlanError, ExampleError), "invalid"),
@@ -57,8 +58,11 @@ KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
 
 
 def load(arguments: Arguments) -> TrainingSession:
-    """Raises ModelLoadError, PlanError and what else loading a model raises."""
+    """Raises ModelLoadError, PlanError, OutOfMemoryError and what else loading a model raises."""
+    import torch
+
     from models import descriptions, registry
+    from models.training.out_of_memory import enough_memory, leave_spare
 
     cache, image = arguments.cache_dir, arguments.model_image_dir
     source = registry.resolve(
@@ -73,8 +77,11 @@ def load(arguments: Arguments) -> TrainingSession:
         micro_batch_tokens=arguments.micro_batch_tokens,
         max_model_len=arguments.max_model_len,
     )
-    device = None if arguments.device == "auto" else arguments.device
-    return TrainingSession(source, settings, device, pacer=_pacer(arguments))
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(auto if arguments.device == "auto" else arguments.device)
+    with enough_memory(f"{device} has too little memory for the base model beside what else is in it"):
+        leave_spare(device, SPARE_BYTES)
+        return TrainingSession(source, settings, device, pacer=_pacer(arguments))
 
 
 def _pacer(arguments: Arguments) -> Pacer | None:
@@ -171,6 +178,10 @@ def serve(arguments: Arguments, link: WorkerLink) -> None:
     except ModelLoadError as error:  # the message may name a path
         logger.error("the base model cannot be loaded: %s", error)
         link.send(Unable("The base model cannot be loaded for training"))
+        return
+    except OutOfMemoryError as error:
+        logger.error("the base model does not fit", exc_info=error)
+        link.send(Unable(f"The base model cannot be loaded for training: {error}"))
         return
     link.send(Ready(str(session.device), session.settings.max_length, session.vocab_size))
     while (command := link.receive()) is not None:

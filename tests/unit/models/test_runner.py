@@ -436,6 +436,22 @@ def test_no_kernel_is_compiled_after_warming_up() -> None:
         assert set(launch._loaded) == known
 
 
+@pytest.mark.gpu
+def test_what_steps_take_is_this_process_s_from_the_start() -> None:
+    """Or a trainer beside it would fill what is free, and answers would fail."""
+    model = random_model(tiny_config(intermediate_size=8192))
+    made = ModelRunner(
+        as_loaded(model.to("cuda:0", torch.bfloat16)),  # type: ignore[arg-type]
+        block_size=16, max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=256,
+        memory_budget=MemoryBudget(kv_cache_memory_bytes=8 << 20),
+    )  # fmt: skip
+    reserved = torch.cuda.memory_reserved()
+    assert made._step_bytes > 2048 * 8192 * 2
+    taken = torch.empty(made._step_bytes, dtype=torch.uint8, device="cuda:0")
+    assert torch.cuda.memory_reserved() == reserved
+    del taken
+
+
 def test_the_pool_is_sized_by_the_budget_unless_blocks_are_given() -> None:
     loaded = as_loaded(random_model(tiny_config()))
     limits: dict[str, Any] = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}

@@ -30,7 +30,7 @@ from models.training import (
     Trainer,
     TrainingSession,
 )
-from models.training.out_of_memory import enough_memory
+from models.training.out_of_memory import enough_memory, leave_spare, room_for_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own
 
@@ -171,3 +171,51 @@ def test_a_model_that_finds_no_room_is_not_there(
 def test_what_torch_says_of_a_cpu_without_memory_is_too_little_memory() -> None:
     with pytest.raises(OutOfMemoryError, match="lower it"), enough_memory("lower it"):
         torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_what_a_gpu_without_memory_says_past_torch_s_allocator_is_too_little_memory(said: str) -> None:
+    """A context, a library's handle, a kernel that is loaded."""
+    with pytest.raises(OutOfMemoryError, match="lower it"), enough_memory("lower it"):
+        raise RuntimeError(said)
+    with pytest.raises(RuntimeError, match="illegal memory"), enough_memory("lower it"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_base_model_that_does_not_fit_is_named(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("models.training.trainable.load_for_training", no_room)
+    with pytest.raises(OutOfMemoryError) as told:
+        Trainer(tiny_plan(tiny_folder), random_examples(2), None, tmp_path, "cpu").run(Reports())
+    assert re.match(r"the base model did not fit into the \d+\.\d\d GiB of cpu", str(told.value.what))
+
+
+def test_a_gpu_that_cannot_even_be_asked_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+    assert room_for_training(torch.device("cuda")) is None
+
+
+def test_of_a_gpu_so_much_stays_free_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, Any]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 50)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    for spare in (0, 100, 2000):
+        leave_spare(torch.device("cuda"), spare)
+    leave_spare(torch.device("cpu"), 100)
+    assert limits == [(0.55, None), (0.0, None)]
+    assert room_for_training(torch.device("cuda"), 100) == 550

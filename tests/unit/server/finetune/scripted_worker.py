@@ -61,7 +61,13 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 class ScriptedTrainer:
     def __init__(
-        self, plan: TrainingPlan, examples: Sequence[Example], *_: Any, source: None, pacer: Pacer | None
+        self,
+        plan: TrainingPlan,
+        examples: Sequence[Example],
+        *_: Any,
+        source: None,
+        pacer: Pacer | None,
+        spare_bytes: int,
     ) -> None:
         self.plan, self.examples, self.folder, self.pacer = plan, examples, _[1], pacer
         path = Path(os.environ["FINE_TUNING_SCRIPT"])

@@ -86,7 +86,7 @@ NO_ROOM = {
 }
 NO_MEMORY = {
     "too large": "Full fine-tuning keeps 9 GiB; cpu has 1 GiB free",
-    "out of memory": "The device has too little memory for the job's batches: 9 tokens did not fit",
+    "out of memory": "The device has too little memory for the job: 9 tokens did not fit",
 }
 
 

@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from server.training.messages import Arguments
+from server.training.messages import Arguments, Unable
 
 ORIGINAL, POSITIONS = 16, 64
 
@@ -44,3 +46,25 @@ def test_longrope_follows_the_engine_s_length_and_not_that_of_the_data(
     assert session.settings.max_length == (max_length or POSITIONS)
     base: Any = session._base.base
     assert base.model.rotary_emb.inv_freq[0] == 1 / factor
+
+
+def test_a_base_model_that_does_not_fit_is_told_in_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.training import worker
+
+    said: list[Any] = []
+    link: Any = SimpleNamespace(send=said.append, receive=lambda: pytest.fail("it serves"))
+    real = torch.nn.Module.to
+
+    def no_room(module: Any, *given: Any, **options: Any) -> Any:
+        if given and given[0] == torch.device("cpu"):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(module, *given, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "to", no_room)
+    worker.serve(Arguments(str(folder), "cpu", None, None, None, None, 64, os.getpid(), 20), link)
+    assert said == [
+        Unable(
+            "The base model cannot be loaded for training: cpu has too little memory for the base model beside what "
+            "else is in it"
+        )
+    ]
