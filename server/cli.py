@@ -222,14 +222,14 @@ def chat(
     """Talk to a server in the terminal. Ctrl-C stops an answer, Ctrl-D or /exit ends."""
     from server.terminal import ChatError, Conversation, connect, first_model, talk
 
-    with connect(url, api_key or ClientSettings().key) as client:
-        try:
+    try:
+        with connect(url, api_key or ClientSettings().key) as client:
             conversation = Conversation(client, model or first_model(client), temperature)
-        except ChatError as error:
-            _refuse([str(error)], EXIT_FAILED)
-        if system is not None:
-            conversation.messages.append({"role": "system", "content": system})
-        raise typer.Exit(talk(conversation, Console()))
+            if system is not None:
+                conversation.messages.append({"role": "system", "content": system})
+            raise typer.Exit(talk(conversation, Console()))
+    except ChatError as error:
+        _refuse([str(error)], EXIT_FAILED)
 
 
 @app.command()

@@ -36,24 +36,33 @@ class Conversation:
         body = {"model": self.model, "messages": [*self.messages, question], "temperature": self.temperature}
         self.cut_off = False
         for event in _stream(self.client, {**body, "stream": True}):
-            self.cut_off |= any(choice.get("finish_reason") == "length" for choice in event.get("choices", ()))
+            self.cut_off |= any(choice.get("finish_reason") == "length" for choice in event.get("choices") or ())
             pieces.append(_text(event))
             yield pieces[-1]
         self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def connect(url: str, api_key: str | None) -> httpx.Client:
+    """Sends nothing yet. Raises ChatError."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     timeout = httpx.Timeout(SILENCE_TIMEOUT, connect=CONNECT_TIMEOUT)
     url = url if "://" in url else f"http://{url}"
-    return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
+    try:
+        return httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=timeout)
+    except httpx.InvalidURL as error:
+        raise ChatError(f"{url} is no URL: {error}") from error
+    except UnicodeEncodeError:
+        raise ChatError("an API key is printable ASCII: it is sent in a header") from None
 
 
 def first_model(client: httpx.Client) -> str:
     with _explained(client):
         reply = client.get("/v1/models")
         _check(reply)
-        return str(reply.json()["data"][0]["id"])
+        try:
+            return str(reply.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise ChatError(f"{reply.url} names no model: give --model, or the URL of another server") from None
 
 
 def talk(conversation: Conversation, console: Console) -> int:
@@ -107,12 +116,12 @@ def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, An
             reply.read()
             _check(reply)
         for line in _lines_of(reply):
-            data = line.removeprefix(b"data: ")
-            if data == line:  # a ping or the blank line between events
+            if not line.startswith(b"data:"):  # a ping or the blank line between events
                 continue
+            data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            yield json.loads(data)
+            yield _event(data)
     raise ChatError("the answer broke off")
 
 
@@ -124,16 +133,32 @@ def _lines_of(reply: httpx.Response) -> Iterator[bytes]:
         yield from (line.removesuffix(b"\r") for line in lines)
 
 
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ChatError(f"the server sent what is no event of an answer: {data[:80]!r}")
+    if event.get("error"):
+        raise ChatError(_message(event["error"]))
+    return event
+
+
 def _text(event: dict[str, Any]) -> str:
-    if "error" in event:
-        raise ChatError(event["error"]["message"])
-    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    return "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())
+
+
+def _message(error: Any) -> str:
+    """Of an error in OpenAI's shape, or in that of servers that send less."""
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or error)
 
 
 def _check(reply: httpx.Response) -> None:
     if reply.is_error:
         try:
-            message = reply.json()["error"]["message"]
+            message = _message(reply.json()["error"])
         except (ValueError, KeyError, TypeError):
             message = f"the server replied {reply.status_code}"
         raise ChatError(message)

@@ -1,6 +1,9 @@
 import io
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
@@ -86,6 +89,72 @@ def test_chat_reports_a_failure_in_the_middle(server: LiveServer) -> None:
     assert result.exit_code == 1
     assert result.stdout == "hello\n"
     assert "The engine stopped." in result.stderr
+
+
+@contextmanager
+def stranger(reply: bytes) -> Iterator[str]:
+    """The URL of a server that answers everything with `reply`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self._answer()
+
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            self.send_response(200)
+            self.send_header("content-length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("reply", [b"<html>", b"[1]", b'{"data": []}', b'{"models": []}'])
+def test_chat_with_a_server_that_names_no_model_is_one_sentence(reply: bytes) -> None:
+    with stranger(reply) as url:
+        result = runner.invoke(app, ["chat", "--url", url], input="hi\n")
+    assert result.exit_code == 1
+    assert result.stderr == f"longwave: {url}/v1/models names no model: give --model, or the URL of another server\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("{broken", "the server sent what is no event of an answer: b'{broken'"),
+        ("[1]", "the server sent what is no event of an answer: b'[1]'"),
+        ('{"error": "no memory"}', "no memory"),
+        ('{"error": {"code": 500}}', "{'code': 500}"),
+    ],
+)
+def test_chat_says_what_another_server_sends_in_place_of_an_answer(event: str, said: str) -> None:
+    with stranger(f"data: {event}\n\n".encode()) as url:
+        result = runner.invoke(app, ["chat", "--url", url, "--model", "theirs"], input="hi\n")
+    assert result.exit_code == 1, result.exception
+    assert result.stderr == f"error: {said}\n"
+
+
+def test_chat_reads_streams_of_servers_that_write_them_otherwise() -> None:
+    events = ({"choices": [{"delta": None}], "error": None}, {"choices": [{"delta": {"content": "hey"}}]}, {"usage": 1})
+    stream = "".join(f"data:{json.dumps(event)}\r\n\r\n" for event in events) + "data:[DONE]\r\n\r\n"
+    with stranger(stream.encode()) as url:
+        result = runner.invoke(app, ["chat", "--url", url, "--model", "theirs"], input="hi\n")
+    assert result.stdout == "hey\n", result.exception
+
+
+@pytest.mark.parametrize("flags", [["--url", "http://[::"], ["--api-key", "\u00e9"]])
+def test_chat_refuses_what_cannot_be_sent_in_one_sentence(flags: list[str]) -> None:
+    result = runner.invoke(app, ["chat", *flags], input="hi\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("longwave: "), result.exception
 
 
 def test_chat_shows_an_answer_with_other_alphabets_line_ends(server: LiveServer) -> None:
