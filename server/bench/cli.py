@@ -20,6 +20,7 @@ from server.bench.offline_cli import latency, throughput
 from server.bench.report_html import page
 from server.bench.report_json import as_json, requests_as_json
 from server.bench.report_table import latency_table, notes, totals_table
+from server.bench.result_files import check_writable
 from server.bench.workload import Conversation, RandomPrompts, SharedDocuments, Workload
 
 Flag = typer.Option
@@ -68,7 +69,7 @@ def serve(
     percentile_metrics: Annotated[str, Flag(help="Some of ttft,tpot,itl,e2el.")] = ",".join(METRICS),
     metric_percentiles: Annotated[str, Flag(help="Such as 90,99.")] = "90,99",
     save_result: Annotated[bool, Flag("--save-result", help="Write the JSON.")] = False,
-    save_detailed: Annotated[bool, Flag("--save-detailed", help="With each request's times.")] = False,
+    save_detailed: Annotated[bool, Flag("--save-detailed", help="The same, with each request's times.")] = False,
     result_dir: Annotated[Path, Flag(help="Where it goes.")] = Path(),
     result_filename: Annotated[Path | None, Flag(help="Its name; implies --save-result.")] = None,
     html: Annotated[Path | None, Flag(help="Write a page with plots.")] = None,
@@ -80,6 +81,10 @@ def serve(
 
     base_url = base_url if "://" in base_url else f"http://{base_url}"
     asked = {name: value for name, value in locals().items() if isinstance(value, str | int | float)}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    result: Path | None = None
+    if save_result or save_detailed or result_filename is not None:
+        result = result_dir / (result_filename or f"longwave-{date.replace(':', '')}.json")
 
     def around(length: int) -> Lengths:
         return Lengths(length, random_range_ratio, random_sigma, max_len)
@@ -100,6 +105,8 @@ def serve(
         warmups = draw(replace(workload, count=num_warmups), seed + 1)
         shape = LoadShape(request_rate, arrival_process, burstiness, max_concurrency, seed)
         extra = parse_object(extra_body)
+        check_writable(result)
+        check_writable(html)
         key = api_key or ClientSettings().key
         name = model or first_model(base_url, key)  # all flags make sense: from here on something is sent
         target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, extra)
@@ -110,17 +117,15 @@ def serve(
         typer.echo(f"longwave: {error}", err=True)
         raise typer.Exit(EXIT_FAILED if isinstance(error, UnreachableError) else EXIT_USAGE) from None
     show(found, metrics, percentiles)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
     rate = "inf" if math.isinf(request_rate) else request_rate
     setup: dict[str, Any] = {"date": date, "model_id": name, **asked, "request_rate": rate, "goodput": limits}
     for unwanted in ("api_key", "model"):
         setup.pop(unwanted, None)
     if html is not None:
         html.write_text(page(found, outcomes, setup, metrics, percentiles))
-    if save_result or result_filename is not None:
-        result = as_json(found, setup, metrics, percentiles) | (requests_as_json(outcomes) if save_detailed else {})
-        path = result_dir / (result_filename or f"longwave-{date.replace(':', '')}.json")
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    if result is not None:
+        figures = as_json(found, setup, metrics, percentiles) | (requests_as_json(outcomes) if save_detailed else {})
+        result.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(EXIT_FAILED if found.failed else 0)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from server.bench.report_json import as_json
 from server.bench.report_table import latency_table, notes, totals_table
+from server.bench.result_files import check_writable
 from server.configuration import ConfigurationError, load_settings
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Flag = typer.Option
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (10.0, 90.0, 99.0)
 
@@ -125,6 +127,11 @@ def _report(measure: Measure, asked: dict[str, Any], output_json: Path | None, e
         for problem in error.problems:
             typer.echo(f"longwave: {problem}", err=True)
         raise typer.Exit(error.exit_code) from None
+    try:
+        check_writable(output_json)
+    except ValueError as error:
+        typer.echo(f"longwave: {error}", err=True)
+        raise typer.Exit(EXIT_USAGE) from None
 
     async def run() -> "tuple[list[Outcome], float]":
         async with offline_engine(settings.engine_config()) as engine:

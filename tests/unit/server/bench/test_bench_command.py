@@ -123,6 +123,36 @@ def test_what_cannot_be_measured_is_refused_though_nobody_is_there(flags: list[s
     assert result.exit_code == 2, result.output
 
 
+@pytest.mark.parametrize("flags", [["--html", "{}"], ["--result-filename", "{}/r.json"], ["--result-dir", "{}/x"]])
+def test_results_that_could_not_be_written_are_refused_before_anything_is_measured(
+    server: LiveServer, tmp_path: Path, flags: list[str]
+) -> None:
+    server.engine.script = ENDLESS
+    (tmp_path / "file").touch()
+    where = tmp_path if flags[0] == "--html" else tmp_path / "file"
+    code, output = bench(server, "--save-result", *(flag.format(where) for flag in flags))
+    assert code == 2, output
+    assert output.startswith(f"longwave: the results cannot be written to {where}")
+    assert server.engine.requests == []
+
+
+def test_figures_of_the_engine_that_could_not_be_written_are_refused_before_it_starts(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["bench", "latency", "--output-json", str(tmp_path)])
+    assert result.exit_code == 2, result.output
+    assert result.stderr == f"longwave: the results cannot be written to {tmp_path}: it is a folder\n"
+
+
+def test_the_folder_of_results_is_made_and_times_of_requests_are_asked_for_by_one_flag(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    server.engine.script = ENDLESS
+    folder = tmp_path / "of" / "today"
+    code, output = bench(server, "--save-detailed", "--result-dir", str(folder))
+    assert code == 0, output
+    (file,) = folder.iterdir()
+    assert len(json.loads(file.read_text())["ttfts"]) == 6
+
+
 def test_bad_settings_of_the_engine_exit_3() -> None:
     result = runner.invoke(app, ["bench", "latency", "--dtype", "float8"])
     assert result.exit_code == 3
