@@ -43,13 +43,13 @@ class Load:
 
 
 async def chats(client: StreamClient, load: Load, vocabulary: int, seed: int) -> Measurement:
-    """So many streams, each asking the next question when it has its answer, until the time is over."""
+    """So many streams, each asking the next question when it has its answer, until the time is over; one at least."""
     words = random.Random(seed)
     begin = time.perf_counter()
 
     async def stream() -> list[Outcome]:
-        outcomes = []
-        while time.perf_counter() - begin < load.seconds:
+        outcomes: list[Outcome] = []
+        while not outcomes or time.perf_counter() - begin < load.seconds:
             prompt = [words.randrange(3, vocabulary) for _ in range(load.prompt)]
             outcomes.append(await client.complete(Turn(prompt, load.prompt, load.answer)))
         return outcomes

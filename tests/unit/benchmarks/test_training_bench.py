@@ -4,15 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import model_folder
+from benchmarks import model_folder, training_longest
 from benchmarks.model_folder import TINY
 from benchmarks.training import load
-from benchmarks.training_longest import GRANULE, predict
-from benchmarks.training_steps import Results, contenders, one_step, random_example, step_times
+from benchmarks.training_longest import GRANULE, longest, predict
+from benchmarks.training_steps import Results, Step, contenders, one_step, random_example, step_times
+from models.training import OutOfMemoryError
 from models.training.optimizer import Optimizer
 from models.training.trainable import TrainableModel
 
@@ -97,6 +100,42 @@ def test_the_longest_length_is_where_the_line_through_two_peaks_meets_the_memory
     assert predict((100, 10_000), (200, 20_000), 100 * (3 * GRANULE + 5)) == 3 * GRANULE
     assert predict((100, 10_000), (200, 20_000), 0) == GRANULE
     assert predict((100, 5), (200, 5), 10) == 200
+
+
+def test_every_length_that_is_tried_is_told(model: TrainableModel) -> None:
+    told = []
+    racers = {"longwave": contenders(model)["longwave"]}
+
+    def hear(text: str, results: Results) -> None:
+        told.append({**results["longwave"]})
+
+    found = longest(model, racers, 64, hear)["longwave"]
+    assert [[tokens for tokens, _ in row["peak_bytes"]] for row in told] == [[32], [32, 64], [32, 64]]
+    assert told[-1] == found
+    assert found["predicted_tokens"] >= 64
+
+
+def test_a_length_that_does_not_fit_is_told_and_shorter_ones_are_tried(
+    model: TrainableModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose memory ends above 7 times the granule; predicted were 9."""
+
+    def step(_model: Any, _racer: Any, example: Any, _optimizer: Any) -> Step:
+        if len(example) > 7 * GRANULE:
+            raise OutOfMemoryError("too many")
+        return Step(1.0, 0.0, 10 * len(example))
+
+    monkeypatch.setattr(training_longest, "one_step", step)
+    monkeypatch.setattr(training_longest, "Optimizer", lambda *_, **__: None)
+    monkeypatch.setattr(training_longest, "room_for_training", lambda _device: 10 * 10 * GRANULE)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), parameters={}, config=model.config)
+    told = []
+    found = longest(gpu, {"it": contenders(model)["torch"]}, GRANULE, lambda _, results: told.append({**results["it"]}))
+    assert (found["it"]["predicted_tokens"], found["it"]["longest_tokens"]) == (9 * GRANULE, 7 * GRANULE)
+    assert found["it"]["too_long_tokens"] == [9 * GRANULE, 8 * GRANULE]
+    assert told[-1] == found["it"]
+    assert len(told) == 6
 
 
 def test_the_script_writes_what_it_ran_on(tmp_path: Path) -> None:
