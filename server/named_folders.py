@@ -13,7 +13,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk may be full: what is there is serv
 
 def problems(settings: Settings) -> list[str]:
     """A line each. What is missing is made; the default data directory is not, before somebody uploads something."""
-    return [*_data(settings), *_blocks(settings.kv_offload_dir)]
+    return [*_data(settings), *_blocks(settings.kv_offload_dir), *_adapters(settings)]
 
 
 def _data(settings: Settings) -> list[str]:
@@ -40,3 +40,15 @@ def _blocks(folder: Path | None) -> list[str]:
     except (OSError, ValueError) as error:
         return [f"kv-offload-dir: {folder} cannot hold KV blocks: {error}"]
     return []
+
+
+def _adapters(settings: Settings) -> list[str]:
+    """What an adapter's files say is looked at beside the model that it changes, later."""
+    found = [
+        f"lora-modules: {name}: {folder} is no folder"
+        for name, folder in settings.lora_folders.items()
+        if not folder.is_dir()
+    ]
+    if settings.lora_dir is not None and not settings.lora_dir.is_dir():
+        found.append(f"lora-dir: {settings.lora_dir} is no folder")
+    return found

@@ -21,6 +21,8 @@ def _comma_separated(value: Any) -> Any:
 def _names_are_names(names: tuple[str, ...]) -> tuple[str, ...]:
     if any(not name or len(name) > 256 for name in names):
         raise ValueError("a served model name has 1 to 256 characters")
+    if len(set(names)) != len(names):
+        raise ValueError("a name is given twice")
     return names
 
 

@@ -12,7 +12,7 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K, description="0 or -1: off.")]
 MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=2)]  # logits divided by much less are infinite
 
 
 class SamplingDefaults(BaseModel):

@@ -113,6 +113,14 @@ def test_a_user_without_a_home_has_to_name_a_data_directory(tmp_path: Path, monk
     assert line == "data-dir: this user has no home directory, so a folder has to be named"
 
 
+def test_adapters_are_in_folders(tmp_path: Path) -> None:
+    make_file(tmp_path / "file")
+    asked = {"enable_lora": True, "lora_modules": (f"a={tmp_path / 'none'}", f"b={tmp_path}"), "lora_dir": tmp_path}
+    assert named_folders.problems(settings(**asked)) == [f"lora-modules: a: {tmp_path / 'none'} is no folder"]
+    asked |= {"lora_modules": (f"b={tmp_path}",), "lora_dir": tmp_path / "file"}
+    assert named_folders.problems(settings(**asked)) == [f"lora-dir: {tmp_path / 'file'} is no folder"]
+
+
 def test_a_start_is_refused_with_all_of_them_and_the_model(tmp_path: Path) -> None:
     make_file(tmp_path / "file")
     flags = ["--data-dir", tmp_path / "file", "--kv-offload-gb", 1, "--kv-offload-dir", tmp_path / "file"]

@@ -132,6 +132,7 @@ def test_every_trainer_gets_its_share(share: float) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
+        ({"served_model_name": "a,b,a"}, "a name is given twice"),
         ({"lora_modules": "a=b"}, "need enable-lora"),
         ({"allow_runtime_lora_updating": True, "lora_dir": "/a"}, "need enable-lora"),
         ({"enable_lora": True, "allow_runtime_lora_updating": True}, "needs lora-dir"),

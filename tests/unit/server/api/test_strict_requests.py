@@ -63,6 +63,11 @@ def test_hostile_numbers_in_completions_are_400(server: LiveServer, field: str, 
     refused(server, "/v1/completions", {**TEXT, field: value})
 
 
+@pytest.mark.parametrize("value", [0, 1e-300, 1e-40, 0.009])
+def test_a_repetition_penalty_that_makes_logits_infinite_is_400(server: LiveServer, value: float) -> None:
+    assert refused(server, "/v1/completions", {**TEXT, "repetition_penalty": value})["param"] == "repetition_penalty"
+
+
 @pytest.mark.parametrize("field", [*CHAT_BOUNDS, "seed", "stop", "logit_bias", "stream", "logprobs", "stop_token_ids"])
 def test_null_means_default(server: LiveServer, field: str) -> None:
     with server.client() as client:
