@@ -1,7 +1,7 @@
 """Text deltas -> /v1/completions replies, whole or in chunks. Must not know sockets or SSE."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
 from server.schemas.usage import UsageInfo
@@ -17,7 +17,6 @@ class CompletionReply:
     echoes: Sequence[str]  # the prompt's text in front of each choice, or ""
     logprobs: bool
     include_usage: bool
-    _offsets: dict[int, int] = field(default_factory=dict)  # characters that a choice's logprobs have covered
 
     def opening(self) -> Iterable[str]:
         for index, echo in enumerate(self.echoes):
@@ -56,11 +55,7 @@ class CompletionReply:
         ).model_dump_json()
 
     def _logprobs(self, delta: TextDelta) -> CompletionLogprobs | None:
-        if not self.logprobs:
-            return None
-        offset = self._offsets.get(delta.index, 0)
-        self._offsets[delta.index] = offset + sum(len(detail.chosen.text) for detail in delta.details)
-        return CompletionLogprobs.of(delta.details, offset)
+        return CompletionLogprobs.of(delta.details) if self.logprobs else None
 
     def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> str:
         chunk = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)

@@ -62,16 +62,12 @@ class CompletionLogprobs(WireModel):
     text_offset: list[int]
 
     @classmethod
-    def of(cls, details: tuple[TokenDetail, ...], offset: int) -> "CompletionLogprobs":
-        offsets = []
-        for detail in details:
-            offsets.append(offset)
-            offset += len(detail.chosen.text)
+    def of(cls, details: tuple[TokenDetail, ...]) -> "CompletionLogprobs":
         return cls(
             tokens=[detail.chosen.text for detail in details],
             token_logprobs=[detail.chosen.logprob for detail in details],
             top_logprobs=[_top(detail) for detail in details],
-            text_offset=offsets,
+            text_offset=[detail.offset for detail in details],
         )
 
 

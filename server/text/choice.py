@@ -30,6 +30,7 @@ class TokenDetail:
 
     chosen: Candidate
     top: tuple[Candidate, ...]
+    offset: int  # characters of the choice's text before it: fewer than its tokens' spellings where some are hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class ChoiceText:
         self._detokenizer = detokenizer_for(tokenizer, prompt_token_ids)
         self._stop = StopMatcher(stop)
         self._min_tokens = min_tokens
+        self._num_characters = 0  # whole ones, of the tokens so far, also those that may begin a stop string
 
     def feed(self, delta: TokenDelta) -> TextDelta:
         if delta.finish_reason in ("abort", "error"):
@@ -83,6 +85,7 @@ class ChoiceText:
 
     def _text_of(self, token_id: int) -> tuple[str, bool]:
         text = self._detokenizer.feed((token_id,))
+        self._num_characters += len(text)
         if self.num_tokens <= self._min_tokens:  # too early to stop: as vLLM, such text is not searched
             return text, False
         result = self._stop.feed(text)
@@ -94,7 +97,7 @@ class ChoiceText:
 
     def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
         top = tuple(self._candidate(token, logprob) for token, logprob in logprobs.top)
-        return TokenDetail(self._candidate(token_id, logprobs.logprob), top)
+        return TokenDetail(self._candidate(token_id, logprobs.logprob), top, self._num_characters)
 
     def _candidate(self, token_id: int, logprob: float) -> Candidate:
         spelled = self._tokenizer.token_bytes(token_id)

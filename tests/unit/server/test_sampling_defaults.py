@@ -36,7 +36,9 @@ def test_vllm_means_neutral() -> None:
     assert (got.temperature, got.top_p, got.top_k) == (1.0, 1.0, 0)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 5.0}, {"top_p": -0.1}, {"top_k": 0.5}, {"repetition_penalty": 0.001}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 5.0}, {"top_p": -0.1}, {"top_k": 0.5}, {"repetition_penalty": 0.001}]
+)
 def test_sampling_that_no_request_could_ask_for_fails_the_start(
     wrong: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -178,7 +178,7 @@ def test_every_number_is_bounded() -> None:
 NUMBERS = sorted(name for name, field in Settings.model_fields.items() if field.annotation in (int, float, int | None))
 
 
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@hypothesis_settings(suppress_health_check=list(HealthCheck), max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(NUMBERS), st.one_of(st.integers(), st.floats(), st.text(), st.none())))
 def test_any_configuration_is_accepted_or_refused_with_reasons(flags: dict[str, Any]) -> None:
     try:

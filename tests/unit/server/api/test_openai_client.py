@@ -151,6 +151,13 @@ def test_completion_logprobs_have_openais_shape(client: openai.OpenAI) -> None:
     assert [offset for chunk in chunks for offset in chunk.choices[0].logprobs.text_offset] == [0, 1, 2]
 
 
+def test_offsets_of_logprobs_are_places_in_the_text(server: LiveServer, client: openai.OpenAI) -> None:
+    server.engine.script = Script(text="é!?".encode())
+    choice = client.completions.create(model="tiny", prompt="hi", max_tokens=4, logprobs=0).choices[0]
+    assert choice.logprobs.tokens == ["\ufffd", "\ufffd", "!", "?"]
+    assert choice.logprobs.text_offset == [0, 0, 1, 2]
+
+
 def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == 4096

@@ -49,6 +49,16 @@ def test_logprobs_are_cut_with_the_text(tokenizer: TextTokenizer) -> None:
     assert [detail.chosen.text for detail in result.details] == ["a", "b"]
 
 
+def test_offsets_count_characters_of_the_text(tokenizer: TextTokenizer) -> None:
+    token_ids = [*"aé🌍".encode(), EOS, *b"b!"]
+    choice = ChoiceText(tokenizer, 0, stop=["b"])
+    logprobs = [TokenLogprobs(-1.0, 1, ()) for _ in token_ids]
+    first = choice.feed(TokenDelta("r", token_ids[:4], logprobs[:4]))
+    second = choice.feed(TokenDelta("r", token_ids[4:], logprobs[4:]))
+    assert first.text + second.text == "aé🌍"
+    assert [detail.offset for detail in (*first.details, *second.details)] == [0, 1, 1, 2, 2, 2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_the_engine_gave_up_is_a_failure(tokenizer: TextTokenizer, reason: str) -> None:
     with pytest.raises(RequestFailedError):
