@@ -12,6 +12,7 @@ from functools import partial
 from server.engine.adapter_registry import AdapterInfo, AdapterRegistry
 from server.engine.config import EngineConfig
 from server.engine.deaths import DEATH_WINDOW, MAX_DEATHS, Deaths
+from server.engine.lives import Lives
 from server.engine.messages import (
     AbortRequests,
     AdapterLoaded,
@@ -55,7 +56,8 @@ class EngineClient:
     ) -> None:
         self.config = config
         self.times = times
-        self.stats: EngineStats | None = None
+        self.stats: EngineStats | None = None  # counters are of all engines so far
+        self._lives = Lives()
         self._engine: EngineProcess | None = None
         self._ready: asyncio.Future[EngineReady] | None = None  # of this life, or of the next while there is one
         self._streams = OpenStreams()
@@ -202,7 +204,7 @@ class EngineClient:
                     if self.times is not None:
                         self.times(message)
                 case EngineStats():
-                    self.stats = message
+                    self.stats = self._lives.report(message)
                 case RequestFailed(request_id=request_id, code=code, message=text):
                     self._streams.fail(request_id, from_code(code, text))
                 case EngineReady(num_blocks=num_blocks):
@@ -231,7 +233,7 @@ class EngineClient:
         """From now on nobody is ready, until a next engine says so; what was open has failed."""
         if self.is_ready:
             self._ready = asyncio.get_running_loop().create_future()
-        self.stats = None  # what a dead engine had running, nobody has
+        self.stats = self._lives.end()
         if self._restoring is not None:
             self._restoring.cancel()
         self._adapters.lose()

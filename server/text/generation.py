@@ -95,6 +95,7 @@ class Generation:
         self._was_read = asyncio.Event()
         self._running = len(requests)
         self._ended = False  # the queue's last item is in it
+        self._failed = False  # not by its reader, who may leave
         self._closed = False
         self._tasks = [asyncio.create_task(self._run(index)) for index in range(len(requests))]
 
@@ -119,6 +120,7 @@ class Generation:
     def fail(self, error: LongwaveError) -> None:
         """Ends it now: the reader gets what was already generated, then `error`."""
         if not self._ended:
+            self._failed = True
             self._end(error)
             for task in self._tasks:
                 task.cancel()
@@ -134,7 +136,7 @@ class Generation:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
             for _ in range(self._running):
-                self._metrics.finished("abort")
+                self._metrics.finished("error" if self._failed else "abort")
             self._metrics.max_generation_tokens.observe(max(choice.num_tokens for choice in self._choices))
             self._reservation.close()
 

@@ -77,13 +77,17 @@ def test_ends_are_counted_by_reason(server: LiveServer) -> None:
         )
         return float(found[1]) if found else 0.0
 
-    before = {reason: count(reason) for reason in ("stop", "length", "abort")}
+    before = {reason: count(reason) for reason in ("stop", "length", "abort", "error")}
     with server.client() as client:
         client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
         server.engine.script = Script(fail_after=1)
         client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        server.engine.script = Script(hold_after=2)
+        with client.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}) as reply:
+            next(reply.iter_lines())
     wait_until(lambda: count("abort") == before["abort"] + 1)
+    assert count("error") == before["error"] + 1
     assert (count("stop"), count("length")) == (before["stop"] + 1, before["length"] + 1)
 
 
