@@ -34,8 +34,8 @@ ENDED = ("succeeded", "failed", "cancelled")
 LIMIT = 900.0  # seconds for a job: the machine may be busy
 
 
-def serving(folder: Path, *model: str) -> ServerProcess:
-    return ServerProcess(*FLAGS, "--data-dir", str(folder), *model)
+def serving(folder: Path, *flags: str, device: str = "cpu") -> ServerProcess:
+    return ServerProcess(*FLAGS, "--data-dir", str(folder), *flags, device=device)
 
 
 def create(client: openai.OpenAI, content: bytes = CONTENT, **options: Any) -> Any:
