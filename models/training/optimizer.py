@@ -40,15 +40,18 @@ class Optimizer:
         return sum(parameter.numel() for parameter in self._parameters.values())
 
     def step(self, learning_rate: float) -> float:
-        """One update; returns the gradient's norm. When that is not finite, nothing is changed."""
+        """One update; returns the gradient's norm. When that is not finite, nothing is changed. The gradient is used
+        up, also when this fails."""
         masters = list(self._masters.values())
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
-        if math.isfinite(norm):
-            for group in self._adam.param_groups:
-                group["lr"] = learning_rate
-            self._adam.step()
-            self._copy_to_model()
-        self._adam.zero_grad(set_to_none=True)
+        try:
+            norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
+            if math.isfinite(norm):
+                for group in self._adam.param_groups:
+                    group["lr"] = learning_rate
+                self._adam.step()
+                self._copy_to_model()
+        finally:
+            self._adam.zero_grad(set_to_none=True)
         return norm
 
     def discard_gradients(self) -> None:

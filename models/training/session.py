@@ -172,7 +172,7 @@ class TrainingSession:
 
     def optim_step(self, name: str, params: AdamParams) -> float:
         """The gradient's norm, before clipping. The gradient is used up, whatever happens. Raises KeyError, PlanError
-        when there is none, DivergedError when it is not finite; nothing is changed then."""
+        when there is none, DivergedError when it is not finite, OutOfMemoryError; nothing is changed then."""
         model = self._models[name]
         broken, accumulated = model.broken, model.accumulated
         model.broken, model.accumulated = None, 0
@@ -180,7 +180,8 @@ class TrainingSession:
             raise PlanError(f"no step was taken: a forward_backward since the last one has failed ({broken})")
         if not accumulated:
             raise PlanError("no step was taken: there was no forward_backward since the last one")
-        norm = model.optimizer.step_with(params)
+        with enough_memory(f"{self.device} has too little memory for this step: unload a model, or lower its rank"):
+            norm = model.optimizer.step_with(params)
         if not math.isfinite(norm):
             raise DivergedError(f"no step was taken: the gradient's norm is {norm}")
         model.steps += 1
@@ -238,9 +239,8 @@ class TrainingSession:
             total += value
             clipped += 0 if sums.clipped is None else int(sums.clipped)
             outputs.update(zip(batch.packed.indices, logprobs.detach().cpu().split(batch.packed.learnt), strict=True))
-        tokens = sum(len(datum) for datum in data)
         ordered = tuple(outputs[index] for index in range(len(data)))
-        return LossReport(total, tokens, clipped if loss == "ppo" else None, ordered)
+        return LossReport(total, sum(map(len, data)), clipped if loss == "ppo" else None, ordered)
 
     def _enough_memory(self) -> AbstractContextManager[None]:
         return enough_memory(

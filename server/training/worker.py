@@ -94,8 +94,11 @@ def answer(session: TrainingSession, command: Command) -> Done | Failed:
     """Raises what leaves the process unfit to go on."""
     import torch
 
+    from models.training.out_of_memory import enough_memory
+
     try:
-        return carry_out(session, command)
+        with enough_memory("the server has too little memory for this call"):
+            return carry_out(session, command)
     except torch.AcceleratorError:
         raise  # every later call would fail, too
     except Exception as error:

@@ -145,6 +145,26 @@ def test_a_run_that_fails_is_repeated_with_the_same_bits(
         assert result(again) == result(alone)
 
 
+def test_a_step_that_finds_no_memory_is_told_and_has_used_the_gradient_up(
+    session: TrainingSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    session.forward_backward("train-a", data(40, 40), "cross_entropy")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", no_room)
+        with pytest.raises(OutOfMemoryError, match="too little memory for this step"):
+            session.optim_step("train-a", STEP)
+    with pytest.raises(PlanError, match="there was no forward_backward"):
+        session.optim_step("train-a", STEP)
+    norms = []
+    for name in ("train-a", "train-b"):
+        session.forward_backward(name, data(31, 45), "cross_entropy")
+        norms.append(session.optim_step(name, STEP))
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize(("owner", "place"), [(torch.nn.init, "kaiming_uniform_"), (torch, "zeros_like")])
 def test_a_model_that_finds_no_room_is_not_there(
     session: TrainingSession, monkeypatch: pytest.MonkeyPatch, owner: Any, place: str
