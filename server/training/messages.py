@@ -70,6 +70,7 @@ class Unable(msgspec.Struct, frozen=True, tag=True):
     """The base model cannot be trained here; the process ends."""
 
     message: str
+    no_memory: bool = False  # now
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
