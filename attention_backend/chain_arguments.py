@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from attention_backend.checks import check_tensor
 from attention_backend.heuristics.layer_chain import MOST_ROWS
 from attention_backend.layers import ACTIVATIONS
 from attention_backend.metadata import KVPages
@@ -42,6 +44,16 @@ class NextAttention:
     slot_mapping: Tensor  # int64 [rows]
     cos: Tensor  # float32 [rows, rotary_dim / 2]
     sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAttention:
+    """The attention in front of a chain: one query row a sequence against all keys in its pages, its own too."""
+
+    pages: KVPages  # of the rows' dtype
+    block_table: Tensor  # int32 [rows, max_blocks]
+    seq_lens: Tensor  # int32 [rows]
+    softmax_scale: float
 
 
 def check_chain(attended: Tensor, residual: Tensor, weights: ChainWeights, options: ChainOptions) -> None:
@@ -85,3 +97,18 @@ def check_attention(attended: Tensor, weights: ChainWeights, attention: NextAtte
     q, k = (one.expand(rows, heads, head_dim) for heads in (attention.num_heads, num_kv_heads))
     check_rotary_store(q, k, k, pages.k, pages.v, attention.slot_mapping, attention.cos, attention.sin)
     check_pages(q, pages.k, pages.v, pages.k_scale, pages.v_scale)
+
+
+def check_own(queries: Tensor, own: OwnAttention) -> None:
+    """Of queries `[rows, heads, head_dim]`; TypeError for dtypes."""
+    if queries.dim() != 3:
+        raise ValueError(f"queries must be [rows, heads, head_dim], got {tuple(queries.shape)}")
+    (rows, heads, head_dim), pages = queries.shape, own.pages
+    check_tensor("k_cache", pages.k, queries.dtype, (None, None, None, head_dim), queries.device)
+    check_tensor("v_cache", pages.v, queries.dtype, tuple(pages.k.shape), queries.device)
+    if pages.k.shape[1] == 0 or heads % pages.k.shape[1]:
+        raise ValueError(f"{heads} query heads are no multiple of {pages.k.shape[1]} key heads")
+    check_tensor("block_table", own.block_table, torch.int32, (rows, None), queries.device)
+    check_tensor("seq_lens", own.seq_lens, torch.int32, (rows,), queries.device)
+    if own.block_table.shape[1] == 0 or own.block_table.stride(1) != 1 or not own.seq_lens.is_contiguous():
+        raise ValueError("block_table must have columns, and its rows and seq_lens must be contiguous")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from attention_backend import jit
+from attention_backend.heuristics.layer_chain import ChainHeads
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 
 
@@ -27,6 +28,7 @@ class ChainStep(NamedTuple):
     activation: str
     unit_offset: bool
     to_pages: bool
+    heads: ChainHeads | None  # of the attention in front, where it may be part of it
 
 
 def prepare_step_kernels(
@@ -66,6 +68,7 @@ def prepare_chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp
         for variant in variants_of(
             dtype, chain.activation, chain.attended_width, chain.width, chain.gated_width,
             unit_offset=chain.unit_offset, store=pages if chain.to_pages else Store.NOTHING,
+            heads=None if fp8_kv else chain.heads,
         )
     )  # fmt: skip
     return len(jit.build_variants(variants, jit.default_cache()))

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_backend.heuristics.layer_chain import MOST_KEYS
 from attention_backend.metadata import PagedMetadata
 from models.batch import NO_ADAPTER
 from models.inputs import StepInputs, StepTensors
@@ -122,7 +123,7 @@ def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, ma
             slot_mapping=fields.slot_mapping,
             num_decodes=shape.decodes,
             max_seqlen_q=max(1, shape.longest),
-            max_seqlen_k=max_model_len,
+            max_seqlen_k=max_model_len if shape.any_length else min(max_model_len, MOST_KEYS),
             decodes_here=here,
         ),
         sample_slots=np.empty(0, np.int64),

@@ -50,6 +50,7 @@ class StepGraphs:
             shape
             for shape in self._shapes
             if with_sharing
+            and shape.any_length
             and shape.decodes > 1
             and (shape.only_decodes or shape.decodes == min(most_decodes, shape.rows))
         }

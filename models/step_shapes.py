@@ -6,6 +6,7 @@ their own, which read the padding page."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attention_backend.heuristics.layer_chain import MOST_KEYS, MOST_ROWS
 from models.step_rows import StepRows
 
 #: Sequences of graphs of decodes: padding is at most a third of a batch.
@@ -30,6 +31,7 @@ class StepNeeds:
     longest: int  # of the others
     samples: int
     all_sampled: bool  # every sequence
+    most_keys: int = 0  # of a sequence
 
     @classmethod
     def of(cls, rows: StepRows) -> "StepNeeds":
@@ -41,6 +43,7 @@ class StepNeeds:
             longest=int(rows.lengths[decodes:].max(initial=0)),
             samples=int((rows.drafts + 1)[rows.sampled].sum()),
             all_sampled=bool(rows.sampled.all()),
+            most_keys=int(rows.totals.max(initial=0)),
         )
 
 
@@ -54,6 +57,7 @@ class StepShape:
     longest: int  # rows of one of those
     samples: int  # rows whose next token is wanted
     few_rows: bool = False  # others may have one row, too: all of them are so short that a decode kernel serves them
+    any_length: bool = True  # or sequences of up to MOST_KEYS keys
 
     @property
     def sequences(self) -> int:
@@ -77,6 +81,8 @@ class StepShape:
         decodes = self.decodes_in_front(step.decodes)
         if step.rows > self.rows or decodes > self.decodes or step.samples > self.samples:
             return False
+        if not self.any_length and step.most_keys > MOST_KEYS:
+            return False
         others = step.others + step.decodes - decodes
         if self.only_decodes:
             return others == 0 and step.all_sampled
@@ -84,9 +90,10 @@ class StepShape:
 
 
 def decode_shapes(max_num_seqs: int) -> list[StepShape]:
-    """Decodes and nothing else."""
+    """Decodes and nothing else; few ones of few keys apart, as a layer's chain begins with their attention."""
     sizes = [*(size for size in DECODES if size < max_num_seqs), max_num_seqs]
-    return [StepShape(size, size, 0, 0, size) for size in sizes]
+    short = [StepShape(size, size, 0, 0, size, any_length=False) for size in sizes if size <= MOST_ROWS]
+    return short + [StepShape(size, size, 0, 0, size) for size in sizes]
 
 
 def draft_shapes(max_num_seqs: int, max_drafts: int) -> list[StepShape]:

@@ -16,6 +16,23 @@ WARPS = (11, 10, 9, 8, 6, 4)
 _TILES = 2
 
 
+_LANES = 32
+
+#: What the attention in front of a chain takes.
+HEAD_DIMS = (32, 64, 96, 128)
+MOST_HEADS = 8  # query heads a key head
+MOST_KEYS = 4096  # of a row, where it is worth it: more are read faster by a kernel of their own
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHeads:
+    """Of the attention in front of a chain."""
+
+    group: int  # query heads a key head
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class ChainConfig:
     """A block has `num_warps` warps that compute, beside one that loads, and a ring of tiles of 16 weight rows and
@@ -43,16 +60,23 @@ class ChainConfig:
         """Sums of two groups, of up to 4 rows, squares of rows, barriers."""
         return self.num_warps * (2 * 4 * _TILE_ROWS + 4) * 4 + 1024
 
-    def smem_bytes(self, rows: int, width: int, widest: int) -> int:
-        """Dynamic; `width`: of a residual's row; `widest`: of any input's."""
+    def smem_bytes(self, rows: int, width: int, widest: int, heads: ChainHeads | None = None) -> int:
+        """Dynamic; `width`: of a residual's row; `widest`: of any input's; `heads`: of the attention in front."""
         padded = -(-widest // self.columns) * self.columns
-        return _ALIGNMENT + self.stages * self.tile_bytes + (rows * (padded + _PAD) + width) * _ELEMENT
+        inputs = (rows * (padded + _PAD) + width) * _ELEMENT
+        sums = 0 if heads is None else self.num_warps * (-(-heads.group * (heads.head_dim + 6) // 4) * 16)
+        return _ALIGNMENT + self.stages * self.tile_bytes + max(inputs, sums)
 
 
-def chain_config(rows: int, width: int, widest: int) -> ChainConfig | None:
+def chain_config(rows: int, width: int, widest: int, heads: ChainHeads | None = None) -> ChainConfig | None:
     """None: the inputs leave too little shared memory for a ring of weights."""
     for warps in WARPS:
         config = ChainConfig(num_warps=warps)
-        if config.smem_bytes(rows, width, widest) + config.static_bytes <= SHARED_MEMORY["sm_90a"]:
+        if config.smem_bytes(rows, width, widest, heads) + config.static_bytes <= SHARED_MEMORY["sm_90a"]:
             return config
     return None
+
+
+def attention_parts(blocks: int, pairs: int) -> int:
+    """Blocks that share the keys of each of so many pairs of a row and a key head: a lane reads what one leaves."""
+    return max(1, min(_LANES, blocks // pairs))

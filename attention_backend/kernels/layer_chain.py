@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from attention_backend.errors import UnsupportedError
-from attention_backend.heuristics.layer_chain import MOST_ROWS, WARPS, ChainConfig, chain_config
+from attention_backend.heuristics.layer_chain import MOST_ROWS, WARPS, ChainConfig, ChainHeads, chain_config
 from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device, workspace
+from attention_backend.kernels.chain_attention import Attending, ChainAttention, refuses_heads, takes_heads
 from attention_backend.kernels.chain_store import ChainStore, Pages, Store
 from attention_backend.kernels.gated_activation import ACTIVATIONS
 from attention_backend.kernels.params import pointer
@@ -22,6 +23,7 @@ from attention_backend.kernels.tensor_map import TensorMap, packed_columns_map
 _ARCH = "sm_90a"
 _PHASES = 4
 _BOX_ROWS = 8
+_COUNT = 4  # words that keep a count, so that vectors may follow
 _SHARE = 32  # words that a block hands over of each row of a phase
 
 
@@ -36,14 +38,21 @@ class ChainParams(ctypes.Structure):
         *((name, c_uint32) for name in ("stages", "in_flight")),
         *((name, c_float) for name in ("eps_mlp", "eps_next")),
         ("store", ChainStore),
-        ("_alignment", ctypes.c_char * 16),
+        ("attention", ChainAttention),
+        ("_alignment", ctypes.c_char * 32),
     )
 
 
 def refuses(
-    where: torch.device, dtype: torch.dtype, attended_width: int, width: int, gated_width: int, rows: int
+    where: torch.device,
+    dtype: torch.dtype,
+    attended_width: int,
+    width: int,
+    gated_width: int,
+    rows: int,
+    heads: ChainHeads | None = None,
 ) -> str | None:
-    """Why so many rows of these widths have no kernel there; None: they have one."""
+    """Why so many rows of these widths have no kernel there; None: they have one. `heads`: with attention in front."""
     if dtype not in DTYPES:
         return f"it takes bfloat16 and float16, not {dtype}"
     if device.arch(where.index or 0) != _ARCH:
@@ -52,14 +61,20 @@ def refuses(
         return f"rows of {attended_width}, {width} and {gated_width} elements: it takes multiples of {VECTOR}"
     if rows > MOST_ROWS:
         return f"{rows} rows: it takes {MOST_ROWS} at most"
-    if chain_config(rows, width, max(attended_width, width, gated_width)) is None:
+    if chain_config(rows, width, max(attended_width, width, gated_width), heads) is None:
         return f"{rows} rows of {max(attended_width, width, gated_width)} elements leave no room for weights"
-    return None
+    return None if heads is None else refuses_heads(heads, rows, device.num_sms(where.index or 0))
 
 
 @cache
 def variant(
-    dtype: torch.dtype, activation: str, config: ChainConfig, *, unit_offset: bool, store: Store = Store.NOTHING
+    dtype: torch.dtype,
+    activation: str,
+    config: ChainConfig,
+    *,
+    unit_offset: bool,
+    store: Store = Store.NOTHING,
+    heads: ChainHeads | None = None,
 ) -> KernelVariant:
     """`stages` and what is in flight are parameters: such configurations share a kernel."""
     defines = (
@@ -70,6 +85,8 @@ def variant(
         ("COLS", config.columns),
         ("BOX_ROWS", _BOX_ROWS),
         ("STORE", store.value),
+        ("GROUP", 0 if heads is None else heads.group),
+        ("HEAD_DIM", 0 if heads is None else heads.head_dim),
     )
     return KernelVariant("layer_chain_sm90", _ARCH, defines, hot=True)
 
@@ -83,12 +100,16 @@ def variants_of(
     *,
     unit_offset: bool,
     store: Store,
+    heads: ChainHeads | None = None,
 ) -> Iterator[KernelVariant]:
-    """The kernels of every number of rows that a layer of these sizes has some for."""
+    """The kernels of every number of rows that a layer of these sizes has some for: with `heads` those that begin with
+    its attention, too."""
+    fronts = [None] if heads is None or not takes_heads(heads) else [None, heads]
     for rows in range(1, MOST_ROWS + 1):
-        config = chain_config(rows, width, max(attended_width, width, gated_width))
-        if config is not None:
-            yield variant(dtype, activation, config, unit_offset=unit_offset, store=store)
+        for front in fronts:
+            config = chain_config(rows, width, max(attended_width, width, gated_width), front)
+            if config is not None:
+                yield variant(dtype, activation, config, unit_offset=unit_offset, store=store, heads=front)
 
 
 def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[KernelVariant]:
@@ -102,6 +123,9 @@ def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[K
     yield variant(other, "silu", config, unit_offset=False, store=Store.PAGES)
     yield variant(main, "gelu_tanh", config, unit_offset=True, store=Store.PAGES)
     yield variant(main, "gelu", config, unit_offset=False)
+    for heads in (ChainHeads(4, 8, 128), ChainHeads(7, 2, 64), ChainHeads(1, 32, 96)):
+        yield variant(main, "silu", config, unit_offset=False, store=Store.PAGES, heads=heads)
+    yield variant(other, "silu", config, unit_offset=False, heads=ChainHeads(8, 8, 128))
 
 
 def layer_chain(
@@ -121,15 +145,19 @@ def layer_chain(
     unit_offset: bool,
     early: bool = False,
     pages: Pages | None = None,
+    attending: Attending | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of up to MOST_ROWS rows; see `attention_backend.layer_chain`. Returns the next residual and the projections; with
-    `pages` the turned queries `[rows, heads, head_dim]` of them, whose keys and values are stored.
+    `pages` the turned queries `[rows, heads, head_dim]` of them, whose keys and values are stored. With `attending`
+    attended is queries `[rows, heads, head_dim]`.
 
     `early`: may start before the previous kernel has ended, and reads weights then. Raises UnsupportedError for what
     `refuses` names, and for rows that are not 16-byte aligned.
     """
+    heads = None if attending is None else attending.heads(attended.shape[1])
+    attended = attended.flatten(1)
     (rows, attended_width), (width, gated_width), next_width = attended.shape, down.shape, next_weight.shape[0]
-    reason = refuses(attended.device, attended.dtype, attended_width, width, gated_width, rows)
+    reason = refuses(attended.device, attended.dtype, attended_width, width, gated_width, rows, heads)
     if reason is not None:
         raise UnsupportedError(reason)
     weights = (out_weight, gate_up, down, next_weight)
@@ -139,12 +167,15 @@ def layer_chain(
     attended, residual = attended.contiguous(), residual.contiguous()
     check_rows(attended=attended, residual=residual)
     widest = max(attended_width, width, gated_width)
-    config = chain_config(rows, width, widest)
+    config = chain_config(rows, width, widest, heads)
     assert config is not None, "refuses() knows"
     total = residual.new_empty(rows, width)
     out = residual.new_empty(rows, next_width) if pages is None else residual.new_empty(rows, *pages.queries)
     blocks = device.num_sms(attended.device.index)
-    words = workspace.counters(residual.device, _num_words(rows, width, gated_width, blocks))
+    num_words = _num_words(rows, width, gated_width, blocks)
+    if attending is not None and heads is not None:
+        num_words += attending.num_words(heads, blocks)
+    words = workspace.counters(residual.device, num_words)
 
     p = ChainParams(rows=rows, attended_width=attended_width, width=width, gated_width=gated_width)
     for phase, weight in enumerate(weights):
@@ -156,19 +187,27 @@ def layer_chain(
     store = Store.NOTHING if pages is None else pages.store
     if pages is not None:
         p.store = pages.params
-    kernel = _kernel(attended.dtype, activation, config, attended.device.index, unit_offset, store)
-    smem_bytes = config.smem_bytes(rows, width, widest)
+    if attending is not None:
+        p.attention = attending.params(blocks)
+    kernel = _kernel(attended.dtype, activation, config, attended.device.index, unit_offset, store, heads)
+    smem_bytes = config.smem_bytes(rows, width, widest, heads)
     kernel((blocks, 1, 1), (config.threads, 1, 1), p, smem_bytes, early=early, cooperative=True)
     return total, out
 
 
 def _num_words(rows: int, width: int, gated_width: int, blocks: int) -> int:
     """The kernel's Exchange: two elements of what phases give, sums of groups that two blocks share, one count."""
-    return rows * (width + gated_width // 2) + _PHASES * blocks * rows * _SHARE + 1
+    return rows * (width + gated_width // 2) + _PHASES * blocks * rows * _SHARE + _COUNT
 
 
 @cache
 def _kernel(
-    dtype: torch.dtype, activation: str, config: ChainConfig, index: int, unit_offset: bool, store: Store
+    dtype: torch.dtype,
+    activation: str,
+    config: ChainConfig,
+    index: int,
+    unit_offset: bool,
+    store: Store,
+    heads: ChainHeads | None,
 ) -> Kernel:
-    return load(variant(dtype, activation, config, unit_offset=unit_offset, store=store), index)
+    return load(variant(dtype, activation, config, unit_offset=unit_offset, store=store, heads=heads), index)

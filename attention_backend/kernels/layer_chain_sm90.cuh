@@ -31,8 +31,14 @@
 // With STORE phase 3 ends as rotary_store does: a group is then columns that are turned together, queries go on, keys and
 // values to their pages (parts/chain_store.cuh).
 //
-// Compile-time: BF16, ACTIVATION, UNIT_OFFSET, WARPS, COLS, BOX_ROWS, STORE (1: pages of elements, 2: of e4m3).
+// With GROUP the attention in front is computed here, too, before phase 0 (parts/chain_attention.cuh).
+//
+// Compile-time: BF16, ACTIVATION, UNIT_OFFSET, WARPS, COLS, BOX_ROWS, STORE (1: pages of elements, 2: of e4m3), GROUP (query
+// heads a key head, or 0), HEAD_DIM (a multiple of 32).
 #include "parts/chain_exchange.cuh"
+#if GROUP
+#include "parts/chain_attention.cuh"
+#endif
 #include "parts/copy_sm80.cuh"
 #include "parts/dependent_launch.cuh"
 #include "parts/mma_sm80.cuh"
@@ -211,6 +217,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
 
   wait_for_previous();
   const Exchange exchange(p);
+#if GROUP
+  const ChainAttending attending(p, exchange);
+  attending.run(reinterpret_cast<WarpSums*>(input), lane, warp);
+#endif
   const int rows = p.rows;
   uint32 done = 0;  // tiles of this block in the phases before
   int parity = 0;
@@ -226,18 +236,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
       copy_commit();
     }
     team_sync();  // nobody reads the input of the phase before
-    if (phase == 0)
+    if (phase == 0 && !GROUP)
       bring_rows<false>(p.attended, input, rows, width, padded, pitch);
     else
-      bring_rows<true>(phase == 1 ? exchange.sum : phase == 2 ? exchange.gated : exchange.total, input, rows, width,
-                       padded, pitch);
+      bring_rows<true>(exchange.input(phase), input, rows, width, padded, pitch);
     copy_wait<0>();
     team_sync();
     if (normed) {
       normalise(input, rows, width, pitch, norm, phase == 1 ? p.eps_mlp : p.eps_next, of_warps);
       team_sync();
     }
-    if (phase == 3 && warp == WARPS - 1) clear(p, exchange, lane);
+    if (phase == 3 && warp == WARPS - 1) {
+      clear(p, exchange, lane);
+#if GROUP
+      attending.clear(lane);
+#endif
+    }
     const char* const x = input + min(lane / 4, rows - 1) * pitch;  // products with rows that are not there are not kept
     for (int at = here.begin; at < here.end;) {
       const int group = at / here.tiles, first = group * here.tiles;  // its first tile

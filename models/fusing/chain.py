@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend import layer_chain
-from attention_backend.layer_chain import ChainOptions, ChainWeights
+from attention_backend.layer_chain import ChainHeads, ChainOptions, ChainWeights, OwnAttention
 from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.preparation import ChainStep
 from models.fusing.layer import FusedAttention, Queries
@@ -52,11 +52,12 @@ class LayerChain:
             return "the attention's output or the MLP has a bias"
         return self._of_sizes(device, rows)
 
-    def _of_sizes(self, device: torch.device, rows: int) -> str | None:
+    def _of_sizes(self, device: torch.device, rows: int, heads: ChainHeads | None = None) -> str | None:
         out, down = self._out.modules[0], self._down.modules[0]
         return layer_chain.refuses(
             device, facts(down)[0],
             attended_width=out.in_features, width=down.out_features, gated_width=down.in_features, rows=rows,
+            heads=heads,
         )  # fmt: skip
 
     def step(self, device: torch.device) -> ChainStep | None:
@@ -67,33 +68,42 @@ class LayerChain:
         out, down = self._out.modules[0], self._down.modules[0]
         to_pages = self._attention is not None and self._attention.stores_products
         unit_offset = self._layer.before_mlp.options["unit_offset"]
-        return ChainStep(out.in_features, down.out_features, down.in_features, activation, unit_offset, to_pages)
+        sizes = (out.in_features, down.out_features, down.in_features)
+        return ChainStep(*sizes, activation, unit_offset, to_pages, self._layer.attention.heads)
 
-    def serves(self, attended: Tensor) -> bool:
-        """Whether these rows, `[rows, heads * head_dim]`, are one call's."""
+    def serves(self, attended: Tensor, own: OwnAttention | None = None) -> bool:
+        """Whether these rows, `[rows, ...]`, are one call's; `own`: with their attention in front."""
         rows, device = attended.shape[0], attended.device
-        if not 0 < rows <= layer_chain.MOST_ROWS or self._of_sizes(device, rows) is not None:  # what is soon said
-            return False
-        return self.refuses(device, rows) is None and self._weights() is not None
+        heads = None if own is None else self._layer.attention.heads
+        few = 0 < rows <= layer_chain.MOST_ROWS and self._of_sizes(device, rows, heads) is None  # is soon said
+        return few and self.refuses(device, rows) is None and self._weights() is not None
 
-    def __call__(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """attended `[rows, heads * head_dim]`, residual `[rows, width]` -> the next residual, and `[rows, size]` of
-        each size of the projections that follow. `serves` has said yes."""
-        residual, products = layer_chain.layer_chain(attended, residual, *self._call())
+    def __call__(
+        self, attended: Tensor, residual: Tensor, own: OwnAttention | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """attended `[rows, heads * head_dim]`, with `own` queries `[rows, heads, head_dim]`; residual `[rows, width]`
+        -> the next residual, and `[rows, size]` of each size of the projections that follow. `serves` has said yes."""
+        residual, products = layer_chain.layer_chain(attended, residual, *self._call(), own=own)
         return residual, self._following.split(products)
 
     def to_queries(
-        self, attended: Tensor, residual: Tensor, tables: Tables, pages: KVPages, metadata: PagedMetadata
+        self,
+        attended: Tensor,
+        residual: Tensor,
+        tables: Tables,
+        pages: KVPages,
+        metadata: PagedMetadata,
+        own: OwnAttention | None = None,
     ) -> tuple[Tensor, Queries]:
         """The same, and what the next attention makes of its projections, where there is one; `tables` and `pages` are
         that layer's."""
         attention = self._attention
         assert attention is not None
         if not attention.stores_products:
-            residual, projected = self(attended, residual)
+            residual, projected = self(attended, residual, own)
             return residual, attention.queries(projected, tables, pages, metadata)
         following = attention.next_attention(tables, pages, metadata)
-        residual, q = layer_chain.layer_chain_to_pages(attended, residual, *self._call(), following)
+        residual, q = layer_chain.layer_chain_to_pages(attended, residual, *self._call(), following, own=own)
         return residual, Queries(q)
 
     def _call(self) -> tuple[ChainWeights, ChainOptions]:

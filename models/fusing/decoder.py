@@ -89,12 +89,17 @@ class FusedDecoder:
                 projected = layer.attention.projections(normed)
                 queries = layer.attention.queries(projected, tables[layer.attention.layer_type], pages, step.metadata)
             assert residual is not None
-            attended, queries = layer.attention(queries, pages, step.metadata), None
-            if chain.serves(attended) and (i < last or rows is None):
+            whole = i < last or rows is None  # every row goes on
+            own = layer.attention.own(queries, pages, step.metadata) if whole else None
+            if own is None or not chain.serves(queries.q, own):
+                own = None
+            attended = layer.attention(queries, pages, step.metadata) if own is None else queries.q
+            queries = None
+            if own is not None or (whole and chain.serves(attended)):
                 if i == last:
-                    return self._capped(chain(attended, residual)[1][0])
-                kind = self.layers[i + 1].attention.layer_type
-                residual, queries = chain.to_queries(attended, residual, tables[kind], kv_caches[i + 1], step.metadata)
+                    return self._capped(chain(attended, residual, own)[1][0])
+                kind, metadata = self.layers[i + 1].attention.layer_type, step.metadata
+                residual, queries = chain.to_queries(attended, residual, tables[kind], kv_caches[i + 1], metadata, own)
             else:
                 block, residual = self._after_attention(layer, attended, residual, step, rows if i == last else None)
         assert residual is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import attention_backend
 from attention_backend import layers
-from attention_backend.layer_chain import NextAttention
+from attention_backend.layer_chain import MOST_KEYS, ChainHeads, NextAttention, OwnAttention
 from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.attention_sites import AttentionSite
@@ -72,6 +72,24 @@ class FusedAttention:
     def next_attention(self, tables: Tables, pages: KVPages, metadata: PagedMetadata) -> NextAttention:
         """For a chain that ends with `queries`; only with `stores_products`."""
         return NextAttention(self._site.num_heads, pages, metadata.slot_mapping, *tables)
+
+    @property
+    def heads(self) -> ChainHeads | None:
+        """For a chain that begins with this attention; None: no chain does."""
+        site = self._site
+        if site.window or site.chunk_size or site.softcap or not self._rotates:
+            return None
+        return ChainHeads(site.num_heads // site.num_kv_heads, site.num_kv_heads, site.head_dim)
+
+    def own(self, queries: "Queries", pages: KVPages, metadata: PagedMetadata) -> OwnAttention | None:
+        """For the same, of these rows; None: there are too many keys, or it is not a row a sequence against all of its
+        own pages."""
+        decodes = metadata.num_decodes == metadata.num_seqs == queries.q.shape[0] and metadata.decodes_here is None
+        if not decodes or metadata.max_seqlen_k > MOST_KEYS or metadata.shared_decodes is not None:
+            return None
+        if self.heads is None or queries.k is not None or pages.k.dtype != queries.q.dtype:
+            return None
+        return OwnAttention(pages, metadata.block_table, metadata.seq_lens, self._site.softmax_scale)
 
     def __call__(self, queries: "Queries", pages: KVPages, metadata: PagedMetadata) -> Tensor:
         """-> `[tokens, heads * head_dim]`, before `out`."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from server.errors import LongwaveError, RequestFailedError, TrainingOutOfMemory
 from server.frames import HEADER, body_size, frame
 from server.training.messages import (
     MAX_FRAME_BYTES,
@@ -40,14 +39,6 @@ END_SECONDS = 5.0  # that a process has which says no more, then it is killed
 
 class ChildEndedError(Exception):
     """The process has ended; the message says how: a sentence without a full stop."""
-
-    def __init__(self, message: str, *, no_memory: bool = False) -> None:
-        super().__init__(message)
-        self._no_memory = no_memory  # for the base model
-
-    def told(self) -> LongwaveError:
-        """To whom it was to be ready for."""
-        return (TrainingOutOfMemory if self._no_memory else RequestFailedError)(f"{self}.")
 
 
 class WorkFailedError(Exception):
@@ -81,7 +72,6 @@ class Child:
         self._replies: dict[int, asyncio.Future[Done]] = {}
         self._command_ids = count(1)
         self._reason: str | None = None  # why it was killed, when we did it
-        self._no_memory = False  # it found none for the base model
         self._reading = asyncio.create_task(self._read(), name="training-reader")
 
     @classmethod
@@ -169,8 +159,8 @@ class Child:
         match message:
             case Ready():
                 self.ready.set_result(message)
-            case Unable(message=text, no_memory=no_memory):
-                self._reason, self._no_memory = text, no_memory
+            case Unable(message=text):
+                self._reason = text
             case Done(command_id=command_id):
                 reply = self._replies.get(command_id)
                 if reply is not None and not reply.done():
@@ -193,7 +183,7 @@ class Child:
         everybody: list[asyncio.Future[Any]] = [self.ready, *self._replies.values()]
         for waiting in everybody:
             if not waiting.done():
-                waiting.set_exception(ChildEndedError(reason, no_memory=self._no_memory))
+                waiting.set_exception(ChildEndedError(reason))
                 waiting.exception()  # seen, even if nobody waits for it
 
 

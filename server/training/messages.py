@@ -70,7 +70,6 @@ class Unable(msgspec.Struct, frozen=True, tag=True):
     """The base model cannot be trained here; the process ends."""
 
     message: str
-    no_memory: bool = False  # now
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

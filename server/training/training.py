@@ -163,7 +163,7 @@ class Training:
         try:
             child = await self.shared.get()
         except ChildEndedError as error:
-            model.finish(error.told())
+            model.finish(RequestFailedError(f"{error}."))
         except OSError as error:
             logger.error("no training process could be started: %s", error)
             model.finish(RequestFailedError("The server could not start a training process."))

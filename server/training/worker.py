@@ -184,7 +184,7 @@ def serve(arguments: Arguments, link: WorkerLink) -> None:
         return
     except OutOfMemoryError as error:
         logger.error("the base model does not fit", exc_info=error)
-        link.send(Unable(f"The base model cannot be loaded for training: {error}", no_memory=True))
+        link.send(Unable(f"The base model cannot be loaded for training: {error}"))
         return
     link.send(Ready(str(session.device), session.settings.max_length, session.vocab_size))
     while (command := link.receive()) is not None:

@@ -16,6 +16,7 @@ from attention_backend.problem import AttentionArgs
 from tests.kernels import (
     backward_oracle,
     error_rule,
+    test_chain_attention,
     test_extremes,
     test_fp8_prefill,
     test_kv_store,
@@ -98,6 +99,13 @@ def test_a_chain_of_layers_exchanges_words(num_sms: int) -> None:
 def test_a_chain_of_layers_ends_in_pages() -> None:
     with left_at_zero(Settings(num_sms=5)):
         test_layer_chain.test_products_in_pages_are_those_of_two_calls(5, 1, 80, 16, True, CPU)
+
+
+@pytest.mark.parametrize(("lengths", "num_sms"), [((16, 17), 5), ((200,), 7)])
+def test_a_chain_begins_with_its_attention(lengths: tuple[int, ...], num_sms: int) -> None:
+    for seed in range(2):
+        with left_at_zero(Settings(num_sms=num_sms, seed=seed)):
+            test_chain_attention.check(test_chain_attention.Front(CPU, BF16, lengths, 6, 2, 64), (264, 136, 72))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from attention_backend.layer_chain import (
     ChainOptions,
     ChainWeights,
     NextAttention,
+    OwnAttention,
     layer_chain,
     layer_chain_to_pages,
     refuses,
@@ -170,6 +171,12 @@ def run_layers(device: torch.device) -> int:
         )
         options = ChainOptions("silu", 1e-6, 1e-6)
         results += layer_chain(x[:3], x[3:6], chain, options)
+        front = (normal(3, 8, 64), normal(5, 2, 16, 64), normal(5, 2, 16, 64), normal(520, 512))
+        table = torch.tensor([[1, 4], [2, 0], [3, 3]], device=device, dtype=torch.int32)
+        own = OwnAttention(
+            KVPages(*front[1:3]), table, torch.tensor([17, 16, 1], device=device, dtype=torch.int32), 0.1
+        )
+        results += layer_chain(front[0], x[3:6], replace(chain, out=front[3]), options, own=own)
         chain = replace(chain, next=normal((heads + 2 * kv_heads) * dim, 520), next_bias=None)
         for kept in (KVPages(*pages), KVPages(*small, **scales)):
             following = NextAttention(heads, kept, slots[:3], tables[0][:3], tables[1][:3])

@@ -5,11 +5,17 @@
 #include "parts/activation.cuh"
 #include "parts/chain_store.cuh"
 
+// Vectors of four words that a block leaves of a pair's attention: the sums of its columns, the logarithms of its heads'.
+constexpr int kPartQuads = (GROUP * HEAD_DIM + GROUP + 3) / 4;
+
 // What blocks give each other, in words that are zero until they are there.
 struct Exchange {
   uint32 *sum, *gated, *total;  // [rows, width / 2 or gated_width / 2]
   uint4* shares;                // [phases, blocks, rows, 8]: sums of groups that two blocks share
-  uint32* readers;              // blocks that have read all of `total`
+  uint32* readers;              // blocks that have read all of `total`; four words
+  uint32* attended;             // [rows, attended_width / 2], with GROUP, as what follows
+  uint4* parts;                 // [pairs of rows and key heads, parts, kPartQuads]
+  int parts_of_pair;
 
   __device__ __forceinline__ Exchange(const ChainParams& p) {
     sum = p.words;
@@ -17,6 +23,15 @@ struct Exchange {
     total = gated + p.rows * p.gated_width / 2;
     shares = reinterpret_cast<uint4*>(total + p.rows * p.width / 2);
     readers = reinterpret_cast<uint32*>(shares + kPhases * gridDim.x * p.rows * 8);
+    attended = readers + 4;
+    parts = reinterpret_cast<uint4*>(attended + p.rows * p.attended_width / 2);
+    parts_of_pair = p.attention.parts;
+  }
+  __device__ __forceinline__ uint4* part(int pair, int part) const {
+    return parts + (pair * parts_of_pair + part) * kPartQuads;
+  }
+  __device__ __forceinline__ const uint32* input(int phase) const {
+    return phase == 0 ? attended : phase == 1 ? sum : phase == 2 ? gated : total;
   }
   __device__ __forceinline__ uint4* share(const ChainParams& p, int phase, int block) const {
     return shares + (phase * gridDim.x + block) * p.rows * 8;
@@ -125,17 +140,23 @@ struct Group {
   }
 };
 
-// In phase 3: all have read `gated`, and the last block that has read `total` finds itself to be that. By one warp.
+// Zeros into this block's share of so many vectors. By one warp.
+__device__ __forceinline__ void clear_share(uint32* words, int vectors, int lane) {
+  const int64 all = vectors;
+  for (int i = static_cast<int>(all * blockIdx.x / gridDim.x) + lane;
+       i < static_cast<int>(all * (blockIdx.x + 1) / gridDim.x); i += 32)
+    reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// In phase 3: all have read `attended` and `gated`, and the last block that has read `total` finds itself to be that. By
+// one warp.
 __device__ __forceinline__ void clear(const ChainParams& p, const Exchange& exchange, int lane) {
-  const int gated = p.rows * p.gated_width / 8, total = p.rows * p.width / 8;  // vectors
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  const uint4 nothing = make_uint4(0, 0, 0, 0);
-  for (int i = static_cast<int>(static_cast<int64>(gated) * block / blocks) + lane;
-       i < static_cast<int>(static_cast<int64>(gated) * (block + 1) / blocks); i += 32)
-    reinterpret_cast<uint4*>(exchange.gated)[i] = nothing;
+  const int total = p.rows * p.width / 8;  // vectors
+  clear_share(exchange.gated, p.rows * p.gated_width / 8, lane);
+  if (GROUP) clear_share(exchange.attended, p.rows * p.attended_width / 8, lane);
   uint32 before = 0;
   if (lane == 0) before = atomicAdd(exchange.readers, 1u);
   if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;
-  for (int i = lane; i < total; i += 32) reinterpret_cast<uint4*>(exchange.total)[i] = nothing;
+  for (int i = lane; i < total; i += 32) reinterpret_cast<uint4*>(exchange.total)[i] = make_uint4(0, 0, 0, 0);
   if (lane == 0) *exchange.readers = 0;
 }

@@ -33,10 +33,24 @@ struct ChainStore {
   int page_size, reserved;
 };
 
+// With GROUP: the attention in front of the chain. The same fields, in the same order, as
+// attention_backend/kernels/chain_attention.py: ChainAttention. Strides are in elements.
+struct ChainAttention {
+  const element* k_cache;
+  const element* v_cache;
+  const int* block_table;
+  const int* seq_lens;  // [rows]
+  int64 k_page, k_slot, k_head, v_page, v_slot, v_head, table_row;
+  float scale_log2;
+  int num_kv_heads, page_size, table_width;
+  int parts;  // blocks that share a head's keys: 1 to 32, and all heads' are no more than there are
+  int reserved;
+};
+
 // The same fields, in the same order, as attention_backend/kernels/layer_chain.py: ChainParams.
 struct ChainParams {
   TensorMap weights[kPhases];
-  const element* attended;  // [rows, attended_width]
+  const element* attended;  // [rows, attended_width]; with GROUP the queries, [rows, heads, HEAD_DIM]
   const element* residual;  // [rows, width]
   const element* norm_mlp;  // [width]
   const element* norm_next;
@@ -48,6 +62,7 @@ struct ChainParams {
   uint32 stages, in_flight;  // tiles that the ring holds, and of these at most on their way
   float eps_mlp, eps_next;
   ChainStore store;
+  ChainAttention attention;
 };
 
 // Rows of weights of a group: eight from `first`, and the eight that lie `apart` rows behind them.

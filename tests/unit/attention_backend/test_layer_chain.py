@@ -7,22 +7,23 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attention_backend import UnsupportedError, layers
-from attention_backend import layer_chain as chains
+from attention_backend import UnsupportedError, chain_operators, layers, paged_attention
 from attention_backend.heuristics.layer_chain import chain_config
 from attention_backend.layer_chain import (
     MOST_ROWS,
     ChainOptions,
     ChainWeights,
     NextAttention,
+    OwnAttention,
     layer_chain,
     layer_chain_to_pages,
     refuses,
 )
-from attention_backend.metadata import KVPages
+from attention_backend.metadata import KVPages, PagedMetadata
 
 WIDTH, ATTENDED, GATED, NEXT = 48, 32, 72, 40
 OPTIONS = ChainOptions("silu", 1e-5, 1e-6)
+NO_ATTENTION = (None, None, None, None, 0.0)  # in front, as the operators have it
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -59,8 +60,9 @@ def test_it_is_the_modules_one_after_another(dtype: torch.dtype, bias: bool) -> 
 def test_torch_knows_its_results_without_running_it() -> None:
     weights = made(bias=True)
     call = (randn(2, ATTENDED), randn(2, WIDTH), weights.out, weights.norm_mlp, weights.gate_up, weights.down,
-            weights.norm_next, weights.next, weights.next_bias, "silu", 1e-5, 1e-5, False)  # fmt: skip
-    torch.library.opcheck(chains.layer_chain_op.overload, call)
+            weights.norm_next, weights.next, weights.next_bias, "silu", 1e-5, 1e-5, False,
+            *NO_ATTENTION)  # fmt: skip
+    torch.library.opcheck(chain_operators.layer_chain_op.overload, call)
 
 
 @pytest.mark.parametrize("name", ["out", "norm_mlp", "gate_up", "down", "norm_next", "next", "next_bias"])
@@ -113,9 +115,74 @@ def test_products_in_pages_are_those_of_two_calls(dtype: torch.dtype, fp8: bool)
 def test_torch_knows_what_is_stored_without_running_it() -> None:
     weights, following = made(bias=True), next_attention(rows=2)
     call = (randn(2, ATTENDED), randn(2, WIDTH), weights.out, weights.norm_mlp, weights.gate_up, weights.down,
-            weights.norm_next, weights.next, weights.next_bias, "silu", 1e-5, 1e-5, False, HEADS, *following.pages,
-            following.slot_mapping, following.cos, following.sin, None, None)  # fmt: skip
-    torch.library.opcheck(chains.layer_chain_to_pages_op.overload, call)
+            weights.norm_next, weights.next, weights.next_bias, "silu", 1e-5, 1e-5, False, *NO_ATTENTION, HEADS,
+            *following.pages, following.slot_mapping, following.cos, following.sin, None, None)  # fmt: skip
+    torch.library.opcheck(chain_operators.layer_chain_to_pages_op.overload, call)
+
+
+def own_attention(dtype: torch.dtype = torch.float32) -> OwnAttention:
+    """Of three rows with 4 heads of 8: ATTENDED."""
+    pages = KVPages(*(randn(8, 2, 16, 8, seed=seed).to(dtype) for seed in (1, 2)))
+    table, lens = (
+        torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32),
+        torch.tensor([20, 1, 32], dtype=torch.int32),
+    )
+    return OwnAttention(pages, table, lens, 0.3)
+
+
+def by_itself(queries: Tensor, own: OwnAttention) -> Tensor:
+    ends = torch.arange(4, dtype=torch.int32)
+    step = PagedMetadata(ends, own.seq_lens, own.block_table, torch.full((3,), -1), 3, 1, 32)
+    return paged_attention(queries, None, None, *own.pages, step, softmax_scale=own.softmax_scale).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_the_attention_in_front_it_is_both_one_after_the_other(dtype: torch.dtype) -> None:
+    weights, queries, residual = made(dtype), randn(3, 4, 8).to(dtype), randn(3, WIDTH).to(dtype)
+    own = own_attention(dtype)
+    attended = by_itself(queries, own)
+    expected = layer_chain(attended, residual, weights, OPTIONS)
+    for mine, other in zip(layer_chain(queries, residual, weights, OPTIONS, own=own), expected, strict=True):
+        assert torch.equal(mine, other)
+    ours, theirs = next_attention(dtype), next_attention(dtype)
+    total, turned = layer_chain_to_pages(queries, residual, weights, OPTIONS, ours, own=own)
+    expected = layer_chain_to_pages(attended, residual, weights, OPTIONS, theirs)
+    assert torch.equal(total, expected[0])
+    assert torch.equal(turned, expected[1])
+    assert torch.equal(ours.pages.k, theirs.pages.k)
+
+
+def test_torch_knows_it_with_the_attention_in_front() -> None:
+    weights, own = made(), own_attention()
+    call = (randn(3, 4, 8), randn(3, WIDTH), weights.out, weights.norm_mlp, weights.gate_up, weights.down,
+            weights.norm_next, weights.next, weights.next_bias, "silu", 1e-5, 1e-5, False, *own.pages, own.block_table,
+            own.seq_lens, own.softmax_scale)  # fmt: skip
+    torch.library.opcheck(chain_operators.layer_chain_op.overload, call)
+
+
+def test_an_attention_in_front_that_does_not_fit_is_refused() -> None:
+    queries, residual, own = randn(3, 4, 8), randn(3, WIDTH), own_attention()
+    narrow = KVPages(own.pages.k[..., :4], own.pages.v)
+    three = KVPages(*(x[:, :1].expand(-1, 3, -1, -1) for x in own.pages))
+    wrong: tuple[tuple[OwnAttention, str], ...] = (
+        (replace(own, pages=narrow), "k_cache must have shape"),
+        (replace(own, pages=KVPages(own.pages.k, own.pages.v[:4])), "v_cache must have shape"),
+        (replace(own, pages=three), "no multiple of 3 key heads"),
+        (replace(own, block_table=own.block_table[:2]), "block_table must have shape"),
+        (replace(own, block_table=own.block_table[:, :0]), "block_table must have columns"),
+        (replace(own, seq_lens=own.seq_lens[:2]), "seq_lens must have shape"),
+    )
+    for attention, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            layer_chain(queries, residual, made(), OPTIONS, own=attention)
+    with pytest.raises(ValueError, match=r"queries must be \[rows, heads, head_dim\]"):
+        layer_chain(queries.flatten(1), residual, made(), OPTIONS, own=own)
+    for other in (own_attention(torch.float16), replace(own, seq_lens=own.seq_lens.long())):
+        with pytest.raises(TypeError, match="must be torch"):
+            layer_chain(queries, residual, made(), OPTIONS, own=other)
+    pages = KVPages(own.pages.k.clone().requires_grad_(), own.pages.v)
+    with pytest.raises(UnsupportedError, match="layer_chain has no gradient"):
+        layer_chain(queries, residual, made(), OPTIONS, own=replace(own, pages=pages))
 
 
 def test_an_attention_that_does_not_fit_is_refused_and_nothing_stored() -> None:

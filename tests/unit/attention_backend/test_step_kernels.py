@@ -8,7 +8,7 @@ from attention_backend.kernels import layer_chain
 from attention_backend.kernels.chain_store import Store
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.step_kernels import step_variants
-from attention_backend.layer_chain import MOST_ROWS
+from attention_backend.layer_chain import MOST_ROWS, ChainHeads
 from attention_backend.preparation import ChainStep, StepLayer, prepare_chain_kernels, prepare_step_kernels
 
 
@@ -74,10 +74,14 @@ def test_a_chain_has_a_kernel_for_each_number_of_rows() -> None:
 
 
 def test_chains_that_share_a_kernel_are_prepared_once() -> None:
-    chain = ChainStep(512, 512, 1024, "silu", unit_offset=False, to_pages=True)
+    chain = ChainStep(512, 512, 1024, "silu", unit_offset=False, to_pages=True, heads=None)
     assert prepare_chain_kernels([], torch.bfloat16) == 0
     assert prepare_chain_kernels([chain, chain], torch.bfloat16) == 1
     assert prepare_chain_kernels([chain, chain._replace(to_pages=False)], torch.bfloat16) == 2
+    attending = chain._replace(heads=ChainHeads(4, 2, 128))
+    assert prepare_chain_kernels([attending], torch.bfloat16) == 2  # any number of keys, and few
+    assert prepare_chain_kernels([attending], torch.bfloat16, fp8_kv=True) == 1
+    assert prepare_chain_kernels([chain._replace(heads=ChainHeads(4, 2, 80))], torch.bfloat16) == 1
 
 
 @pytest.mark.gpu

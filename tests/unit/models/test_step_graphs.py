@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import as_loaded, random_model, tiny_config
 
+from attention_backend.heuristics.layer_chain import MOST_KEYS, MOST_ROWS
 from models.batch import IN_FLIGHT, ScheduledSeq, StepBatch
 from models.graph_fields import StepFields, num_bytes, step_tensors
 from models.runner import ModelRunner
@@ -118,7 +119,9 @@ def shapes_for(*counts: tuple[int, int | None], computed: int = 40) -> StepShape
 
 
 def test_a_step_runs_in_the_smallest_shape_of_its_kind() -> None:
-    assert shapes_for((1, 0)) == StepShape(1, 1, 0, 0, 1)
+    assert shapes_for((1, 0)) == StepShape(1, 1, 0, 0, 1, any_length=False)
+    assert shapes_for(*[(1, 0)] * MOST_ROWS) == StepShape(MOST_ROWS, MOST_ROWS, 0, 0, MOST_ROWS, any_length=False)
+    assert shapes_for(*[(1, 0)] * (MOST_ROWS + 1)) == StepShape(MOST_ROWS + 1, MOST_ROWS + 1, 0, 0, MOST_ROWS + 1)
     assert shapes_for((1, 0), (1, 0), (1, 0), (1, 0), (1, 0)) == StepShape(6, 6, 0, 0, 6)
     assert shapes_for((4, 3)) == StepShape(4, 0, 2, 4, 4, few_rows=True)
     assert shapes_for((1, 0), (3, 2)) == StepShape(4, 0, 2, 4, 4, few_rows=True)
@@ -130,6 +133,14 @@ def test_a_step_runs_in_the_smallest_shape_of_its_kind() -> None:
         (64, 0), (64, 64), (128, 0), (128, 64), (128, 128), (192, 0), (192, 64), (192, 192)
     ]  # fmt: skip
     assert draft_shapes(64, 0) == []
+
+
+@pytest.mark.parametrize("keys", [1, MOST_KEYS, MOST_KEYS + 1])
+def test_few_rows_of_few_keys_have_graphs_of_their_own(keys: int) -> None:
+    batch = StepBatch((ScheduledSeq(0, [3], keys - 1, [1], True), ScheduledSeq(1, [3], 0, [2], True)))
+    needs = StepNeeds.of(StepRows.of(batch))
+    found = next(shape for shape in SHAPES if shape.fits(needs))
+    assert found == StepShape(2, 2, 0, 0, 2, any_length=keys > MOST_KEYS)
 
 
 def test_sixteen_prompts_at_once_are_too_many_where_padding_is_needed() -> None:

@@ -41,6 +41,7 @@ _HALF: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rot
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZES),
+    "llama with wide heads": LlamaConfig(**_SIZES, head_dim=32),
     "llama with biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
     "llama with scaled cosines": LlamaConfig(**_SIZES, rope_parameters=_LONG),
     "mistral": MistralConfig(**_SIZES, sliding_window=16),

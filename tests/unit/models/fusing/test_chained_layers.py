@@ -10,25 +10,30 @@ import torch
 from fused_models import CONFIGS, logits, made
 from torch import Tensor, nn
 
+import models.fusing.layer
 from attention_backend import layer_chain
+from attention_backend.layer_chain import OwnAttention
 from models.forward import PagedForward
 from models.fusing import foretell, fuse
 
 SANDWICH = ("gemma2", "gemma3")
 FEW = 2  # rows of the smallest steps
+WITH_ATTENTION = 100
+BOTH = FEW + WITH_ATTENTION
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every call, on a CPU that serves them: negative where the call also stored keys and values."""
+    """Rows of every call, on a CPU that serves them: negative where the call also stored keys and values; 100 more
+    where it began with the attention."""
     rows: list[int] = []
 
     def count(name: str, sign: int) -> None:
         run = getattr(layer_chain, name)
 
-        def counted(attended: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-            rows.append(sign * attended.shape[0])
-            result: tuple[Tensor, Tensor] = run(attended, *others)
+        def counted(attended: Tensor, *others: Any, own: OwnAttention | None) -> tuple[Tensor, Tensor]:
+            rows.append(sign * (attended.shape[0] + (0 if own is None else WITH_ATTENTION)))
+            result: tuple[Tensor, Tensor] = run(attended, *others, own=own)
             return result
 
         monkeypatch.setattr(layer_chain, name, counted)
@@ -46,9 +51,18 @@ def test_logits_are_those_of_the_modules(name: str, sampled: bool, calls: list[i
     expected = logits(model, PagedForward(model, fused=False), sampled=sampled)
     torch.testing.assert_close(logits(model, PagedForward(model), sampled=sampled), expected, rtol=1e-5, atol=1e-5)
     # Heads with norms, and layers without positions (SmolLM3's second), take the products themselves; the last layer's
-    # few rows may be fewer still.
-    following = {"qwen3": [FEW, FEW], "smollm3": [FEW, -FEW]}.get(name, [-FEW, -FEW])
-    assert calls == ([] if name == "llama with biases" else following if sampled else [*following, FEW])
+    # few rows may be fewer still. Windows, and those layers, compute their attention themselves.
+    following = {"qwen3": [BOTH, BOTH], "smollm3": [BOTH, -FEW], "mistral": [-FEW, -FEW]}.get(name, [-BOTH, -BOTH])
+    last = FEW if name == "mistral" else BOTH
+    assert calls == ([] if name == "llama with biases" else following if sampled else [*following, last])
+
+
+def test_the_attention_of_many_keys_is_computed_by_itself(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+    expected = logits(model, PagedForward(model, fused=False))
+    monkeypatch.setattr(models.fusing.layer, "MOST_KEYS", 37)  # the decodes have 9 and 40
+    torch.testing.assert_close(logits(model, PagedForward(model)), expected, rtol=1e-5, atol=1e-5)
+    assert calls == [-FEW, -FEW, FEW]
 
 
 @pytest.mark.parametrize("name", SANDWICH)
@@ -100,7 +114,7 @@ def test_weights_that_moved_are_seen(calls: list[int]) -> None:
     mlp.gate_proj.weight = nn.Parameter(torch.randn_like(mlp.gate_proj.weight), requires_grad=False)
     expected = logits(model, PagedForward(model, fused=False))
     torch.testing.assert_close(logits(model, forward), expected, rtol=1e-5, atol=1e-5)
-    assert calls == [-FEW, FEW]
+    assert calls == [-BOTH, BOTH]
 
 
 @pytest.mark.parametrize(("name", "ends"), [("llama", [True, True, False]), ("qwen3", [False] * 3)])

@@ -1,12 +1,19 @@
 """On a GPU: the kernels' logits are the modules', and packing needs no second copy of a model."""
 
+from collections import Counter
+
 import pytest
 import torch
+from batch_driver import generate
 from fused_models import CONFIGS, logits, made
-from tiny_models import random_model, tiny_config
+from tiny_models import as_loaded, random_model, tiny_config
 
+from attention_backend import dispatch
+from attention_backend.layer_chain import MOST_KEYS
+from models.batch import SamplingParams
 from models.forward import PagedForward
 from models.fusing import fuse
+from models.runner import ModelRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -23,6 +30,31 @@ def test_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
     expected, ours = (logits(model, each) for each in (PagedForward(model, fused=False), forward))
     assert (ours - expected).norm() <= _CLOSE[dtype] * expected.norm()
     assert "packed QKV" in forward.fused.fused or "must be multiples of 16" in str(forward.fused)
+
+
+def test_answers_that_outgrow_the_attention_of_a_chain() -> None:
+    """Recorded or not, the same tokens and log probabilities before and after the keys are too many for it."""
+    config = tiny_config(max_position_embeddings=8192, head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+    loaded = as_loaded(random_model(config).to("cuda:0", torch.bfloat16))  # type: ignore[arg-type]
+    prompts = [
+        torch.randint(3, 120, (MOST_KEYS - 5 - i,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i in range(3)
+    ]
+    sampling = [SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)] * 3
+    for count in (1, 3):
+        answers = []
+        for eager in (True, False):
+            made_runner = ModelRunner(
+                loaded, block_size=16, max_num_seqs=4, max_num_batched_tokens=256, max_model_len=8192, num_blocks=1000,
+                enforce_eager=eager,
+            )  # fmt: skip
+            made_runner.warm_up()
+            before = Counter(dispatch.calls())
+            answers.append(generate(made_runner, prompts[:count], 12, sampling=sampling[:count], budget=256))
+            served = Counter(dispatch.calls()) - before
+            assert served["layer_chain_sm90"] >= 4 * config.num_hidden_layers
+            assert served["flash_decode_sm90"] >= 4 * config.num_hidden_layers
+        assert [a.tokens for a in answers[0]] == [a.tokens for a in answers[1]]
 
 
 def test_packing_needs_no_second_copy_of_the_weights() -> None:

@@ -121,8 +121,6 @@ def main() -> None:
             never.wait(0.01)
     if session.script.get("unable"):
         link.send(Unable("The base model cannot be trained on this server: no linear head"))
-    elif session.script.get("no_memory"):
-        link.send(Unable("The base model cannot be loaded for training: cuda has too little memory", no_memory=True))
     else:
         link.send(Ready("cpu", MAX_LENGTH, VOCABULARY))
         while (command := link.receive()) is not None:

@@ -65,7 +65,6 @@ def test_a_base_model_that_does_not_fit_is_told_in_words(folder: Path, monkeypat
     assert said == [
         Unable(
             "The base model cannot be loaded for training: cpu has too little memory for the base model beside what "
-            "else is in it",
-            no_memory=True,
+            "else is in it"
         )
     ]

@@ -111,16 +111,6 @@ def test_a_base_that_cannot_be_trained_fails_the_creation(run: Run) -> None:
     run(main, scripted={"unable": True})
 
 
-def test_a_base_that_finds_no_memory_fails_the_creation_with_that_code(run: Run) -> None:
-    async def main(work: Work) -> None:
-        model = await work.create()
-        assert isinstance(model.creating.outcome, TrainingOutOfMemory)
-        assert model.creating.outcome.message.endswith("cuda has too little memory.")
-        assert work.training.live() == []
-
-    run(main, scripted={"no_memory": True})
-
-
 def test_the_process_ends_with_its_last_model(run: Run) -> None:
     async def main(work: Work) -> None:
         first, second = await work.create(), await work.create()
