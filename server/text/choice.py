@@ -86,9 +86,8 @@ class ChoiceText:
     def _text_of(self, token_id: int) -> tuple[str, bool]:
         text = self._detokenizer.feed((token_id,))
         self._num_characters += len(text)
-        if self.num_tokens <= self._min_tokens:  # too early to stop: as vLLM, such text is not searched
-            return text, False
-        result = self._stop.feed(text)
+        # As in vLLM: a stop string counts that ends after min_tokens, wherever it begins.
+        result = self._stop.feed(text, may_stop=self.num_tokens > self._min_tokens)
         return result.text, result.stopped is not None
 
     def _finish(self) -> tuple[str, bool]:

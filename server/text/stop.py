@@ -29,6 +29,10 @@ class _Automaton:
             self.matched += 1
         return self.matched == len(self.pattern)
 
+    def go_on(self) -> None:
+        """After a whole pattern that does not count."""
+        self.matched = self._borders[-1]
+
 
 class StopMatcher:
     """Text is held back exactly as long as it may be the start of a stop string."""
@@ -37,13 +41,17 @@ class StopMatcher:
         self._automata = [_Automaton(pattern) for pattern in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
 
-    def feed(self, text: str) -> StopResult:
+    def feed(self, text: str, *, may_stop: bool = True) -> StopResult:
+        """Without `may_stop`, a stop string that ends in `text` is text; one that ends later is found."""
         if not self._automata:
             return StopResult(text)
         buffer = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             completed = [automaton for automaton in self._automata if automaton.step(character)]
-            if completed:
+            if not may_stop:
+                for automaton in completed:
+                    automaton.go_on()
+            elif completed:
                 self._held = ""
                 return StopResult(buffer[: end - len(completed[0].pattern)], stopped=completed[0].pattern)
         safe = len(buffer) - max(automaton.matched for automaton in self._automata)

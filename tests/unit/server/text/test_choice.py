@@ -36,6 +36,18 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: TextTokenizer) -> None:
     assert choice.feed(delta(b"ba")).finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens", "shown"),
+    [("aab", "ab", 2, "a"), ("ababx", "bx", 4, "aba"), ("xyxyxy", "yxy", 6, "xyxyxy"), ("xyxyxyxy", "yxyxy", 6, "xyx")],
+)
+def test_a_stop_string_that_ends_after_min_tokens_stops_wherever_it_begins(
+    tokenizer: TextTokenizer, text: str, stop: str, min_tokens: int, shown: str
+) -> None:
+    choice = ChoiceText(tokenizer, 0, stop=[stop], min_tokens=min_tokens)
+    result = choice.feed(delta(text.encode(), finish_reason="length"))
+    assert (result.text, result.finish_reason) == (shown, "length" if shown == text else "stop")
+
+
 def test_held_text_comes_out_when_the_length_ends_it(tokenizer: TextTokenizer) -> None:
     choice = ChoiceText(tokenizer, 0, stop=["lot"])
     assert choice.feed(delta(b"hello")).text == "hel"
