@@ -246,6 +246,8 @@ def doctor(
     except ConfigurationError as error:
         _refuse(error.problems, error.exit_code)
     diagnosis = diagnose(settings.engine_config(), settings.lora_folders)
+    if unknown := unknown_variables():
+        diagnosis.problems.append(f"No such setting, and so not used: {', '.join(unknown)}.")
     if as_json:
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:

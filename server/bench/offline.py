@@ -27,6 +27,17 @@ class OfflineEngine:
         self.ready = ready
         self._numbers = count()
 
+    def check(self, input_len: int, output_len: int, vocab_size: int) -> None:
+        """Raises ValueError for what could only fail once it has been computed."""
+        ready = self.ready
+        if input_len + output_len > ready.max_model_len:
+            raise ValueError(
+                f"a prompt of {input_len} tokens and an answer of {output_len} are {input_len + output_len}: "
+                f"the engine serves {ready.max_model_len} together (--max-model-len)"
+            )
+        if vocab_size > ready.vocab_size:
+            raise ValueError(f"--vocab-size is {vocab_size}: the model has {ready.vocab_size} tokens")
+
     async def complete(self, turn: Turn, planned: float | None = None) -> Outcome:
         """Exactly `turn.max_tokens` tokens. Never raises for what the engine refuses: it is in the outcome."""
         assert isinstance(turn.prompt, list)
@@ -62,7 +73,8 @@ async def batches(
     engine: OfflineEngine, rounds: int, batch_size: int, input_len: int, output_len: int, vocab_size: int, seed: int
 ) -> tuple[list[Outcome], float]:
     """`rounds` batches one after the other, all requests of a batch at once, every prompt a new one. The outcomes, and
-    the seconds that all batches took together."""
+    the seconds that all batches took together. Raises ValueError."""
+    engine.check(input_len, output_len, vocab_size)
     workload = RandomPrompts(batch_size, Lengths(input_len), Lengths(output_len))
     generator = random.Random(seed)
     outcomes: list[Outcome] = []

@@ -107,7 +107,8 @@ def throughput(
     async def measure(engine: "OfflineEngine") -> "tuple[list[Outcome], float]":
         from server.bench.offline import batches
 
-        await batches(engine, 1, 1, input_len, 2, vocab_size, -1 - seed)
+        engine.check(input_len, output_len, vocab_size)
+        await batches(engine, 1, 1, input_len, min(2, output_len), vocab_size, -1 - seed)
         return await batches(engine, 1, num_prompts, input_len, output_len, vocab_size, seed)
 
     _report(measure, asked, output_json, engine_flags)
@@ -139,9 +140,9 @@ def _report(measure: Measure, asked: dict[str, Any], output_json: Path | None, e
 
     try:
         outcomes, seconds = asyncio.run(run())
-    except EngineUnavailable as error:
+    except (EngineUnavailable, ValueError) as error:
         typer.echo(f"longwave: {error}", err=True)
-        raise typer.Exit(EXIT_FAILED) from None
+        raise typer.Exit(EXIT_FAILED if isinstance(error, EngineUnavailable) else EXIT_USAGE) from None
     found = metrics.measure(outcomes, seconds, {})
     console = Console()
     console.print(totals_table(found))

@@ -234,6 +234,12 @@ def test_doctor_works_without_a_gpu_and_says_so(monkeypatch: pytest.MonkeyPatch)
     assert "Fused: packed QKV" in shown
 
 
+def test_doctor_names_variables_that_are_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGWAVE_BLOK_SIZE", "16")
+    result = runner.invoke(app, ["doctor", "--json", "--model", "no-such-model"])
+    assert "No such setting, and so not used: LONGWAVE_BLOK_SIZE." in json.loads(result.stdout)["problems"]
+
+
 def test_doctor_reports_a_model_it_cannot_find() -> None:
     result = runner.invoke(app, ["doctor", "--json", "--model", "no-such-model"])
     assert result.exit_code == 0
