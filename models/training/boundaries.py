@@ -12,6 +12,25 @@ from torch import Tensor, nn
 from models.training.pacing import Pacer
 from models.training.trainable import TrainableModel
 
+#: Pieces of work, each between two boundaries, that may be queued on a GPU: enough to keep it busy, and no more than
+#: somebody who asks now may wait for. Else the host would be many layers ahead.
+AHEAD = 2
+
+
+class RunAhead:
+    """Keeps the host from being more than so many boundaries ahead of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._passed = [torch.cuda.Event(blocking=True) for _ in range(AHEAD)]  # a wait takes no processor
+        self._turn = 0
+
+    def boundary(self) -> None:
+        event = self._passed[self._turn]
+        self._turn = (self._turn + 1) % AHEAD
+        event.synchronize()  # of as many boundaries ago; at once, before there were so many
+        event.record(torch.cuda.current_stream(self._device))
+
 
 def rest_between_layers(model: TrainableModel, pacer: Pacer) -> None:
     """From now on `pacer` hears of every forward that begins, and of every boundary in the model's forward and backward
@@ -21,12 +40,15 @@ def rest_between_layers(model: TrainableModel, pacer: Pacer) -> None:
     `forward`, past the hooks of the layer itself.
     """
     device = model.device
+    ahead = RunAhead(device) if device.type == "cuda" else None
 
     def wait_for_device() -> None:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def boundary() -> None:
+        if ahead is not None:
+            ahead.boundary()
         pacer.boundary(wait_for_device)
 
     def begin(*_: object) -> None:

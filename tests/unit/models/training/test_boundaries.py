@@ -1,7 +1,7 @@
 """Where training rests: between any two layers' work, forward and backward, with the bits of a run that never rests."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import GPT2Config, MixtralConfig, Qwen3Config
 
 from models import registry
 from models.training import Datum, LoraSettings, Pacer, SessionSettings, Trainer, TrainingSession
-from models.training.boundaries import decoder_layers, rest_between_layers
+from models.training.boundaries import AHEAD, RunAhead, decoder_layers, rest_between_layers
 from models.training.packing import build
 from models.training.trainable import TrainableModel
 
@@ -170,3 +170,31 @@ def test_a_session_that_rests_gives_the_same_bits(tiny_folder: Path) -> None:
     assert sleeps
     assert outcomes[0][0] == outcomes[1][0]
     assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+def test_the_host_is_never_more_than_two_pieces_of_work_ahead_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued cannot be taken back: somebody who asks now waits for it."""
+    queued: list[int] = []  # boundaries that the device has not come to
+    numbers = count()
+    most = []
+
+    class Event:
+        at: int | None = None
+
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, _stream: object) -> None:
+            self.at = next(numbers)
+            queued.append(self.at)
+
+        def synchronize(self) -> None:
+            queued[:] = [other for other in queued if self.at is None or other > self.at]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    ahead = RunAhead(torch.device("cuda"))
+    for _ in range(20):
+        ahead.boundary()
+        most.append(len(queued))
+    assert most == [1, *[AHEAD] * 19]
