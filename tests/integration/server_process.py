@@ -89,6 +89,19 @@ class ServerProcess:
 
         wait_until(is_idle, "the engine is idle and its KV blocks are free")
 
+    def children(self, module: str) -> list[int]:
+        """Processes of this one that run the module. By /proc/PID/stat: not every kernel lists children."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(path.read_text().rpartition(")")[2].split()[1])
+                command = (path.parent / "cmdline").read_bytes()
+            except OSError:  # it ended meanwhile
+                continue
+            if parent == self.process.pid and module.encode() in command:
+                found.append(int(path.parent.name))
+        return found
+
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 

@@ -1,6 +1,5 @@
 """A caller of /v1/training, what it sends, and the process that it keeps busy."""
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,6 +54,4 @@ def datum(tokens: list[int], **inputs: Any) -> dict[str, Any]:
 
 
 def training_process(server: ServerProcess) -> int | None:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    named = [pid for pid in children if b"server.training.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return int(named[0]) if named else None
+    return next(iter(server.children("server.training.worker")), None)

@@ -86,13 +86,4 @@ def until_ended(server: ServerProcess, client: openai.OpenAI, job: Any) -> Any:
 
 def trainers(server: ServerProcess) -> list[int]:
     """The server's trainer processes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            command = (path.parent / "cmdline").read_bytes()
-        except OSError:  # it ended meanwhile
-            continue
-        if parent == server.process.pid and b"server.finetune.worker" in command:
-            found.append(int(path.parent.name))
-    return found
+    return server.children("server.finetune.worker")
