@@ -13,6 +13,10 @@ _MEMORY_FILES = (
 )
 
 
+class HostMemoryError(RuntimeError):
+    """There is not so much host memory."""
+
+
 def available_memory_bytes(*, cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
     """Memory that can be taken without swapping: the kernel's estimate, or what the container's limit leaves."""
     available = _meminfo_available(meminfo)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.page_copy import PageCopy
-from models.host import available_memory_bytes
+from models.host import HostMemoryError, available_memory_bytes
 from models.kv_pool import KVCaches
 from models.transfers import FinishedTransfers, Transfers
 
@@ -24,10 +24,6 @@ _SLAB_BYTES = 1 << 30  # host memory is allocated so: torch rounds pinned memory
 _BUFFER_BYTES = 128 << 20  # on the device, a piece of a transfer: large enough for the bus, small enough to have five
 _MAX_BUFFER_BLOCKS = 64
 _STORE_BUFFERS = 4
-
-
-class HostMemoryError(RuntimeError):
-    """There is not so much host memory."""
 
 
 def buffer_bytes(block_bytes: int) -> int:

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from attention_backend.metadata import KVPages
 from models.attention_sites import AttentionSite
-from models.host import available_memory_bytes
-
-#: Pool size on a CPU when none is asked for: this much, or this share of the free memory if that is less.
-CPU_POOL_BYTES = 4 << 30
-CPU_POOL_SHARE = 0.25
+from models.cpu_pool import check_room
+from models.zeroed_memory import ZeroedMemory
 
 FP8 = torch.float8_e4m3fn
 #: vLLM's names.
@@ -74,12 +71,6 @@ def bytes_per_block(sites: Sequence[AttentionSite], block_size: int, dtype: torc
     return per_token * block_size * dtype.itemsize
 
 
-def cpu_pool_bytes(budget: MemoryBudget) -> int:
-    if budget.kv_cache_memory_bytes is not None:
-        return budget.kv_cache_memory_bytes
-    return min(CPU_POOL_BYTES, int(available_memory_bytes() * CPU_POOL_SHARE))
-
-
 def cuda_pool_bytes(budget: MemoryBudget, *, total: int, peak: int) -> int:
     """`peak`: bytes of this GPU in use at the worst moment of a step without the pool, other processes' included."""
     if budget.kv_cache_memory_bytes is not None:
@@ -119,16 +110,23 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     scales: KVScales | None = None,
+    memory: ZeroedMemory | None = None,
 ) -> KVCaches:
-    """`scales` with float8_e4m3fn: see models.kv_scales."""
-
-    def pages(site: AttentionSite, width: int) -> Tensor:
-        return torch.zeros(num_blocks, site.num_kv_heads, block_size, width, dtype=dtype, device=device)
-
+    """Pages of zeros. `scales` with float8_e4m3fn: see models.kv_scales. On a CPU they lie in `memory` as far as that
+    reaches; raises HostMemoryError for more than there is."""
+    if device.type == "cpu":
+        check_room(num_blocks * bytes_per_block(sites, block_size, dtype), memory)
     if (scales is not None) != (dtype == FP8):
         raise ValueError(f"scales go with {FP8} pages, and they with them: the pages are {dtype}")
     of_layers: Sequence[tuple[Tensor, Tensor] | tuple[None, None]] = scales or [(None, None)] * len(sites)
+    shapes = [
+        (num_blocks, site.num_kv_heads, block_size, width)
+        for site in sites
+        for width in (site.head_dim, site.head_dim_v)
+    ]
+    tensors = [] if memory is None else memory.take(shapes, dtype)
+    tensors += [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[len(tensors) :]]
     return [
-        KVPages(pages(site, site.head_dim), pages(site, site.head_dim_v), k_scale, v_scale)
-        for site, (k_scale, v_scale) in zip(sites, of_layers, strict=True)
+        KVPages(k, v, k_scale, v_scale)
+        for k, v, (k_scale, v_scale) in zip(tensors[::2], tensors[1::2], of_layers, strict=True)
     ]

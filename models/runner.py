@@ -13,6 +13,7 @@ from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
 from models.batch import NO_ADAPTER
 from models.chosen_kernels import chosen_kernels, copies_pages
+from models.cpu_pool import cpu_pool_bytes
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
 from models.graphs import StepGraphs
@@ -25,7 +26,6 @@ from models.kv_pool import (
     allocate,
     bytes_per_block,
     count_blocks,
-    cpu_pool_bytes,
     cuda_pool_bytes,
     hold,
     kv_cache_dtype,
@@ -40,6 +40,7 @@ from models.self_test import check_engine_path
 from models.stages import Stages
 from models.step_launcher import StepLauncher
 from models.step_shapes import CHUNKS, StepShape, chunk_shapes, decode_shapes, draft_shapes
+from models.zeroed_memory import ZeroedMemory
 
 
 class ModelRunner(StepLauncher):
@@ -61,13 +62,15 @@ class ModelRunner(StepLauncher):
         kv_dtype: str = "auto",
         max_drafts: int = 0,
         stages: Stages | None = None,
+        pool_memory: ZeroedMemory | None = None,
     ) -> None:
         """Raises UnsupportedModelError for a model that cannot be served exactly, PoolTooSmallError when not even one
-        request of max_model_len tokens fits, KVCacheDtypeError for a `kv_dtype` that is not served.
+        request of max_model_len tokens fits, HostMemoryError for more than a CPU has, KVCacheDtypeError for `kv_dtype`.
 
         `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
         and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs. `max_drafts`: guesses of a
-        sequence in a step, for which there are graphs, too. `stages` are told of what takes long here and in `warm_up`.
+        sequence in a step, for which there are graphs, too. `stages` are told of what takes long. `pool_memory`:
+        of a CPU, for the pool, which takes more where that is not enough.
         """
         self._stages = stages or Stages()
         self.block_size = block_size
@@ -118,9 +121,9 @@ class ModelRunner(StepLauncher):
         self._warm = False
         self._step_bytes = 0  # that steps take beside what is there, as far as that was measured
         if num_blocks is None:
-            num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget())
+            num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget(), pool_memory)
         self.num_blocks = num_blocks
-        self._kv_caches = self._allocate(num_blocks)
+        self._kv_caches = self._allocate(num_blocks, pool_memory)
         hold(self._step_bytes, self.device)
         self.kernels = chosen_kernels(self._sites, self._kv_caches, self._dtype, max_model_len)
         #: Host memory for blocks that the engine gives up, if `kv_offload_bytes` are to be taken for it.
@@ -200,11 +203,12 @@ class ModelRunner(StepLauncher):
             linears, lora, max_num_batched_tokens=self._max_tokens, dtype=self._dtype, device=self.device
         )
 
-    def _allocate(self, num_blocks: int) -> KVCaches:
-        return allocate(self._sites, num_blocks, self.block_size, self._kv_dtype, self.device, self._kv_scales)
+    def _allocate(self, num_blocks: int, memory: ZeroedMemory | None = None) -> KVCaches:
+        return allocate(self._sites, num_blocks, self.block_size, self._kv_dtype, self.device, self._kv_scales, memory)
 
-    def _measure_num_blocks(self, budget: MemoryBudget) -> int:
-        pool = cpu_pool_bytes(budget) if self.device.type == "cpu" else self._measure_cuda_pool(budget)
+    def _measure_num_blocks(self, budget: MemoryBudget, memory: ZeroedMemory | None) -> int:
+        on_cpu, asked = self.device.type == "cpu", budget.kv_cache_memory_bytes
+        pool = cpu_pool_bytes(asked, memory) if on_cpu else self._measure_cuda_pool(budget)
         return count_blocks(
             pool,
             bytes_per_block(self._sites, self.block_size, self._kv_dtype),

@@ -1,5 +1,5 @@
-"""The way to the production runner: what takes long begins first. Reading weights needs only torch, so it goes on while
-everything else is imported. Knows no requests."""
+"""The way to the production runner: what takes long begins first. Reading weights to a GPU, and touching the memory of
+a CPU's KV cache, needs only torch, so it goes on while everything else is imported. Knows no requests."""
 
 import gc
 from dataclasses import replace
@@ -8,33 +8,37 @@ from pathlib import Path
 import torch
 
 from models import registry
+from models.cpu_pool import begin_pool
 from models.errors import ModelLoadError
+from models.host import HostMemoryError
 from models.registry import ModelSource
 from models.stages import Stages
 from models.stored_weights import readable
 from models.unused_packages import leave_out
 from models.weight_reading import WeightReading
+from models.zeroed_memory import ZeroedMemory
 from server.engine.config import EngineConfig
 from server.engine.runner import CannotServeError, LoadedRunner
 
 
 def load(config: EngineConfig, stages: Stages) -> LoadedRunner:
     """Loads weights and allocates the KV cache. Raises CannotServeError with what the person who started the server
-    must know: no such model, one that cannot be served, a pool too small."""
+    must know: no such model, one that cannot be served, a pool too small or too large."""
     device = _device(config.device)
     try:
         source = registry.resolve(
             config.model, cache_dir=_path(config.cache_dir), image_dir=_path(config.model_image_dir)
         )
         source, reading = _begin_reading(config, source, device)
-    except ModelLoadError as error:
+        source, pool_memory = _begin_pool(config, source, device)
+    except (ModelLoadError, HostMemoryError) as error:
         raise CannotServeError(str(error)) from error
     leave_out()
     from server.engine.production import make
 
     gc.freeze()  # modules stay: no collection needs to look at them
     stages.end("imports")
-    return make(config, source, device, reading, stages)
+    return make(config, source, device, reading, pool_memory, stages)
 
 
 def _begin_reading(
@@ -43,10 +47,24 @@ def _begin_reading(
     """On a GPU, of weights that need nothing but reading; the source's files are here then. Raises ModelLoadError."""
     if device.type != "cuda" or config.load_format != "auto":
         return source, None
-    folder = source.fetch()
-    tensors = readable(folder)
-    source = replace(source, folder=folder, hub_id=None, bundled=False)
+    source = _fetched(source)
+    tensors = readable(source.fetch())
     return source, None if tensors is None else WeightReading(tensors, device)
+
+
+def _begin_pool(
+    config: EngineConfig, source: ModelSource, device: torch.device
+) -> tuple[ModelSource, ZeroedMemory | None]:
+    """On a CPU, beside weights whose size is known; the source's files are here then. Raises ModelLoadError,
+    HostMemoryError."""
+    if device.type != "cpu" or config.load_format != "auto" or config.num_gpu_blocks_override is not None:
+        return source, None
+    source = _fetched(source)
+    return source, begin_pool(source.fetch(), config.kv_cache_memory_bytes)
+
+
+def _fetched(source: ModelSource) -> ModelSource:
+    return replace(source, folder=source.fetch(), hub_id=None, bundled=False)
 
 
 def _path(text: str | None) -> Path | None:

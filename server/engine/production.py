@@ -12,13 +12,14 @@ from attention_backend import dispatch
 from models import loader
 from models.adapters import LoraLimits
 from models.errors import ModelLoadError
-from models.kv_offload import HostMemoryError
+from models.host import HostMemoryError
 from models.kv_pool import KVCacheDtypeError, MemoryBudget, PoolTooSmallError
 from models.patching import UnsupportedModelError
 from models.registry import ModelSource
 from models.runner import ModelRunner
 from models.stages import Stages
 from models.weight_reading import WeightReading
+from models.zeroed_memory import ZeroedMemory
 from server.engine.config import EngineConfig
 from server.engine.runner import CannotServeError, LoadedRunner
 
@@ -26,18 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 def make(
-    config: EngineConfig, source: ModelSource, device: torch.device, reading: WeightReading | None, stages: Stages
+    config: EngineConfig,
+    source: ModelSource,
+    device: torch.device,
+    reading: WeightReading | None,
+    pool_memory: ZeroedMemory | None,
+    stages: Stages,
 ) -> LoadedRunner:
-    """Loads weights, or takes those that are being read, and allocates the KV cache. Raises CannotServeError for a
-    model that cannot be served, a pool too small."""
+    """Loads weights, or takes those that are being read, and allocates the KV cache, in `pool_memory` as far as that
+    reaches. Raises CannotServeError for a model that cannot be served, a pool too small or too large."""
     try:
-        return _make(config, source, device, reading, stages)
+        return _make(config, source, device, reading, pool_memory, stages)
     except (ModelLoadError, UnsupportedModelError, PoolTooSmallError, KVCacheDtypeError, HostMemoryError) as error:
         raise CannotServeError(str(error)) from error
 
 
 def _make(
-    config: EngineConfig, source: ModelSource, device: torch.device, reading: WeightReading | None, stages: Stages
+    config: EngineConfig,
+    source: ModelSource,
+    device: torch.device,
+    reading: WeightReading | None,
+    pool_memory: ZeroedMemory | None,
+    stages: Stages,
 ) -> LoadedRunner:
     model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format, reading=reading)
     stages.end("weights")
@@ -57,6 +68,7 @@ def _make(
         kv_dtype=config.kv_cache_dtype,
         max_drafts=config.num_speculative_tokens,
         stages=stages,
+        pool_memory=pool_memory,
     )
     logger.info("fused layers: %s", runner.fused)
     on_gpu = device.type == "cuda"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attention_backend.metadata import KVPages
 from models import kv_offload
-from models.kv_offload import HostMemoryError, KVOffload, buffer_bytes
+from models.host import HostMemoryError
+from models.kv_offload import KVOffload, buffer_bytes
 from models.kv_pool import KVCaches
 from models.transfers import Transfers
 

@@ -5,7 +5,6 @@ import torch
 
 from models.attention_sites import AttentionSite
 from models.kv_pool import (
-    CPU_POOL_BYTES,
     FP8,
     KVCacheDtypeError,
     MemoryBudget,
@@ -13,7 +12,6 @@ from models.kv_pool import (
     allocate,
     bytes_per_block,
     count_blocks,
-    cpu_pool_bytes,
     cuda_pool_bytes,
     kv_cache_dtype,
 )
@@ -83,11 +81,6 @@ def test_the_pool_takes_what_the_step_leaves_of_its_share_of_the_gpu() -> None:
     assert cuda_pool_bytes(MemoryBudget(gpu_memory_utilization=0.5), total=100 * gib, peak=20 * gib) == 30 * gib
     assert cuda_pool_bytes(MemoryBudget(gpu_memory_utilization=0.5), total=100 * gib, peak=60 * gib) == 0
     assert cuda_pool_bytes(MemoryBudget(kv_cache_memory_bytes=7), total=100 * gib, peak=20 * gib) == 7
-
-
-def test_a_cpu_pool_is_modest_unless_asked_for() -> None:
-    assert 0 < cpu_pool_bytes(MemoryBudget()) <= CPU_POOL_BYTES
-    assert cpu_pool_bytes(MemoryBudget(kv_cache_memory_bytes=123)) == 123
 
 
 def test_blocks_that_no_sequence_could_use_are_not_allocated() -> None:

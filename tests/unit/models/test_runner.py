@@ -25,12 +25,14 @@ from attention_backend import dispatch
 from attention_backend.jit import launch
 from models.batch import IN_FLIGHT, SamplingParams, ScheduledSeq, StepBatch
 from models.descriptions import load_tokenizer
+from models.host import HostMemoryError
 from models.kv_pool import MemoryBudget, PoolTooSmallError
 from models.loader import LoadedModel
 from models.registry import ModelSource
 from models.runner import ModelRunner
 from models.shared_runs import SharedRun, StepSharing
 from models.step_rows import StepRows
+from models.zeroed_memory import ZeroedMemory
 
 PROMPTS = ["What is the capital of France?", "Count to ten.", "Hi", "Who wrote Hamlet? Explain what the play is about."]
 TOKENS = 8
@@ -462,3 +464,23 @@ def test_the_pool_is_sized_by_the_budget_unless_blocks_are_given() -> None:
     assert ModelRunner(loaded, **limits).num_blocks == 4 * 4 + 1
     with pytest.raises(PoolTooSmallError, match="max_model_len = 64"):
         ModelRunner(loaded, **limits, memory_budget=MemoryBudget(kv_cache_memory_bytes=4 * block_bytes))
+
+
+def test_pages_lie_in_memory_that_was_taken_before_as_far_as_it_reaches() -> None:
+    loaded = as_loaded(random_model(tiny_config()))
+    limits: dict[str, Any] = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    pages = 7 * 2 * 16 * 16 * 4  # bytes of a layer's keys, or values
+    for room, inside in ((100 * pages, 6), (5 * pages, 5), (pages - 1, 0)):
+        memory = ZeroedMemory(room)
+        begin = torch.frombuffer(memory._memory, dtype=torch.uint8).data_ptr()
+        caches = ModelRunner(loaded, **limits, num_blocks=7, pool_memory=memory)._kv_caches
+        tensors = [tensor for pages_of_layer in caches for tensor in pages_of_layer]
+        assert sum(begin <= tensor.data_ptr() < begin + room for tensor in tensors) == inside
+        assert all(tensor.shape == (7, 2, 16, 16) and not tensor.any() for tensor in tensors)
+
+
+def test_a_pool_larger_than_the_host_is_refused_before_it_is_taken() -> None:
+    loaded = as_loaded(random_model(tiny_config()))
+    limits: dict[str, Any] = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    with pytest.raises(HostMemoryError, match=r"the KV cache would take .* GiB of memory, and .* GiB are free"):
+        ModelRunner(loaded, **limits, num_blocks=10**10)
