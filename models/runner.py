@@ -69,8 +69,8 @@ class ModelRunner(StepLauncher):
 
         `num_blocks` (num_gpu_blocks_override) replaces the measured size of the pool. With `lora`, `adapters` is there,
         and its memory is taken before the pool is measured. `enforce_eager`: no CUDA graphs. `max_drafts`: guesses of a
-        sequence in a step, for which there are graphs, too. `stages` are told of what takes long. `pool_memory`:
-        of a CPU, for the pool, which takes more where that is not enough.
+        sequence in a step, for which there are graphs, too. `stages` are told of what takes long. `pool_memory`: of a
+        CPU, for the pool, which takes more where that is not enough.
         """
         self._stages = stages or Stages()
         self.block_size = block_size
