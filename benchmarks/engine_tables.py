@@ -56,9 +56,10 @@ def serving(results: Path) -> str:
             continue
         numbers = ["-" if value is None else f"{value:,.{digits}f}" for value in (mine, theirs)]
         ratio = "-" if mine is None or theirs is None else f"{mine / theirs:.2f}"
-        at = _commit(next(run for run in (ours, peer) if case in run.rows), case)
+        both = [_commit(run, case) for run in (ours, peer) if case in run.rows]
+        at = both[0]
         if at != most:
-            others.add(at)
+            others.add(at if len(set(both)) == 1 else f"ours alone, {at}")
         title = name if at == most else f"{name} *"
         rows.append([title, *numbers, ratio, *judgement(asked.get((case, figure)), ours, mine, theirs)])
     version = next(row["version"] for row in peer.rows.values() if "version" in row)
@@ -72,7 +73,7 @@ def serving(results: Path) -> str:
 
 
 def _commit(run: Run, case: str) -> str:
-    """As `origin` says it: commit and day of both engines' rows of a case, which are of one run."""
+    """As `origin` says it: commit and day."""
     row = run.rows[case]
     return f"commit {short(row['commit'])}, {row['date'][:10]}"
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from attention_backend.heuristics.sm80 import SHARED_MEMORY
 
-#: Rows of a call. The kernel takes four, which are as fast one kernel after another: their inputs leave a small ring.
-MOST_ROWS = 3
+#: Rows of a call. More inputs leave less room for weights: four are hardly faster than one kernel after another.
+MOST_ROWS = 4
 
 _TILE_ROWS = 16  # of weights, which the tensor cores multiply at once
 _ELEMENT = 2  # bytes

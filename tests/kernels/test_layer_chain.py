@@ -190,7 +190,7 @@ def test_products_in_pages_are_those_of_two_calls(
         x, g = chain.rows(rows), chain.g
         cache = randn((5, kv_heads, 16, head_dim), dtype, g)
         scale = torch.rand(kv_heads, generator=g, device=hopper) + 0.5
-        slots = torch.tensor([37, -1, 64], device=hopper)[:rows]
+        slots = torch.tensor([37, -1, 64, 2], device=hopper)[:rows]
         angles = 6.3 * torch.rand(rows, rotary_dim // 2, generator=g, device=hopper)
         tables = (angles.cos(), angles.sin())
 

@@ -59,7 +59,7 @@ def test_a_cpu_has_nothing_to_prepare() -> None:
 
 
 def test_a_chain_has_a_kernel_for_each_number_of_rows() -> None:
-    """Llama-3.1-8B's rows leave rings of three sizes; a layer of 3 rows that are too wide has none."""
+    """Llama-3.1-8B's rows leave rings of four sizes; a layer of 4 rows that are too wide has none."""
 
     def warps(width: int, gated_width: int) -> list[int]:
         found = layer_chain.variants_of(

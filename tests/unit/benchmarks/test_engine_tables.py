@@ -54,6 +54,8 @@ def test_rows_of_a_later_run_are_marked_with_its_commit(tmp_path: Path) -> None:
     assert found["median gap between tokens after 1,024 tokens, ms *"][:3] == ["4.00", "5.00", "0.80"]
     assert "time to first token of 32,768 tokens, ms" in found
     assert "commit 0123456789, 2026-11-20; * commit feedfeedfe, 2026-11-22)." in text
+    serving_table(tmp_path, first | rate, {"tpot_b1_1024": {"p50": 5.0, "version": "1"}})
+    assert "2026-11-20; * ours alone, commit feedfeedfe, 2026-11-22)." in engine_tables.serving(tmp_path)
 
 
 def test_chats_are_judged_by_their_time_per_token_with_the_gaps_beside_it(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def shapes_for(*counts: tuple[int, int | None], computed: int = 40) -> StepShape
 def test_a_step_runs_in_the_smallest_shape_of_its_kind() -> None:
     assert shapes_for((1, 0)) == StepShape(1, 1, 0, 0, 1, any_length=False)
     assert shapes_for(*[(1, 0)] * MOST_ROWS) == StepShape(MOST_ROWS, MOST_ROWS, 0, 0, MOST_ROWS, any_length=False)
-    assert shapes_for(*[(1, 0)] * (MOST_ROWS + 1)) == StepShape(MOST_ROWS + 1, MOST_ROWS + 1, 0, 0, MOST_ROWS + 1)
+    assert shapes_for(*[(1, 0)] * (MOST_ROWS + 1)) == StepShape(6, 6, 0, 0, 6)
     assert shapes_for((1, 0), (1, 0), (1, 0), (1, 0), (1, 0)) == StepShape(6, 6, 0, 0, 6)
     assert shapes_for((4, 3)) == StepShape(4, 0, 2, 4, 4, few_rows=True)
     assert shapes_for((1, 0), (3, 2)) == StepShape(4, 0, 2, 4, 4, few_rows=True)
