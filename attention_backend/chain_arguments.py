@@ -1,5 +1,6 @@
 """What `attention_backend.layer_chain` takes, and whether it fits together. Knows no kernel."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -110,5 +111,8 @@ def check_own(queries: Tensor, own: OwnAttention) -> None:
         raise ValueError(f"{heads} query heads are no multiple of {pages.k.shape[1]} key heads")
     check_tensor("block_table", own.block_table, torch.int32, (rows, None), queries.device)
     check_tensor("seq_lens", own.seq_lens, torch.int32, (rows,), queries.device)
-    if own.block_table.shape[1] == 0 or own.block_table.stride(1) != 1 or not own.seq_lens.is_contiguous():
+    width = own.block_table.shape[1]
+    if width == 0 or (width > 1 and own.block_table.stride(1) != 1) or not own.seq_lens.is_contiguous():
         raise ValueError("block_table must have columns, and its rows and seq_lens must be contiguous")
+    if not math.isfinite(own.softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {own.softmax_scale}")

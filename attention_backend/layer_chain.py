@@ -50,8 +50,8 @@ def layer_chain(
     With `own` the first tensor is queries `[rows, heads, head_dim]`, and what they attend to is computed here, too: for
     some thousand keys a row, while weights are on their way.
 
-    Raises UnsupportedError for gradients and, on a GPU, for what `refuses` names, ValueError for shapes and TypeError
-    for dtypes that do not fit.
+    Raises UnsupportedError for gradients and, on a GPU, for what `refuses` names and for pages and weights that are not
+    16-byte aligned, ValueError for shapes and TypeError for dtypes that do not fit.
     """
     attending = _checked(attended, residual, weights, options, own)
     tensors = _tensors(attended, residual, weights)

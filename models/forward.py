@@ -37,6 +37,12 @@ class PagedForward:
         return prepare_chain_kernels([s for s in steps if s is not None], self._model.dtype, fp8_kv=fp8_kv)
 
     @property
+    def attends_in_chains(self) -> bool:
+        """Whether layers' chains begin with the attention of rows of few keys."""
+        device = self._model.device
+        return self._decoder is not None and any(chain.attends(device) for chain in self._decoder.chains)
+
+    @property
     def fused(self) -> FusionReport:
         """What is fused, and why the rest is not."""
         if self._decoder is None:

@@ -117,8 +117,7 @@ class ModelRunner(StepLauncher):
             device=self.device,
         )
         super().__init__(forward, inputs, sampler, adapters, on_cpu=self.device.type == "cpu")
-        self._offloads = kv_offload_bytes > 0
-        self._warm = False
+        self._offloads, self._warm = kv_offload_bytes > 0, False
         self._step_bytes = 0  # that steps take beside what is there, as far as that was measured
         if num_blocks is None:
             num_blocks = self._measure_num_blocks(memory_budget or MemoryBudget(), pool_memory)
@@ -164,7 +163,8 @@ class ModelRunner(StepLauncher):
     def _graph_shapes(self) -> list[StepShape]:
         """Where float8 pages are copied only those that a decode kernel serves: no graph knows how many pages a step's
         longest context has."""
-        shapes = decode_shapes(self._max_num_seqs)
+        attends = self._forward.attends_in_chains and self._kv_dtype != FP8
+        shapes = decode_shapes(self._max_num_seqs, self._max_model_len if attends else 0)
         rows = [site.num_heads // site.num_kv_heads * (self._max_drafts + 1) for site in self._sites]
         copied = copies_pages(self._sites, self._kv_caches, self._dtype, CHUNKS[-1], self._max_model_len)
         if not copied or max(rows) <= DECODE_ROWS:

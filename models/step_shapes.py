@@ -89,11 +89,13 @@ class StepShape:
         return step.longest <= self.longest and others + len(self.padding(step.rows)) <= self.others
 
 
-def decode_shapes(max_num_seqs: int) -> list[StepShape]:
-    """Decodes and nothing else; few ones of few keys apart, as a layer's chain begins with their attention."""
+def decode_shapes(max_num_seqs: int, most_keys: int = 0) -> list[StepShape]:
+    """Decodes and nothing else. `most_keys`: of a sequence, where chains of layers begin with the attention of few rows
+    of few keys: those have shapes of their own if others may have more."""
     sizes = [*(size for size in DECODES if size < max_num_seqs), max_num_seqs]
-    short = [StepShape(size, size, 0, 0, size, any_length=False) for size in sizes if size <= MOST_ROWS]
-    return short + [StepShape(size, size, 0, 0, size) for size in sizes]
+    few = [size for size in sizes if size <= MOST_ROWS] if most_keys > MOST_KEYS else []
+    apart = [StepShape(size, size, 0, 0, size, any_length=False) for size in few]
+    return apart + [StepShape(size, size, 0, 0, size) for size in sizes]
 
 
 def draft_shapes(max_num_seqs: int, max_drafts: int) -> list[StepShape]:

@@ -218,8 +218,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
   wait_for_previous();
   const Exchange exchange(p);
 #if GROUP
-  const ChainAttending attending(p, exchange);
-  attending.run(reinterpret_cast<WarpSums*>(input), lane, warp);
+  ChainAttending(p, exchange).run(reinterpret_cast<WarpSums*>(input), lane, warp);
 #endif
   const int rows = p.rows;
   uint32 done = 0;  // tiles of this block in the phases before
@@ -249,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) layer_chain_sm90(const
     if (phase == 3 && warp == WARPS - 1) {
       clear(p, exchange, lane);
 #if GROUP
-      attending.clear(lane);
+      ChainAttending(p, exchange).clear(lane);
 #endif
     }
     const char* const x = input + min(lane / 4, rows - 1) * pitch;  // products with rows that are not there are not kept

@@ -9,9 +9,9 @@ Two launches may share counters only if one ends before the other starts, so wha
   branches have other counters, so graphs may be replayed beside anything.
 
 A graph keeps the addresses for as long as it lives, which nobody is told. So its counters come out of a reserve that is
-never freed nor handed out again (1 KB a graph, mostly), allocated outside of captures: memory from inside would belong
-to the graphs' pool, where another graph may get the same addresses. A replay that starts finds zeros because the
-launches of the last one left zeros: nothing has to be cleared in the graph.
+never freed nor handed out again (1 KB a graph, mostly; some hundred where layers' chains are in it), allocated outside
+of captures: memory from inside would belong to the graphs' pool, where another graph may get the same addresses. A
+replay that starts finds zeros because the launches of the last one left zeros: nothing has to be cleared in the graph.
 
 Without a reserve (the first call of a device is captured, or many captures came without a call outside) the counters
 are allocated and cleared inside the capture, before their first use, so that each replay clears them whatever the pool

@@ -71,6 +71,11 @@ class LayerChain:
         sizes = (out.in_features, down.out_features, down.in_features)
         return ChainStep(*sizes, activation, unit_offset, to_pages, self._layer.attention.heads)
 
+    def attends(self, device: torch.device) -> bool:
+        """Whether a call may begin with the layer's attention."""
+        heads = self._layer.attention.heads
+        return heads is not None and self.refuses(device) is None and self._of_sizes(device, 1, heads) is None
+
     def serves(self, attended: Tensor, own: OwnAttention | None = None) -> bool:
         """Whether these rows, `[rows, ...]`, are one call's; `own`: with their attention in front."""
         rows, device = attended.shape[0], attended.device

@@ -103,6 +103,7 @@ class ChainAttending {
     sums.leave(scratch[warp], lane);
     named_sync(1, kTeam);
     for (int quad = threadIdx.x; quad < kQuads; quad += kTeam) publish(scratch, quad);
+    named_sync(1, kTeam);  // what comes next lies where the warps' sums lie
     const int width = a.parts <= 8 ? 8 : a.parts <= 16 ? 16 : 32;  // lanes of a quad, one a part
     const int last = kQuads * (part + 1) / a.parts;
     for (int first = kQuads * part / a.parts + warp * (32 / width); first < last; first += WARPS * (32 / width))
@@ -112,7 +113,7 @@ class ChainAttending {
   // Once all blocks have read what this one left to its pair's. By one warp.
   __device__ __forceinline__ void clear(int lane) const {
     if (part >= a.parts) return;
-    for (int i = lane; i < kPartQuads; i += 32) exchange.part(pair, part)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = lane; i < kPartQuads; i += 32) exchange.part(p, pair, part)[i] = make_uint4(0, 0, 0, 0);
   }
 
  private:
@@ -141,17 +142,17 @@ class ChainAttending {
       bring(low_v, a.v_cache + place(first, low_page, a.v_page, a.v_slot, a.v_head) + column, low_there);
       bring(high_v, a.v_cache + place(first + 8, high_page, a.v_page, a.v_slot, a.v_head) + column, high_there);
       low_page = look_up(table, first + stride), high_page = look_up(table, first + stride + 8);
-      float scores[4] = {}, others[4] = {};
+      float scores[4] = {};
 #pragma unroll
       for (int i = 0; i < kVectors; i++) {
         const uint32 early[4] = {low_k[i].x, high_k[i].x, low_k[i].y, high_k[i].y};
         const uint32 late[4] = {low_k[i].z, high_k[i].z, low_k[i].w, high_k[i].w};
         mma_16x8x16(scores, early, query[i].x, query[i].y);
-        mma_16x8x16(others, late, query[i].z, query[i].w);
+        mma_16x8x16(scores, late, query[i].z, query[i].w);
       }
 #pragma unroll
       for (int x = 0; x < 4; x++)
-        scores[x] = (x < 2 ? low_there : high_there) ? (scores[x] + others[x]) * a.scale_log2 : -kInfinity;
+        scores[x] = (x < 2 ? low_there : high_there) ? scores[x] * a.scale_log2 : -kInfinity;
       sums.add(scores, low_v, high_v);
     }
   }
@@ -188,7 +189,7 @@ class ChainAttending {
       v.x = fmaf(factor, x.x, v.x), v.y = fmaf(factor, x.y, v.y), v.z = fmaf(factor, x.z, v.z), v.w = fmaf(factor, x.w, v.w);
     }
     const float scale = sum == 0.f ? 0.f : 1.f / sum;
-    uint4* const to = exchange.part(pair, part);
+    uint4* const to = exchange.part(p, pair, part);
     write_words(to + quad, make_uint4(~__float_as_uint(v.x * scale), ~__float_as_uint(v.y * scale),
                                       ~__float_as_uint(v.z * scale), ~__float_as_uint(v.w * scale)));
     if (column == 0) write_word(reinterpret_cast<uint32*>(to + kQuads) + g, ~__float_as_uint(highest + log2f(sum)));
@@ -200,7 +201,7 @@ class ChainAttending {
     float lse = -kInfinity;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
     if (here && lane < a.parts) {
-      const uint4* const from = exchange.part(pair, lane);
+      const uint4* const from = exchange.part(p, pair, lane);
       uint4 x;
       uint32 y;
       do {
@@ -224,6 +225,6 @@ class ChainAttending {
     if (!here || lane >= 2) return;
     const int column = head * GROUP * HEAD_DIM + quad * 4 / HEAD_DIM * HEAD_DIM + column_of(quad * 4 % HEAD_DIM + lane * 2);
     const uint32 word = lane ? pack2(v.z * scale, v.w * scale) : pack2(v.x * scale, v.y * scale);
-    write_word(exchange.attended + (static_cast<int64>(row) * p.attended_width + column) / 2, ~word);
+    write_word(exchange.attended() + (static_cast<int64>(row) * p.attended_width + column) / 2, ~word);
   }
 };

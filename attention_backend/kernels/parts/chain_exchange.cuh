@@ -13,9 +13,6 @@ struct Exchange {
   uint32 *sum, *gated, *total;  // [rows, width / 2 or gated_width / 2]
   uint4* shares;                // [phases, blocks, rows, 8]: sums of groups that two blocks share
   uint32* readers;              // blocks that have read all of `total`; four words
-  uint32* attended;             // [rows, attended_width / 2], with GROUP, as what follows
-  uint4* parts;                 // [pairs of rows and key heads, parts, kPartQuads]
-  int parts_of_pair;
 
   __device__ __forceinline__ Exchange(const ChainParams& p) {
     sum = p.words;
@@ -23,15 +20,15 @@ struct Exchange {
     total = gated + p.rows * p.gated_width / 2;
     shares = reinterpret_cast<uint4*>(total + p.rows * p.width / 2);
     readers = reinterpret_cast<uint32*>(shares + kPhases * gridDim.x * p.rows * 8);
-    attended = readers + 4;
-    parts = reinterpret_cast<uint4*>(attended + p.rows * p.attended_width / 2);
-    parts_of_pair = p.attention.parts;
   }
-  __device__ __forceinline__ uint4* part(int pair, int part) const {
-    return parts + (pair * parts_of_pair + part) * kPartQuads;
+  // With GROUP: [rows, attended_width / 2], and behind it [pairs of rows and key heads, parts, kPartQuads].
+  __device__ __forceinline__ uint32* attended() const { return readers + 4; }
+  __device__ __forceinline__ uint4* part(const ChainParams& p, int pair, int part) const {
+    uint4* const parts = reinterpret_cast<uint4*>(attended() + p.rows * p.attended_width / 2);
+    return parts + (pair * p.attention.parts + part) * kPartQuads;
   }
   __device__ __forceinline__ const uint32* input(int phase) const {
-    return phase == 0 ? attended : phase == 1 ? sum : phase == 2 ? gated : total;
+    return phase == 0 ? attended() : phase == 1 ? sum : phase == 2 ? gated : total;
   }
   __device__ __forceinline__ uint4* share(const ChainParams& p, int phase, int block) const {
     return shares + (phase * gridDim.x + block) * p.rows * 8;
@@ -153,7 +150,7 @@ __device__ __forceinline__ void clear_share(uint32* words, int vectors, int lane
 __device__ __forceinline__ void clear(const ChainParams& p, const Exchange& exchange, int lane) {
   const int total = p.rows * p.width / 8;  // vectors
   clear_share(exchange.gated, p.rows * p.gated_width / 8, lane);
-  if (GROUP) clear_share(exchange.attended, p.rows * p.attended_width / 8, lane);
+  if (GROUP) clear_share(exchange.attended(), p.rows * p.attended_width / 8, lane);
   uint32 before = 0;
   if (lane == 0) before = atomicAdd(exchange.readers, 1u);
   if (__shfl_sync(~0u, before, 0) != gridDim.x - 1) return;

@@ -15,7 +15,9 @@ from models.step_rows import StepRows
 from models.step_shapes import StepNeeds, StepShape, chunk_shapes, decode_shapes, draft_shapes
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, BLOCK = 6, 192, 256, 16
-SHAPES = sorted([*decode_shapes(MAX_SEQS), *draft_shapes(MAX_SEQS, 3), *chunk_shapes(MAX_SEQS, MAX_TOKENS)])
+SHAPES = sorted(
+    [*decode_shapes(MAX_SEQS, MOST_KEYS + 1), *draft_shapes(MAX_SEQS, 3), *chunk_shapes(MAX_SEQS, MAX_TOKENS)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,7 @@ def test_a_step_runs_in_the_smallest_shape_of_its_kind() -> None:
         (64, 0), (64, 64), (128, 0), (128, 64), (128, 128), (192, 0), (192, 64), (192, 192)
     ]  # fmt: skip
     assert draft_shapes(64, 0) == []
+    assert all(shape.any_length for shape in decode_shapes(MAX_SEQS, MOST_KEYS))
 
 
 @pytest.mark.parametrize("keys", [1, MOST_KEYS, MOST_KEYS + 1])

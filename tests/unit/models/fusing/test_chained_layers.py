@@ -125,6 +125,12 @@ def test_kernels_are_prepared_as_steps_will_want_them(name: str, ends: list[bool
     assert [step.to_pages for step in steps if step is not None] == ends == [rows < 0 for rows in calls]
 
 
+@pytest.mark.parametrize(("name", "some"), [("llama", True), ("qwen3", True), ("mistral", False), ("gemma2", False)])
+def test_whether_some_chain_begins_with_attention_is_known_before(name: str, some: bool, calls: list[int]) -> None:
+    assert PagedForward(made(name)).attends_in_chains is some
+    assert calls == []
+
+
 def test_nothing_is_prepared_where_chains_are_refused() -> None:
     model = made("llama")
     assert [chain.step(torch.device("cpu")) for chain in fuse(model).chains] == [None] * 3
