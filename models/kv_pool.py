@@ -3,8 +3,8 @@
 Block 0 is the dummy page: padding and rehearsals read and write it, no request ever owns it.
 """
 
+import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from attention_backend.metadata import KVPages
 from models.attention_sites import AttentionSite
 from models.cpu_pool import check_room
 from models.zeroed_memory import ZeroedMemory
+
+logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 #: vLLM's names.
@@ -82,8 +84,10 @@ def hold(num_bytes: int, device: torch.device) -> None:
     """Of a GPU: from now on this process has so much, in torch's cache until steps want it. What is merely free goes to
     whoever asks first, and a trainer beside the engine may ask for all of it."""
     if device.type == "cuda":
-        with suppress(torch.OutOfMemoryError):
+        try:
             torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            logger.warning("%.2f GiB that steps want are not kept for them: others may take them", num_bytes / 2**30)
 
 
 def count_blocks(pool_bytes: int, block_bytes: int, *, block_size: int, max_num_seqs: int, max_model_len: int) -> int:

@@ -192,7 +192,7 @@ def test_requests_of_a_burst_wait_longer_for_each_other() -> None:
     assert 0.7 * BURST_STEP * TARGET < seconds <= BURST_STEP * TARGET
     short = [make(n, Prompt(9000, 4000)) for n in (8, 9)]
     seconds = MODEL.predict(plan_of(short, decodes, burst=burst).shares()[1])
-    assert seconds <= MODEL.predict(StepWork(4, 0, 4004).with_chunk(4000, BURST_ROWS)), "more rows are no faster"
+    assert seconds <= MODEL.predict(StepWork(4, 0, 4004).with_chunk(4000, BURST_ROWS)), "newcomers wait for it"
     stream = decoding(4, 1000, ttft=-20)  # since before the burst
     assert MODEL.predict(plan_of(prompts, [*decodes, stream], burst=burst).shares()[1]) <= TARGET
 
