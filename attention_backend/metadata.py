@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -74,6 +74,13 @@ class PagedMetadata:
             check_tensor("decodes_here", self.decodes_here, torch.bool, (self.num_decodes, 1, 1), device)
         elif self.num_decodes > self.slot_mapping.shape[0]:
             raise ValueError(f"{self.num_decodes} decodes need a row each, there are {self.slot_mapping.shape[0]}")
+
+    @classmethod
+    def of_single_rows(cls, seq_lens: Tensor, block_table: Tensor, slot_mapping: Tensor, max_seqlen_k: int) -> Self:
+        """Decodes and nothing else, a row each."""
+        rows = seq_lens.shape[0]
+        cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=seq_lens.device)
+        return cls(cu_seqlens, seq_lens, block_table, slot_mapping, rows, 1, max_seqlen_k)
 
     @property
     def num_seqs(self) -> int:

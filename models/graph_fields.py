@@ -10,7 +10,7 @@ from torch import Tensor
 from attention_backend.heuristics.layer_chain import MOST_KEYS
 from attention_backend.metadata import PagedMetadata
 from models.batch import NO_ADAPTER
-from models.inputs import StepInputs, StepTensors
+from models.inputs import StepInputs, StepTensors, single_samples
 from models.step_rows import StepArrays, StepRows
 from models.step_shapes import StepShape
 
@@ -25,6 +25,7 @@ class StepFields:
     row_slots: Tensor  # int64 [rows]
     sequence_slots: Tensor  # int64 [sequences]
     sample_rows: Tensor  # int64 [samples]
+    sample_keys: Tensor  # int32 [samples]: that each sees; 0: of padding
     keys: Tensor  # int32 [samples, 2]
     seq_lens: Tensor  # int32 [sequences]; 0: of a decode that is not there
     cu_seqlens: Tensor  # int32 [sequences + 1]
@@ -62,6 +63,7 @@ class StepFields:
         _put(self.row_slots, arrays.row_slots, padding_slot)
         _put(self.adapter_rows, np.repeat(rows.adapters, rows.lengths), NO_ADAPTER)
         _put(self.sample_rows, arrays.sample_rows, 0)
+        _put(self.sample_keys, arrays.sample_positions, 0)
         _put(self.temperature, temperature, 0)
         _put(self.keys, keys, 0)
         _put(self.sequence_slots[: shape.decodes], rows.slots[:decodes], padding_slot)
@@ -93,6 +95,7 @@ def _layout(shape: StepShape) -> Iterator[tuple[str, torch.dtype, int]]:
         "row_slots": (eight, shape.rows),
         "sequence_slots": (eight, shape.sequences),
         "sample_rows": (eight, shape.samples),
+        "sample_keys": (four, shape.samples),
         "keys": (four, 2 * shape.samples),
         "seq_lens": (four, shape.sequences),
         "cu_seqlens": (four, shape.sequences + 1),
@@ -112,24 +115,27 @@ def _put(field: Tensor, values: np.ndarray, padding: int) -> None:
 def step_tensors(fields: StepFields, shape: StepShape, inputs: StepInputs, *, max_model_len: int) -> StepTensors:
     """The forward's inputs, computed from the fields where they lie."""
     here = None if shape.only_decodes or not shape.decodes else fields.seq_lens[: shape.decodes, None, None] > 0
+    tables, slots = inputs.tables.device, fields.row_slots
+    if not shape.only_decodes:
+        slots = slots.index_select(0, fields.sample_rows)
+    metadata = PagedMetadata(
+        cu_seqlens_q=fields.cu_seqlens,
+        seq_lens=fields.seq_lens,
+        block_table=tables.index_select(0, fields.sequence_slots),
+        slot_mapping=fields.slot_mapping,
+        num_decodes=shape.decodes,
+        max_seqlen_q=max(1, shape.longest),
+        max_seqlen_k=max_model_len if shape.any_length else min(max_model_len, MOST_KEYS),
+        decodes_here=here,
+    )
     return StepTensors(
         input_ids=inputs.known(fields.token_ids, fields.row_slots)[None],
         position_ids=fields.position_ids[None],
         sample_rows=fields.sample_rows,
-        metadata=PagedMetadata(
-            cu_seqlens_q=fields.cu_seqlens,
-            seq_lens=fields.seq_lens,
-            block_table=inputs.tables.device.index_select(0, fields.sequence_slots),
-            slot_mapping=fields.slot_mapping,
-            num_decodes=shape.decodes,
-            max_seqlen_q=max(1, shape.longest),
-            max_seqlen_k=max_model_len if shape.any_length else min(max_model_len, MOST_KEYS),
-            decodes_here=here,
-        ),
+        metadata=metadata,
+        sampled=single_samples(tables, slots, fields.sample_keys, metadata) if shape.samples_alone else None,
         sample_slots=np.empty(0, np.int64),
-        sample_slots_on_device=fields.row_slots
-        if shape.only_decodes
-        else fields.row_slots.index_select(0, fields.sample_rows),
+        sample_slots_on_device=slots,
         sample_positions=np.empty(0, np.int64),
         adapter_rows=None,
         num_adapter_slots=0,

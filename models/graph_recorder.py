@@ -191,7 +191,7 @@ class GraphRecorder:
         step = step_tensors(fields, shape, self._inputs, max_model_len=self._max_model_len)
         if shared is not None:
             pages = shared_pages(shared.groups, shared.own_starts, step.metadata.block_table, shared.max_rows)
-            step = replace(step, metadata=replace(step.metadata, shared_decodes=pages))
+            step = replace(step, metadata=replace(step.metadata, shared_decodes=pages), sampled=None)
         logits = self._forward(step, shape.only_decodes)
         if self._logits is None:
             self._logits = logits.new_empty(self._most_samples, logits.shape[1])

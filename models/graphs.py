@@ -18,13 +18,10 @@ from models.graph_recorder import Forward, GraphOutput, GraphRecorder, StepGraph
 from models.host_waits import HostWaitsError
 from models.inputs import StepInputs
 from models.shared_runs import Levels
-from models.step_rows import StepArrays, StepRows
+from models.step_rows import MANY_ROWS, StepArrays, StepRows
 from models.step_shapes import StepNeeds, StepShape
 
 logger = logging.getLogger(__name__)
-
-#: Rows of a prompt that take longer to compute over shared keys than these take to read.
-MANY_ROWS = 32
 
 
 class StepGraphs:

@@ -29,6 +29,7 @@ class StepTensors:
     position_ids: Tensor  # int64 [1, num_tokens]
     sample_rows: Tensor  # int64 [num_samples]: rows of the flat batch whose logits are wanted
     metadata: PagedMetadata
+    sampled: PagedMetadata | None  # of sample_rows, for the last layer's attention; None: it had better see all rows
     sample_slots: np.ndarray  # int64 [num_samples]
     sample_slots_on_device: Tensor  # the same
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
@@ -37,9 +38,12 @@ class StepTensors:
 
     def with_short_contexts(self) -> "StepTensors":
         """The same shapes, but sequences that share nothing see their new tokens and one key at most before them."""
-        metadata = self.metadata
+        metadata, sampled = self.metadata, self.sampled
         shortest = metadata.cu_seqlens_q.diff() + 1
-        return replace(self, metadata=replace(metadata, seq_lens=torch.minimum(metadata.seq_lens, shortest)))
+        if sampled is not None:
+            sampled = replace(sampled, seq_lens=sampled.seq_lens.clamp(max=metadata.max_seqlen_q + 1))
+        metadata = replace(metadata, seq_lens=torch.minimum(metadata.seq_lens, shortest))
+        return replace(self, metadata=metadata, sampled=sampled)
 
 
 class StepInputs:
@@ -66,8 +70,8 @@ class StepInputs:
         self._max_group_rows = max_group_rows
         bytes_needed = (
             8 * (5 * max_num_batched_tokens + max_num_seqs)
-            + 4 * (2 * max_num_seqs + 1 + max_num_batched_tokens)
-            + 9 * _ALIGNMENT
+            + 4 * (2 * max_num_seqs + 1 + 2 * max_num_batched_tokens)
+            + 10 * _ALIGNMENT
         )
         self._staging = torch.empty(bytes_needed, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._bytes = self._staging.numpy()
@@ -135,6 +139,7 @@ class StepInputs:
         sample_slots = layout.put(np.int64, arrays.sample_slots)
         cu_seqlens = layout.put(np.int32, np.concatenate(([0], arrays.ends)))
         seq_lens = layout.put(np.int32, totals)
+        sample_keys = layout.put(np.int32, arrays.sample_positions)
         adapter_rows = layout.put(np.int32, np.repeat(rows.adapters, lengths if num_adapter_slots else 0))
 
         staged = self._staging[: layout.used].to(self._device, non_blocking=True)
@@ -145,27 +150,33 @@ class StepInputs:
             first = layout.tensor(staged, cu_seqlens)[:-1].long()
             input_ids[first] = self.known(input_ids[first], on_device)
         width = -(-int(totals.max()) // self._block_size)
-        block_table = self.tables.device[:, :width].index_select(0, on_device)
+        tables = self.tables.device[:, :width]
+        block_table = tables.index_select(0, on_device)
         sharing = batch.sharing
+        metadata = PagedMetadata(
+            cu_seqlens_q=layout.tensor(staged, cu_seqlens),
+            seq_lens=layout.tensor(staged, seq_lens),
+            block_table=block_table,
+            slot_mapping=layout.tensor(staged, slot_mapping),
+            num_decodes=num_decodes,
+            max_seqlen_q=int(lengths.max()),
+            max_seqlen_k=int(totals.max()),
+            shared_decodes=self._shared(sharing.decodes, num_decodes, block_table[:num_decodes]),
+            shared_prefills=self._shared(
+                sharing.prefills, tuple(lengths[num_decodes:].tolist()), block_table[num_decodes:]
+            ),
+        )
+        sample_slots_on_device = layout.tensor(staged, sample_slots)
         return StepTensors(
             input_ids=input_ids[None],
             position_ids=layout.tensor(staged, positions)[None],
             sample_rows=layout.tensor(staged, sample_rows),
-            metadata=PagedMetadata(
-                cu_seqlens_q=layout.tensor(staged, cu_seqlens),
-                seq_lens=layout.tensor(staged, seq_lens),
-                block_table=block_table,
-                slot_mapping=layout.tensor(staged, slot_mapping),
-                num_decodes=num_decodes,
-                max_seqlen_q=int(lengths.max()),
-                max_seqlen_k=int(totals.max()),
-                shared_decodes=self._shared(sharing.decodes, num_decodes, block_table[:num_decodes]),
-                shared_prefills=self._shared(
-                    sharing.prefills, tuple(lengths[num_decodes:].tolist()), block_table[num_decodes:]
-                ),
-            ),
+            metadata=metadata,
+            sampled=single_samples(tables, sample_slots_on_device, layout.tensor(staged, sample_keys), metadata)
+            if num_adapter_slots == 0 and rows.samples_alone(sharing)
+            else None,
             sample_slots=arrays.sample_slots,
-            sample_slots_on_device=layout.tensor(staged, sample_slots),
+            sample_slots_on_device=sample_slots_on_device,
             sample_positions=arrays.sample_positions,
             adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
             num_adapter_slots=num_adapter_slots,
@@ -186,6 +197,14 @@ class StepInputs:
     def known(self, token_ids: Tensor, slots: Tensor) -> Tensor:
         """token_ids int64 `[n]` with what was sampled last for the slots in place of IN_FLIGHT."""
         return torch.where(token_ids == IN_FLIGHT, self.last_tokens.index_select(0, slots), token_ids)
+
+
+def single_samples(tables: Tensor, slots: Tensor, keys: Tensor, step: PagedMetadata) -> PagedMetadata:
+    """A step's samples as sequences of one row, whose keys are in their pages: slots int64 and keys int32
+    `[num_samples]`, tables int32 `[slots, max_blocks]`."""
+    return PagedMetadata.of_single_rows(
+        keys, tables.index_select(0, slots), step.slot_mapping[: len(slots)], step.max_seqlen_k
+    )
 
 
 class _Layout:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.batch import StepBatch
+from models.shared_runs import StepSharing
+
+#: Rows of a prompt that take longer to compute over shared keys than these take to read.
+MANY_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,17 @@ class StepRows:
         """Sequences with one token, which come first."""
         longer = self.lengths != 1
         return int(np.argmax(longer)) if longer.any() else len(longer)
+
+    @property
+    def num_samples(self) -> int:
+        return int((self.drafts + 1)[self.sampled].sum())
+
+    def samples_alone(self, sharing: StepSharing) -> bool:
+        """Whether the last layer's attention had better be of the sampled rows alone, as sequences of one row: whose
+        keys are stored needs no more of that layer. Each then reads its own pages, whatever sequences share."""
+        rows, decodes, count = int(self.lengths.sum()), self.num_decodes, len(self.lengths)
+        few = rows - decodes < (count - decodes) * MANY_ROWS
+        return not sharing.decodes and not (sharing.prefills and few) and 2 * self.num_samples < rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class StepNeeds:
             decodes=decodes,
             others=len(rows.lengths) - decodes,
             longest=int(rows.lengths[decodes:].max(initial=0)),
-            samples=int((rows.drafts + 1)[rows.sampled].sum()),
+            samples=rows.num_samples,
             all_sampled=bool(rows.sampled.all()),
             most_keys=int(rows.totals.max(initial=0)),
         )
@@ -67,6 +67,11 @@ class StepShape:
     def only_decodes(self) -> bool:
         """Then every row is a sequence, and a sample."""
         return self.others == 0
+
+    @property
+    def samples_alone(self) -> bool:
+        """See `StepRows.samples_alone`; decodes that share pages have graphs of their own."""
+        return 2 * self.samples < self.rows
 
     def decodes_in_front(self, decodes: int) -> int:
         """How many of a step's decodes are taken for such."""

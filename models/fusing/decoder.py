@@ -82,23 +82,25 @@ class FusedDecoder:
         tables = {kind: self.rotary.tables(step.position_ids, kind, x) for kind in self._types}
         block, residual = x, None
         queries: Queries | None = None  # of the next attention, where a chain gave them
-        last = len(self.layers) - 1
+        last, metadata = len(self.layers) - 1, step.metadata
         for i, (layer, chain, pages) in enumerate(zip(self.layers, self.chains, kv_caches, strict=True)):
             if queries is None:
                 normed, residual = self._before_attention(layer, block, residual)
                 projected = layer.attention.projections(normed)
-                queries = layer.attention.queries(projected, tables[layer.attention.layer_type], pages, step.metadata)
+                queries = layer.attention.queries(projected, tables[layer.attention.layer_type], pages, metadata)
             assert residual is not None
+            if i == last and rows is not None and step.sampled is not None and queries.k is None:
+                queries, residual, metadata, rows = Queries(queries.q[rows]), residual[rows], step.sampled, None
             whole = i < last or rows is None  # every row goes on
-            own = layer.attention.own(queries, pages, step.metadata) if whole else None
+            own = layer.attention.own(queries, pages, metadata) if whole else None
             if own is None or not chain.serves(queries.q, own):
                 own = None
-            attended = layer.attention(queries, pages, step.metadata) if own is None else queries.q
+            attended = layer.attention(queries, pages, metadata) if own is None else queries.q
             queries = None
             if own is not None or (whole and chain.serves(attended)):
                 if i == last:
                     return self._capped(chain(attended, residual, own)[1][0])
-                kind, metadata = self.layers[i + 1].attention.layer_type, step.metadata
+                kind = self.layers[i + 1].attention.layer_type
                 residual, queries = chain.to_queries(attended, residual, tables[kind], kv_caches[i + 1], metadata, own)
             else:
                 block, residual = self._after_attention(layer, attended, residual, step, rows if i == last else None)

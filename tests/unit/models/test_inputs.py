@@ -1,5 +1,7 @@
 """The flat tensors of a step against a naive construction, token by token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from models.batch import IN_FLIGHT, ScheduledSeq, StepBatch
 from models.inputs import StepInputs, StepTensors
+from models.shared_runs import SharedRun, StepSharing
 
 MAX_SEQS = 6
 MAX_TOKENS = 200
@@ -46,6 +49,13 @@ def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
     slots = [seq.slot for seq in batch.seqs if seq.sample for _ in range(seq.num_drafts + 1)]
     assert step.sample_slots.tolist() == step.sample_slots_on_device.tolist() == slots
     assert step.sample_positions.tolist() == [positions[row] + 1 for row in sample_rows]
+    alone = 2 * len(sample_rows) < len(ids)
+    assert (step.sampled is not None) == alone
+    if step.sampled is not None:
+        tables = {seq.slot: row for seq, row in zip(batch.seqs, meta.block_table.tolist(), strict=True)}
+        assert step.sampled.seq_lens.tolist() == [positions[row] + 1 for row in sample_rows]
+        assert step.sampled.block_table.tolist() == [tables[slot] for slot in slots]
+        assert step.sampled.num_decodes == step.sampled.num_seqs == len(step.sampled.slot_mapping) == len(slots)
     for row, seq, total in zip(meta.block_table.tolist(), batch.seqs, totals, strict=True):
         used = -(-total // block_size)
         assert row[:used] == list(seq.block_ids[:used])
@@ -143,3 +153,31 @@ def test_short_contexts_have_the_shapes_of_the_long_ones() -> None:
     assert short.metadata.block_table.shape == step.metadata.block_table.shape == (3, 19)
     assert short.metadata.max_seqlen_k == step.metadata.max_seqlen_k == 301
     assert torch.equal(short.position_ids, step.position_ids)
+    assert step.sampled is not None
+    assert short.sampled is not None
+    assert step.sampled.seq_lens.tolist() == [301, 30, 212]
+    assert short.sampled.seq_lens.tolist() == [31, 30, 31]
+
+
+PROMPTS = (ScheduledSeq(0, [5], 64, list(range(1, 20)), True), ScheduledSeq(1, [7] * 40, 64, list(range(1, 20)), True),
+           ScheduledSeq(2, [9] * 40, 64, list(range(1, 20)), True))  # fmt: skip
+SHARED = ((SharedRun(0, 2, 0, 4),),)
+
+
+@pytest.mark.parametrize(
+    ("batch", "alone"),
+    [
+        (StepBatch(PROMPTS), True),
+        (StepBatch(PROMPTS, StepSharing(prefills=SHARED)), True),
+        (
+            StepBatch(tuple(replace(s, token_ids=s.token_ids[:31]) for s in PROMPTS), StepSharing(prefills=SHARED)),
+            False,
+        ),
+        (StepBatch((replace(PROMPTS[0], slot=3), *PROMPTS), StepSharing(decodes=SHARED)), False),
+        (StepBatch((*PROMPTS[:2], replace(PROMPTS[2], adapter_slot=0))), False),
+        (StepBatch((replace(PROMPTS[1], num_drafts=39),)), False),
+    ],
+    ids=["prompts", "sharing pages", "few rows that share", "decodes that share", "an adapter", "drafts"],
+)
+def test_samples_are_sequences_of_their_own_where_that_saves_rows(batch: StepBatch, alone: bool) -> None:
+    assert (_inputs(16).build(batch).sampled is not None) == alone

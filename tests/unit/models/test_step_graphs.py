@@ -72,6 +72,7 @@ def test_every_shape_that_fits_gives_the_logits_of_the_step_alone(runner: ModelR
             return
         step = inputs.build(batch, rows)
         want = runner._logits(step, False).clone()
+        torch.testing.assert_close(want, runner._logits(step, True)[step.sample_rows], rtol=1e-4, atol=1e-4)
         slots, positions = step.sample_slots, step.sample_positions
         for shape in fitting:
             buffer = torch.randint(0, 255, (num_bytes(shape),), dtype=torch.uint8)

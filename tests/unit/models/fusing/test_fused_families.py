@@ -1,10 +1,13 @@
 """Every fused family answers what its own modules answer, in every kind of step."""
 
+from typing import Any
+
 import pytest
 import torch
-from fused_models import CONFIGS, logits, made
+from fused_models import CONFIGS, STEPS, logits, made
 from torch import Tensor
 
+import attention_backend
 from models.attention_sites import find_attention_sites
 from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
@@ -82,3 +85,22 @@ def test_a_step_that_samples_nothing_stores_its_keys_for_the_next(packed: bool) 
 
     whole = last_row(PagedForward(model, fused=False), chunk=40)
     torch.testing.assert_close(last_row(PagedForward(model), chunk=20), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_layers_attention_is_of_the_sampled_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+    rows: list[int] = []
+    attend = attention_backend.paged_attention
+
+    def counted(q: Tensor, *others: Any, **options: Any) -> Tensor:
+        rows.append(q.shape[0])
+        return attend(q, *others, **options)
+
+    monkeypatch.setattr(attention_backend, "paged_attention", counted)
+    expected = logits(model, PagedForward(model))
+    assert rows == [row for counts in STEPS for row in [sum(counts)] * 3]
+    rows.clear()
+    ours = logits(model, PagedForward(model), sampled=True)
+    assert rows == [row for counts in STEPS for row in (sum(counts), sum(counts), 2)]
+    ends = torch.tensor(STEPS).flatten().cumsum(0) - 1
+    torch.testing.assert_close(ours, expected[ends], rtol=1e-5, atol=1e-5)
