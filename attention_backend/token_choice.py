@@ -25,6 +25,8 @@ def choose_tokens(logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Te
     rows = logits.shape[0]
     check_tensor("temperature", temperature, torch.float32, (rows,), logits.device)
     check_tensor("keys", keys, torch.int32, (rows, 2), logits.device)
+    if not (temperature.is_contiguous() and keys.is_contiguous()):
+        raise UnsupportedError("temperature and keys must be contiguous")
     tokens, finite = choose_tokens_op(logits, temperature, keys)
     return tokens, finite
 

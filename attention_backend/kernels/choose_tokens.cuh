@@ -12,7 +12,7 @@
 struct ChoiceParams {
   const element* logits;     // [rows, vocab_size]
   const float* temperature;  // [rows]
-  const int2* keys;          // [rows]
+  const int* keys;           // [rows, 2], aligned to 4 bytes: a graph's fields lie one behind the other
   uint2* winners;            // [rows, gridDim.y]
   uint32* counters;          // [rows]
   int64* tokens;             // [rows]
@@ -78,7 +78,7 @@ union Load {
 
 template <bool GREEDY>
 __device__ __forceinline__ Best best_of_part(const ChoiceParams& p, int row) {
-  Part<GREEDY> part(p.temperature[row], p.keys[row]);
+  Part<GREEDY> part(p.temperature[row], make_int2(p.keys[2 * row], p.keys[2 * row + 1]));
   const element* const logits = p.logits + row * p.row_stride;
   int first = 0;
   if (p.vectors) {

@@ -42,6 +42,14 @@ def test_a_row_s_token_has_the_highest_score(rows: int, vocab: int, dtype: torch
     assert torch.equal(logits[greedy].gather(1, tokens[greedy, None])[:, 0], logits[greedy].amax(1))
 
 
+def test_keys_may_begin_at_any_number() -> None:
+    logits, temperature, keys = problem(5, 300, torch.bfloat16)
+    behind_one = torch.cat([keys.new_zeros(1), keys.flatten()])[1:].view(5, 2)
+    assert behind_one.data_ptr() % 8
+    there = attention_backend.choose_tokens(logits, temperature, behind_one)[0]
+    assert torch.equal(there, attention_backend.choose_tokens(logits, temperature, keys)[0])
+
+
 def test_of_equal_logits_the_first_wins() -> None:
     logits = torch.zeros(4, 100_000, device="cuda:0", dtype=torch.bfloat16)
     logits[:, 777:] = 1
