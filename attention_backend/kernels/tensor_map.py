@@ -1,7 +1,7 @@
 """Tensor maps: what the TMA needs to know of a tensor, encoded by the driver. Knows no kernel."""
 
 import ctypes
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
 _L2_PROMOTION_256B = 3
 _BOX_COLUMNS = 64  # elements: the 128 bytes of a swizzled row
 _BYTES = 128
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _ALIGNMENT = 64
 
 
@@ -112,7 +113,8 @@ def _encode(
     pitches = [element * (s if n > 1 else sizes[0]) for s, n in zip(steps, sizes[1:], strict=True)]
     space = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     aligned = ctypes.addressof(space) + (-ctypes.addressof(space)) % _ALIGNMENT
-    code = _driver().cuTensorMapEncodeTiled(
+    encode = partial(
+        _driver().cuTensorMapEncodeTiled,
         ctypes.c_void_p(aligned),
         _DATA_TYPES[dtype],
         rank,
@@ -126,9 +128,30 @@ def _encode(
         _L2_PROMOTION_256B,
         0,
     )
+    code = encode()
+    if code == _NO_CONTEXT:  # a thread that never called CUDA, as one of autograd's whose backward begins here
+        _bind_context(torch.cuda.current_device())
+        code = encode()
     if code != 0:
         raise TensorMapError(f"CUDA error {code} for a tensor of sizes {sizes}, steps {steps}, in boxes of {box}")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, _BYTES))
+
+
+def _bind_context(index: int) -> None:
+    """Makes a device's primary context this thread's, as the runtime does when it is first called."""
+    code = _driver().cuCtxSetCurrent(_context(index))
+    if code != 0:
+        raise TensorMapError(f"CUDA error {code}: the context of device {index} cannot be this thread's")
+
+
+@lru_cache
+def _context(index: int) -> ctypes.c_void_p:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    code = _driver().cuDeviceGet(ctypes.byref(device), index)
+    code = code or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    if code != 0:
+        raise TensorMapError(f"CUDA error {code}: device {index} has no context")
+    return context
 
 
 @lru_cache(maxsize=1)
