@@ -84,6 +84,10 @@ _BESIDE_TRANSFORMERS = (
     "ttft_32k,ttft_131k,tpot_b1_1024,tpot_b1_131072,32x32k_128,shared_100k_x64,256x1k_128,chats_under_131k_prefill",
 )
 _ALL_SERVERS = ("--servers", "longwave", "transformers", "transformers_batching")
+_LONGEST = (  # a step of these lengths takes minutes
+    *("--longest", "--only", "longwave, attention recomputed"),
+    *("--only", "torch cuDNN", "--only", "torch FA2"),
+)
 RECORDINGS = (
     Recording("attention_forward", "attention", 150, ("forward",), "fa3"),
     Recording("attention_backward", "attention", 200, ("backward", "--slow"), "fa3"),
@@ -97,7 +101,7 @@ RECORDINGS = (
     Recording("longcontext_1m", "longcontext", 580, ("--contexts", "131072", "1000000", "--kv-cache-dtype", "fp8")),
     Recording("beside_training", "beside_training", 400, ("--shares", "0.25,1")),
     Recording("training", "training", 350),
-    Recording("training_longest", "training", 500, ("--longest",)),
+    Recording("training_longest", "training", 500, _LONGEST),
     Recording("fine_tuning", "fine_tuning", 250, devices=GPU | CPU),
     Recording("multi_lora", "multi_lora", 120),
     Recording("kv_offload", "kv_offload", 300),

@@ -67,7 +67,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Timed steps of each contender, in turn: at most.")] = 3,
     seconds: Annotated[float, typer.Option(help="No further round begins that would end after that.")] = 200.0,
     layers: Annotated[int | None, typer.Option(help="Of the model, when all of them take too long.")] = None,
-    only: Annotated[str, typer.Option(help="Contenders whose names contain this.")] = "",
+    only: Annotated[list[str] | None, typer.Option(help="A contender; may be repeated. All by default.")] = None,
     find_longest: Annotated[bool, typer.Option("--longest", help="Find the longest sequence instead.")] = False,
     tiny: Annotated[bool, typer.Option(help="A shape that a CPU runs in seconds.")] = False,
     out: Path | None = None,
@@ -91,9 +91,10 @@ def main(
         facts["model"] = json.loads((folder / "config.json").read_text())
         model = load(folder, tokens, rank, device)
     report.say(f"{facts['model']['num_hidden_layers']} layers of random weights on {device}")
-    racers = {name: racer for name, racer in contenders(model).items() if only in name}
-    if not racers:
-        raise typer.BadParameter(f"no contender's name contains {only!r}", param_hint="--only")
+    racers = contenders(model)
+    if unknown := set(only or ()) - racers.keys():
+        raise typer.BadParameter(f"{sorted(unknown)}: there are {list(racers)}", param_hint="--only")
+    racers = {name: racer for name, racer in racers.items() if not only or name in only}
     if find_longest:
         results = longest(model, racers, tokens, report)
     else:

@@ -146,9 +146,17 @@ def test_the_script_writes_what_it_ran_on(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert result == json.loads(done.stdout)
     assert result["machine"]["commit"] == "abc"
-    assert set(result["contenders"]) == {"longwave", "longwave, attention recomputed"}
+    assert set(result["contenders"]) == {"longwave"}
     assert (result["tokens"], result["lora_rank"], result["rounds"]) == (32, 16, 1)
     assert result["model"]["num_hidden_layers"] == 1
     said = [line.partition(" s  ")[2] for line in done.stderr.splitlines()]
     assert said[0] == "1 layers of random weights on cpu"
-    assert said[-1].startswith("longwave, attention recomputed: round 1, ")
+    assert said[-1].startswith("longwave: round 1, ")
+
+
+def test_a_contender_that_is_not_there_is_told() -> None:
+    flags = ("--tiny", "--layers", "1", "--only", "torch", "--only", "jax")
+    command = [sys.executable, "-m", "benchmarks.training", *flags]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "['jax']" in done.stderr
