@@ -9,10 +9,12 @@ One model of random weights (Llama-3.1-8B's shape), one adapter; only attention 
     python -m benchmarks.training --layers 4      # fewer layers, where all take too long
     python -m benchmarks.training --tiny          # a CPU-sized shape, to try the script itself
 
-It says on stderr how far it is, and `--out` holds after every step what is known by then.
+It says on stderr how far it is, and `--out` holds after every step what is known by then. Memory is allocated as in our
+trainer's process, by all contenders (PYTORCH_ALLOC_CONF).
 """
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -27,8 +29,10 @@ from benchmarks.training_steps import Results, contenders, step_times
 from models import registry
 from models.training import LoraSettings, TrainingPlan
 from models.training.trainable import TrainableModel
+from server.child_process import TRAINING
 
 _MOST_POSITIONS = 2**21
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"  # torch reads it when it first asks for memory of a GPU
 
 
 def load(folder: Path, tokens: int, rank: int, device: torch.device) -> TrainableModel:
@@ -67,12 +71,15 @@ def main(
     rounds: Annotated[int, typer.Option(help="Timed steps of each contender, in turn: at most.")] = 3,
     seconds: Annotated[float, typer.Option(help="No further round begins that would end after that.")] = 200.0,
     layers: Annotated[int | None, typer.Option(help="Of the model, when all of them take too long.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A contender; may be repeated. All by default.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A contender; may be repeated, in that order. All by default.")
+    ] = None,
     find_longest: Annotated[bool, typer.Option("--longest", help="Find the longest sequence instead.")] = False,
     tiny: Annotated[bool, typer.Option(help="A shape that a CPU runs in seconds.")] = False,
     out: Path | None = None,
     commit: Annotated[str | None, typer.Option(help="Recorded as the commit where there is no git.")] = None,
 ) -> None:
+    os.environ.setdefault(_ALLOCATOR, TRAINING[_ALLOCATOR])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tiny:
         tokens = min(tokens, 128)
@@ -81,6 +88,7 @@ def main(
         "benchmark": "training_longest" if find_longest else "training",
         "machine": machine.facts(commit),
         "packages": {name: machine.installed(name) for name in ("transformers", "peft")},
+        "allocator": os.environ[_ALLOCATOR],
         "lora_rank": rank,
         "tokens": tokens,
         "rounds": rounds,
@@ -94,7 +102,7 @@ def main(
     racers = contenders(model)
     if unknown := set(only or ()) - racers.keys():
         raise typer.BadParameter(f"{sorted(unknown)}: there are {list(racers)}", param_hint="--only")
-    racers = {name: racer for name, racer in racers.items() if not only or name in only}
+    racers = {name: racers[name] for name in only or racers}
     if find_longest:
         results = longest(model, racers, tokens, report)
     else:

@@ -16,16 +16,17 @@ from models.training.trainable import TrainableModel
 
 GRANULE = 2048  # tokens
 _STEP_DOWN = 0.96
-_RESERVE = 0.985  # of the free memory: the allocator's blocks are never filled wholly
+_RESERVE = 0.97  # of the free memory: the allocator's blocks are never filled wholly
 _CPU_BYTES = 2**30  # what is predicted for where there is no GPU: the script can be tried, the number means nothing
 
 
 def longest(model: TrainableModel, racers: dict[str, Contender], tokens: int, told: Told) -> Results:
     """Per contender: the prediction from `tokens` / 2 and `tokens`, and the longest sequence whose step was run. `told`
     hears of every length that was tried, with all results so far."""
+    optimizer = Optimizer(model.parameters, weight_decay=0.0, max_grad_norm=1.0)
     results: Results = {}
     for name, racer in racers.items():
-        for found in _of_one(model, racer, tokens):
+        for found in _of_one(model, racer, optimizer, tokens):
             results[name] = found
             told(f"{name}: {found}", results)
     return results
@@ -39,9 +40,8 @@ def predict(short: tuple[int, int], long: tuple[int, int], capacity: int) -> int
     return max(GRANULE, int((capacity - (long[1] - slope * long[0])) / slope) // GRANULE * GRANULE)
 
 
-def _of_one(model: TrainableModel, racer: Contender, tokens: int) -> Iterator[dict[str, Any]]:
+def _of_one(model: TrainableModel, racer: Contender, optimizer: Optimizer, tokens: int) -> Iterator[dict[str, Any]]:
     """What is known after each length that was tried; the last has the longest that fits."""
-    optimizer = Optimizer(model.parameters, weight_decay=0.0, max_grad_norm=1.0)
     cuda = model.device.type == "cuda"
 
     def peak(length: int) -> int:

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from server.child_process import spawn
 from server.engine.config import EngineConfig
 from server.engine.link import FROM_ENGINE, TO_ENGINE, decode_from_engine, encode
 from server.engine.messages import FromEngine, ToEngine
@@ -118,14 +118,11 @@ class EngineProcess:
     def _spawn(self, config: EngineConfig, childs_end: int) -> subprocess.Popen[bytes]:
         level = logging.getLogger().getEffectiveLevel()
         arguments = WorkerArguments(config, str(self.directory), os.getpid(), level, time.monotonic())
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
-        # Kernels are cached by a room that knows no settings, only this variable.
-        cache = {} if config.cache_dir is None else {"LONGWAVE_CACHE_DIR": config.cache_dir}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "server.engine.worker", msgspec.json.encode(arguments).decode()],
-            env={**os.environ, **cache, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(childs_end,),
+        return spawn(
+            "server.engine.worker",
+            [msgspec.json.encode(arguments).decode()],
+            cache_dir=config.cache_dir,
+            files=(childs_end,),
             process_group=0,  # Ctrl-C in a terminal is the API process's alone: it says when the engine is to end
         )
 

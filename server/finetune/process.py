@@ -6,19 +6,15 @@ that the process is gone and that all it sent was read.
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 
+from server.child_process import spawn_trainer
 from server.finetune.messages import MAX_FRAME_BYTES, Arguments, FromTrainer, ToTrainer, from_trainer
 from server.frames import HEADER, body_size, frame
 
-#: Without it deterministic plans are refused on a GPU. As much memory as torch gives cuBLAS on Hopper (32 MiB).
-CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 REAP_INTERVAL = 0.01  # seconds between looks at a process that has closed its files and is about to end
 
 
@@ -44,7 +40,7 @@ class TrainerProcess:
         process = None
         try:
             with theirs:
-                process = _spawn(arguments, worker, theirs)
+                process = spawn_trainer(worker, arguments, theirs)
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:  # cancelled, too
             ours.close()
@@ -101,16 +97,3 @@ class TrainerProcess:
         while (status := self._process.poll()) is None:
             await asyncio.sleep(REAP_INTERVAL)
         return status
-
-
-def _spawn(arguments: Arguments, worker: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
-    # Kernels are cached by a room that knows no settings, only this variable.
-    cache = {} if arguments.cache_dir is None else {"LONGWAVE_CACHE_DIR": arguments.cache_dir}
-    sign = () if arguments.answering_fd is None else (arguments.answering_fd,)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", worker, str(theirs.fileno()), msgspec.json.encode(arguments).decode()],
-        env={**CUBLAS, **os.environ, **cache, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(), *sign),
-    )

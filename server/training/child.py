@@ -4,18 +4,14 @@ and no order of calls. On the event loop."""
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from server.child_process import spawn_trainer
 from server.frames import HEADER, body_size, frame
 from server.training.messages import (
     MAX_FRAME_BYTES,
@@ -81,7 +77,7 @@ class Child:
         process = None
         try:
             with theirs:
-                process = _spawn(arguments, worker, theirs)
+                process = spawn_trainer(worker, arguments, theirs)
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -192,16 +188,3 @@ def _ended(status: int) -> str:
         return f"The training process ended without a word (exit status {status})"
     name = signal.Signals(-status).name
     return f"The training process was killed ({name}{': too little memory, perhaps' if name == 'SIGKILL' else ''})"
-
-
-def _spawn(arguments: Arguments, worker: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # the child imports what we would
-    # Kernels are cached by a room that knows no settings, only this variable.
-    cache = {} if arguments.cache_dir is None else {"LONGWAVE_CACHE_DIR": arguments.cache_dir}
-    sign = () if arguments.answering_fd is None else (arguments.answering_fd,)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", worker, str(theirs.fileno()), msgspec.json.encode(arguments).decode()],
-        env={**os.environ, **cache, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(), *sign),
-    )

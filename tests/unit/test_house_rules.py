@@ -11,10 +11,8 @@ ROOMS = ("server", "models", "attention_backend")
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 #: The settings; the kernel cache, which works without a server; engine and trainer, which inherit the environment.
 READERS_OF_THE_ENVIRONMENT = {
+    "server/child_process.py",
     "server/environment.py",
-    "server/engine/process.py",
-    "server/finetune/process.py",
-    "server/training/child.py",
     "attention_backend/jit/environment.py",
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

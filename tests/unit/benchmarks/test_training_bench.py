@@ -15,7 +15,8 @@ from benchmarks.model_folder import TINY
 from benchmarks.training import load
 from benchmarks.training_longest import GRANULE, longest, predict
 from benchmarks.training_steps import Results, Step, contenders, one_step, random_example, step_times
-from models.training import OutOfMemoryError
+from models import registry
+from models.training import LoraSettings, OutOfMemoryError, TrainingPlan
 from models.training.optimizer import Optimizer
 from models.training.trainable import TrainableModel
 
@@ -113,6 +114,17 @@ def test_every_length_that_is_tried_is_told(model: TrainableModel) -> None:
     assert [[tokens for tokens, _ in row["peak_bytes"]] for row in told] == [[32], [32, 64], [32, 64]]
     assert told[-1] == found
     assert found["predicted_tokens"] >= 64
+
+
+def test_contenders_in_bfloat16_follow_each_other(tmp_path: Path) -> None:
+    """Their gradients are moved to float32 as they arrive, by one optimizer."""
+    folder = model_folder.write(tmp_path, **TINY)
+    plan = TrainingPlan(
+        model=str(folder), lora=LoraSettings(rank=4, alpha=8), max_length=64, micro_batch_tokens=64, dtype="bfloat16"
+    )
+    model = TrainableModel(plan, registry.resolve(plan.model), torch.device("cpu"), "dummy")
+    found = longest(model, contenders(model), 64, lambda *_: None)
+    assert [result["predicted_tokens"] >= 64 for result in found.values()] == [True] * 4
 
 
 def test_a_length_that_does_not_fit_is_told_and_shorter_ones_are_tried(

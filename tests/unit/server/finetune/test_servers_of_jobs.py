@@ -90,7 +90,7 @@ def test_jobs_repeat_bit_for_bit_on_a_gpu_where_the_server_says_so(run: Run, wan
         done = await work.succeeded(await work.create(steps=1))
         assert done.plan is not None
         assert TrainingPlan.from_json(done.plan).deterministic is wanted
-        assert (work.folder / "cublas").read_text() == ":4096:8"
+        assert (work.folder / "environment").read_text() == ":4096:8 expandable_segments:True"
 
     run(main, deterministic=wanted)
 
