@@ -30,8 +30,8 @@ SERVING_ROWS = (  # case, figure, what a reader calls it, digits
     ("chats_under_131k_prefill", "tpot_p99", "the same: p99 time per token, ms", 1),
     ("chats_under_131k_prefill", "long_ttft_ms", "the same: the long prompt's first token, ms", 0),
     ("start", "s", "process started to its first token, s", 0),
-    ("start_cold", "s", "process started to its first token, no kernels cached, s", 0),
-    ("start_warm", "s", "process started to its first token, again, s", 0),
+    ("start_cold", "s", "process started to its first token, weights drawn, no kernels cached, s", 0),
+    ("start_warm", "s", "the same again, s", 0),
 )
 
 
