@@ -10,7 +10,10 @@ from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 #: Keys of a block, at least.
 FEWEST_KEYS = 32
 
-_WALK = 32  # bytes of what a block keeps besides its tiles
+_WALK = 40  # bytes of what a block keeps besides its tiles
+_TERM_BYTES = 8  # lse2 and delta of a row
+_RESIDENT_THREADS = 256  # of an SM: with 255 registers it has no more
+_MAX_SECTIONS = 65535  # blocks of a grid in z
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +108,28 @@ def group_parts(blocks: int, group: int, num_sms: int, *, tapered: bool) -> int:
     wanted = num_sms * (6 if tapered else 3)
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     return next((parts for parts in divisors if parts * blocks * 4 >= wanted), group)
+
+
+def section_lines(
+    config: BackwardConfig,
+    tile: int,
+    tile_v: int,
+    *,
+    rows: int,
+    lines: int,
+    key_tiles: int,
+    num_sms: int,
+    l2_bytes: int,
+    tapered: bool,
+) -> int:
+    """Lines (parts of the query heads of a key head, of all sequences) whose key tiles of one number start together.
+
+    The blocks of a line share the queries, output gradients and float32 dQ of `rows` rows. The L2 holds those of a
+    section, but a section fills the device; twice under a causal mask (`tapered`), or the longest tiles of the last
+    one would run beside idle SMs. Sections are even, and no more than a grid may have.
+    """
+    fitting = max(1, l2_bytes // max(1, rows * (2 * tile + 2 * tile_v + 4 * tile + _TERM_BYTES)))
+    resident = num_sms * max(config.min_blocks, _RESIDENT_THREADS // config.threads)
+    busy = -(-resident * (2 if tapered else 1) // max(1, key_tiles))
+    sections = min(-(-lines // fitting), lines // busy, _MAX_SECTIONS)
+    return -(-lines // max(1, sections))

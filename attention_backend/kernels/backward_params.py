@@ -38,7 +38,7 @@ class BackwardParams(ctypes.Structure):
         *((name, c_void_p) for name in ("dk_parts", "dv_parts", "turns")),
         *((name, c_int64) for name in _BACKWARD_STRIDES),
         ("padded_rows", c_int64),
-        *((name, c_int) for name in ("head_dim", "head_dim_v", "group", "parts")),
+        *((name, c_int) for name in ("head_dim", "head_dim_v", "group", "parts", "kv_heads", "lines")),
     )
 
 

@@ -20,5 +20,10 @@ def arch(index: int) -> str:
 
 
 @cache
+def l2_bytes(index: int) -> int:
+    return torch.cuda.get_device_properties(index).L2_cache_size
+
+
+@cache
 def num_sms(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count

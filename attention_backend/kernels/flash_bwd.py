@@ -7,7 +7,7 @@ float32 parts of dK and dV where several blocks share a group of query heads.
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm80_backward import group_parts, is_short
+from attention_backend.heuristics.sm80_backward import group_parts, is_short, section_lines
 from attention_backend.jit import load
 from attention_backend.kernels import device
 from attention_backend.kernels.backward_params import BackwardParams, QueryGradientParams, set_strides
@@ -78,7 +78,18 @@ def _main(
     if args.deterministic:
         turns = torch.zeros((args.num_heads, rows // config.block_m), dtype=torch.int32, device=dq_sums.device)
         p.turns = pointer(turns)
-    grid = (args.num_kv_heads * p.parts, key_tiles, args.batch)
+    p.kv_heads, p.lines = args.num_kv_heads, args.num_kv_heads * p.parts * args.batch
+    section = section_lines(
+        config,
+        *options.tiles,
+        rows=args.seqlen_q * p.group // p.parts,
+        lines=p.lines,
+        key_tiles=key_tiles,
+        num_sms=device.num_sms(index),
+        l2_bytes=device.l2_bytes(index),
+        tapered=tapered(args),
+    )
+    grid = (section, key_tiles, -(-p.lines // section))
     smem = config.smem_bytes(*options.tiles)
     load(variant, index)(grid, (config.threads, 1, 1), (p, dropout_params(args)) if options.dropout else p, smem)
     if parts is not None:

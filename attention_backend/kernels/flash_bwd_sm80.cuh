@@ -5,8 +5,9 @@
 // through shared memory, because each product is shared out among the warps in its own way. dK and dV stay in registers.
 // dQ is added to a float32 buffer that lies in the order of the accumulators' registers, so that a warp adds consecutive
 // words; flash_bwd_postprocess brings it into rows. Where the sum has to repeat bitwise, blocks take turns at a tile of
-// rows: the block of its last keys first, which is also the block that is started first, so nobody waits for one that is
-// not running, and with a causal mask the turns are those in which the blocks come by.
+// rows: the block of its last keys first, which of all blocks that add to these rows (one line of one section) is also the
+// first to be started, so nobody waits for one that is not running, and with a causal mask the turns are those in which
+// the blocks come by.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), EVEN (the tensors are that wide), BLOCK_M,
 // BLOCK_N, NUM_WARPS; SCORE_WARPS_M x SCORE_WARPS_N warps share a tile of scores, the warps that share dK and dV are
@@ -26,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
   extern __shared__ __align__(128) char memory[];
   const Shared shared(memory);
 
+  if (line_of_block() >= p.lines) return;
   const Block block(p);
   const int batch = block.batch, first_key = block.first_key;
   if (first_key >= block.seqlen_k) return;
@@ -84,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
       const uint32 thread = thread_index();
       const int lane = thread % 32, warp = thread / 32;
       const int score_row = warp / SCORE_WARPS_N * kScoreRows * 16, score_key = warp % SCORE_WARPS_N * kScoreKeys * 16;
-      const Score score(p.score, batch, head);
+      const Score score(p.score, walk.batch, head);
 #if DROPOUT
-      const Dropout dropout(dropout_params, batch * static_cast<int>(gridDim.x / p.parts * p.group) + head);
+      const Dropout dropout(dropout_params, walk.batch * p.kv_heads * p.group + head);
 #endif
       float s[kScoreRows][kScoreKeys * 2][4];
       clear(s);
@@ -100,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
       cap_scores(s, score);
 #endif
       if (KEY_MASK || m < walk.first_whole || m >= walk.end_whole) {
-        const Sequence again(p.sequence, block_z());
+        const Sequence again(p.sequence, walk.batch);
 #pragma unroll
         for (int x = 0; x < kScoreRows; x++)
 #pragma unroll
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
 #if DETERMINISTIC
         if (pass == 0) {
           if (threadIdx.x == 0) {
-            const Sequence again(p.sequence, block_z());
+            const Sequence again(p.sequence, walk.batch);
             const int last_key = again.high(min(first_row + BLOCK_M, again.seqlen_q) - 1) - 1;
             await_turn(walk.turn, (last_key - first_key_of_block()) / BLOCK_N);
           }

@@ -33,6 +33,7 @@ DEVICE = torch.device("cuda", 0)  # what tensors say that they are on
 _MOST_THREADS = 4096  # at once, of all blocks
 _MAX_SMEM = 227 * 1024
 _ALIGNMENT = 64
+_L2_BYTES = 64 << 10  # so few that a small problem does not fit
 
 
 class Settings(NamedTuple):
@@ -131,7 +132,9 @@ def emulated_device(settings: Settings) -> Iterator[None]:
     facts = {
         "current_device": lambda: 0,
         "get_device_capability": lambda _=None: settings.capability,
-        "get_device_properties": lambda _=None: SimpleNamespace(multi_processor_count=settings.num_sms),
+        "get_device_properties": lambda _=None: SimpleNamespace(
+            multi_processor_count=settings.num_sms, L2_cache_size=_L2_BYTES
+        ),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda _=None: None,
         "current_stream": lambda _=None: SimpleNamespace(synchronize=lambda: None),

@@ -13,7 +13,7 @@ __device__ __forceinline__ void load_rows(const BackwardParams& p, volatile Walk
   const ValueCopy copy_v(thread);
   const int64 terms = head * p.padded_rows + walk.rows_begin + first_row;
   const float* lse2 = p.lse2 + terms;
-  const int b = block_z(), dense_b = p.sequence.cu_seqlens_q ? 0 : b;
+  const int b = walk.batch, dense_b = p.sequence.cu_seqlens_q ? 0 : b;
   const int64 row = (p.sequence.cu_seqlens_q ? p.sequence.cu_seqlens_q[b] : 0) + first_row;
   const element* q_tile = p.q + dense_b * p.q_batch + head * p.q_head + row * p.q_row;
   const element* grad_tile = p.grad_out + dense_b * p.grad_out_batch + head * p.grad_out_head + row * p.grad_out_row;

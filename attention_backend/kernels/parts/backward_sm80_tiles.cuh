@@ -38,6 +38,8 @@ struct BackwardParams {
   int head_dim, head_dim_v;
   int group;  // query heads per key head
   int parts;  // blocks that share them
+  int kv_heads;
+  int lines;  // of all sequences: see line_of_block
 };
 
 constexpr int kThreads = NUM_WARPS * 32;
@@ -70,6 +72,7 @@ struct Walk {
   int first_whole, end_whole;  // those of which every row sees all of the block's keys
   int end_head;                // of the block's query heads
   int rows_begin;              // of the sequence, in padded rows
+  int batch;
 };
 
 // By one thread: the rows that see keys of the block which begins at first_key.
@@ -85,6 +88,7 @@ __device__ __forceinline__ void plan(volatile Walk& walk, const BackwardParams& 
   walk.turn = nullptr;
   walk.end_head = end_head;
   walk.rows_begin = padded_begin(p.sequence.cu_seqlens_q, p.sequence.seqlen_q, batch);
+  walk.batch = batch;
 }
 
 // Where a block's tiles lie in shared memory.
@@ -109,8 +113,13 @@ struct Shared {
   }
 };
 
-// With a causal mask the first keys have the most rows, and start first, those of all heads side by side; where blocks take
-// turns, the last keys do.
+// The order of work is the grid's, whose blocks start with x first, then y, then z: lines of a section, tiles of keys,
+// sections. A line is a part of a key head's query heads in a sequence, whose blocks share Q, dO and the sums of dQ; a
+// section is as many lines as have these in the L2 (heuristics/sm80_backward.py). The last section may have fewer.
+__device__ __forceinline__ int line_of_block() { return static_cast<int>(block_z() * gridDim.x + block_x()); }
+
+// With a causal mask the first keys have the most rows, and start first, those of a section's lines side by side; where
+// blocks take turns, the last keys do.
 __device__ __forceinline__ int first_key_of_block() {
   return static_cast<int>(DETERMINISTIC ? gridDim.y - 1 - block_y() : block_y()) * BLOCK_N;
 }
@@ -122,10 +131,10 @@ struct Block {
   int64 dense_batch, row;   // of the key tensors
 
   __device__ __forceinline__ Block(const BackwardParams& p) {
-    const int x = block_x();
-    batch = block_z();
-    kv_head = x / p.parts;
-    part = x % p.parts;
+    const int line = line_of_block(), head = line / p.parts;
+    batch = head / p.kv_heads;
+    kv_head = head - batch * p.kv_heads;
+    part = line - head * p.parts;
     first_key = first_key_of_block();
     int k_begin = 0;
     seqlen_k = p.sequence.seqlen_k;

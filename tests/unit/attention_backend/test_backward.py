@@ -11,7 +11,13 @@ from torch import Tensor
 from attention_backend import attention_with_lse, backward, dispatch
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES, SHARED_MEMORY
-from attention_backend.heuristics.sm80_backward import FEWEST_KEYS, backward_config, group_parts, is_short
+from attention_backend.heuristics.sm80_backward import (
+    FEWEST_KEYS,
+    backward_config,
+    group_parts,
+    is_short,
+    section_lines,
+)
 from attention_backend.jit.spec import ARCHS
 from attention_backend.problem import AttentionArgs
 
@@ -148,3 +154,31 @@ def test_short_sequences_have_smaller_tiles_where_these_were_measured() -> None:
 def test_groups_are_shared_by_as_few_blocks_as_fill_the_device(blocks: int, group: int, parts: int) -> None:
     assert group_parts(blocks, group, 132, tapered=False) == parts
     assert group_parts(2 * blocks, group, 132, tapered=True) == parts
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines", "tapered", "section"),
+    [
+        (32768, 32, False, 3),  # 17 MB a line of 50 MB, and 342 tiles of keys for 264 blocks
+        (8192, 64, False, 11),  # 12 of them fit: six sections as even as can be
+        (512, 512, False, 171),  # 196 of them fit
+        (8192, 13, False, 7),
+        (8192, 13, True, 13),  # 7 fill the device twice, and the rest would not
+        (512, 30, False, 30),  # too few for more than one section
+        (64, 1, True, 1),
+    ],
+)
+def test_sections_fit_the_cache_and_fill_the_device(rows: int, lines: int, tapered: bool, section: int) -> None:
+    config = backward_config("sm_90a", 64, 64)
+    assert section == section_lines(
+        config, 64, 64, rows=rows, lines=lines, key_tiles=-(-rows // config.block_n), num_sms=132,
+        l2_bytes=50 << 20, tapered=tapered,
+    )  # fmt: skip
+
+
+def test_a_grid_has_no_more_sections_than_it_may() -> None:
+    config = backward_config("sm_90a", 64, 64)
+    section = section_lines(
+        config, 64, 64, rows=1 << 20, lines=200_000, key_tiles=10_923, num_sms=132, l2_bytes=1, tapered=False
+    )
+    assert -(-200_000 // section) <= 65_535
