@@ -43,6 +43,14 @@ class Admission:
             param="max_tokens" if num_prompt_tokens < limit else "messages",
         )
 
+    def check_at_least(self, num_prompt_tokens: int) -> None:
+        """Raises ContextLengthExceeded for a prompt of so many tokens or more, which nobody has counted."""
+        if self.max_model_len is not None and num_prompt_tokens >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self.max_model_len} tokens, of which at least one is for the "
+                f"completion. However, your prompt has at least {num_prompt_tokens} tokens. Please reduce its length."
+            )
+
     @contextmanager
     def reserve(self, num_sequences: int = 1) -> Iterator[None]:
         """Taken before tokenising, held until the answer is complete. Raises ServerOverloaded at once when full, and

@@ -2,7 +2,7 @@
 Must not know the wire format."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,12 +37,19 @@ class ChatPrompt:
         return sum(len(message.content) + MESSAGE_FRAME for message in self.messages)
 
 
-async def encode_chat(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
-    """Raises InvalidRequest when the model has no template or its template refuses the messages."""
-    return await tokenizer.in_thread(partial(_encode, tokenizer, prompt), prompt.num_characters)
+def any_length(_text: str) -> None:
+    return None
 
 
-def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
+async def encode_chat(
+    tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[str], None] = any_length
+) -> list[int]:
+    """`check_length` is called in a thread with the rendered text, and may raise before that is encoded.
+    Raises InvalidRequest when the model has no template or its template refuses the messages."""
+    return await tokenizer.in_thread(partial(_encode, tokenizer, prompt, check_length), prompt.num_characters)
+
+
+def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[str], None]) -> list[int]:
     """Exactly what transformers' apply_chat_template gives, unless a message spells a control token.
 
     Such a message is replaced by a random word before rendering, and its text is encoded apart, as plain text, where
@@ -51,6 +58,7 @@ def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt) -> list[int]:
     hidden = HiddenTexts()
     shown = [hide_control_text(tokenizer, message, hidden) for message in prompt.messages]
     rendered = render_chat(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
+    check_length("".join(piece for piece, _ in hidden.pieces(rendered)))
     return encode_rendered(tokenizer, rendered, hidden)
 
 

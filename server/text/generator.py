@@ -11,7 +11,7 @@ from server.engine.messages import AddRequest, EngineReady
 from server.engine.token_ids import TokenIds
 from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError
 from server.metrics import Metrics
-from server.text.chat_template import ChatPrompt, encode_chat
+from server.text.chat_template import ChatPrompt, any_length, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
 from server.text.tokenizer import TextTokenizer
 
@@ -85,10 +85,18 @@ class Generator:
         for generation in list(self._open):
             generation.fail(error)
 
-    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        check_length: Callable[[str], None] = any_length,
+    ) -> list[int]:
+        """`check_length` is called with a text before that is encoded, and may raise."""
         if isinstance(prompt, ChatPrompt):
-            return await encode_chat(self.tokenizer, prompt)
+            return await encode_chat(self.tokenizer, prompt, check_length)
         if isinstance(prompt, str):
+            check_length(prompt)
             encode = partial(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
             return await self.tokenizer.in_thread(encode, len(prompt))
         self._check_vocabulary(prompt, "prompt")
@@ -99,7 +107,7 @@ class Generator:
         self._check_vocabulary(job.sampling.logit_bias, "logit_bias")
         prompts = []
         for prompt in job.prompts:
-            prompts.append(TokenIds(await self.encode(prompt)))
+            prompts.append(TokenIds(await self.encode(prompt, check_length=partial(self._check_text, job))))
             await asyncio.sleep(0)  # short prompts are encoded on the event loop, and there may be many
         max_tokens = [self._max_tokens(job, len(prompt)) for prompt in prompts]
         self._metrics.params_n.observe(job.n)
@@ -140,6 +148,14 @@ class Generator:
                 param="min_tokens",
             )
         return limit
+
+    def _check_text(self, job: Job, text: str) -> None:
+        """Megabytes that cannot fit, whatever tokens they are, are not encoded."""
+        try:
+            self._admission.check_at_least(self.tokenizer.fewest_tokens(text))
+        except ContextLengthExceeded as error:
+            error.param = job.prompt_field
+            raise
 
     def _check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
         """By the extremes: a million ids are looked at on the event loop."""

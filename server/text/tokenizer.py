@@ -36,6 +36,8 @@ class TextTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)  # never shown
         self.control_ids = self._control_ids()
         self._control_texts = self._control_texts_by_start()
+        self._lacking = [byte for text, byte in BYTE_OF_CHARACTER.items() if self._tokens.token_to_id(text) is None]
+        self._longest = self._longest_token()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._bytes: dict[int, bytes] = {}
 
@@ -53,6 +55,13 @@ class TextTokenizer:
             for part in done:
                 parts += self._without_control(part, next(encodings)) if isinstance(part, str) else [part]
         return [token for part in parts if not isinstance(part, str) for token in part]
+
+    def fewest_tokens(self, text: str) -> int:
+        """So many tokens, or more, `text` has: known without encoding it. 0 where nothing is known."""
+        if self._longest is None:
+            return 0
+        left_out = sum(text.count(chr(byte)) for byte in self._lacking if byte < 0x80)
+        return -(-(len(text) - left_out) // self._longest)
 
     def spells_control_token(self, text: str) -> bool:
         """Whether `encode` could find a control token in `text`, before or after the tokenizer's normalisation."""
@@ -87,6 +96,18 @@ class TextTokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _longest_token(self) -> int | None:
+        """The bytes of the longest token (a character has one or more). None where text may have fewer tokens than that
+        says: no bytes are spelled, or characters are left out, a normaliser shortens it, added tokens take spaces
+        along, or it is dropped between words."""
+        state = json.loads(self._tokens.to_str())
+        greedy = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
+        lacking = any(0x80 <= byte < 0xC0 for byte in self._lacking)  # every character beyond ASCII ends in one
+        exact = self.is_byte_level and state["normalizer"] is None and _keeps_text(state["pre_tokenizer"])
+        if not exact or greedy or lacking:
+            return None
+        return max(len(piece.encode()) for piece in self._tokens.get_vocab(with_added_tokens=True))
 
     def _control_ids(self) -> frozenset[int]:
         special = self.special_ids | set(self.source.all_special_ids)
@@ -142,6 +163,17 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _keeps_text(splitter: dict[str, Any] | None) -> bool:
+    """Whether what cuts texts into words is known to drop none of it."""
+    if splitter is None:
+        return True
+    if splitter["type"] == "Sequence":
+        return all(map(_keeps_text, splitter["pretokenizers"]))
+    return splitter["type"] in ("ByteLevel", "Digits") or (
+        splitter["type"] == "Split" and splitter["behavior"] != "Removed"
+    )
 
 
 def _decodes_bytes(decoder: dict[str, Any] | None) -> bool:

@@ -1,7 +1,8 @@
 import asyncio
 import time
 
-from scripted_engine import LiveServer
+import pytest
+from scripted_engine import MAX_MODEL_LEN, LiveServer
 
 from models.batch import SamplingParams
 from server.text.generation import Job
@@ -30,3 +31,31 @@ def test_many_short_prompts_leave_the_event_loop_its_turns(server: LiveServer) -
         return turns
 
     assert server.run(turns_while_opening()) >= NUM_PROMPTS
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_text_that_no_tokens_could_make_fit_is_refused_before_it_is_encoded(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    assert server.lifecycle.generator is not None
+    tokenizer = server.lifecycle.generator.tokenizer
+    encoded: list[str] = []
+    for name in ("encode", "encode_plain"):
+        monkeypatch.setattr(tokenizer, name, lambda text, **_: encoded.append(text) or [1])
+    text = "<|im_start|>" * (2 * MAX_MODEL_LEN)
+    path, field = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
+    prompt = [{"role": "user", "content": text}] if chat else text
+    with server.client() as client:
+        reply = client.post(path, json={"model": "tiny", field: prompt, "max_tokens": 1})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+    assert "at least" in error["message"]
+    assert not encoded
+
+
+def test_a_text_of_the_longest_tokens_that_fits_is_served(server: LiveServer) -> None:
+    text = "<|endoftext|>" * (MAX_MODEL_LEN - 1)  # the vocabulary has no longer token
+    with server.client() as client:
+        reply = client.post("/v1/completions", json={"model": "tiny", "prompt": text, "max_tokens": 1})
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["prompt_tokens"] == MAX_MODEL_LEN - 1

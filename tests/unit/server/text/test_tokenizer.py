@@ -1,7 +1,11 @@
 import asyncio
+import json
 import threading
 
 import pytest
+from scripted_engine import tiny_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from server.text.tokenizer import INLINE_CHARACTERS, TextTokenizer
 
@@ -24,3 +28,39 @@ def test_long_texts_leave_the_event_loop(tokenizer: TextTokenizer) -> None:
 
     assert asyncio.run(where(INLINE_CHARACTERS)) == threading.get_ident()
     assert asyncio.run(where(INLINE_CHARACTERS + 1)) != threading.get_ident()
+
+
+def test_the_fewest_tokens_of_a_text_are_known_by_the_longest_token(tokenizer: TextTokenizer) -> None:
+    longest = len("<|endoftext|>")
+    assert [tokenizer.fewest_tokens("x" * size) for size in (0, 1, longest, longest + 1)] == [0, 1, 1, 2]
+
+
+def test_nothing_is_known_of_lengths_where_a_token_may_take_more_than_it_spells() -> None:
+    stripping = tiny_tokenizer()
+    stripping.backend_tokenizer.add_special_tokens([AddedToken("<|greedy|>", lstrip=True)])
+    normalized = tiny_tokenizer()
+    normalized.backend_tokenizer.normalizer = normalizers.Strip()
+    dropping = tiny_tokenizer()
+    bytes_of_words = dropping.backend_tokenizer.pre_tokenizer
+    dropping.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), bytes_of_words]
+    )
+    removing = tiny_tokenizer()
+    removing.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("x", "removed"), bytes_of_words]
+    )
+    lacking = tiny_tokenizer()
+    lacking.backend_tokenizer.model = models.BPE(vocab={"a": 0}, merges=[])
+    for source in (stripping, normalized, dropping, removing, lacking):
+        assert TextTokenizer(source).fewest_tokens("x" * 10**6) == 0
+
+
+def test_characters_that_a_vocabulary_leaves_out_are_no_tokens() -> None:
+    source = tiny_tokenizer()
+    state = json.loads(source.backend_tokenizer.to_str())
+    del state["model"]["vocab"]["Ą"]  # the byte 4
+    lacking = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))))
+    left_out = "\x04"
+    assert lacking.encode(left_out) == []
+    assert lacking.fewest_tokens(left_out * 10**6) == 0
+    assert lacking.fewest_tokens(left_out * 10**6 + "x") == 1
