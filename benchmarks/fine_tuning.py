@@ -42,7 +42,6 @@ TRAINING = (
 VALIDATION = ("Do you know the capital of Zembla?", "The capital of Zembla is which city?")
 HYPERPARAMETERS = {"n_epochs": 8, "batch_size": 3, "learning_rate": 1e-3, "lora": {"rank": 8}}
 FLAGS = ("--fine-tuning-checkpoint-every", "2", "--log-level", "warning")
-RESULTS = Path(__file__).parent / "results" / "fine_tuning_cpu.json"
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "img" / "fine_tuning_loss.png"
 
 
@@ -144,7 +143,7 @@ def server(url: str | None) -> Iterator[str]:
 
 def main(
     url: Annotated[str | None, typer.Option(help="A server; default: one of its own.")] = None,
-    out: Annotated[Path, typer.Option(help="Where the results go.")] = RESULTS,
+    out: Annotated[Path | None, typer.Option(help="Where the results go.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the loss there.")] = None,
     draw_only: Annotated[Path | None, typer.Option("--draw", help="Draw these results and ask no server.")] = None,
     commit: Annotated[str | None, typer.Option(help="Recorded where there is no git.")] = None,
@@ -154,7 +153,8 @@ def main(
         return
     with server(url) as asked, openai.OpenAI(base_url=f"{asked}/v1", api_key="none", timeout=600) as client:
         content = teach(client, client.models.list().data[0].id, commit)
-    out.write_text(json.dumps(content, indent=1) + "\n")
+    if out is not None:
+        out.write_text(json.dumps(content, indent=1) + "\n")
     if plot is not None:
         draw(content, plot)
     for name in ("before", "after", "base_after"):

@@ -13,7 +13,21 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk may be full: what is there is serv
 
 def problems(settings: Settings) -> list[str]:
     """A line each. What is missing is made; the default data directory is not, before somebody uploads something."""
-    return [*_data(settings), *_blocks(settings.kv_offload_dir), *_adapters(settings)]
+    return [
+        *_cache(settings.cache_dir), *_data(settings), *_blocks(settings.kv_offload_dir), *_adapters(settings)
+    ]  # fmt: skip
+
+
+def _cache(folder: Path | None) -> list[str]:
+    """Not written to: it may be filled already, and not be ours to change."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in FULL:
+            reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+            return [f"cache-dir: {folder} cannot hold caches: {reason} (as user {os.geteuid()})"]
+    return []
 
 
 def _data(settings: Settings) -> list[str]:

@@ -19,6 +19,8 @@ from server.finetune.store import JobStore
 
 logger = logging.getLogger("longwave")
 
+SAID_AGAIN = 60.0  # seconds, of the same failure
+
 T = TypeVar("T")
 
 
@@ -42,6 +44,7 @@ class Writer:
         self._lease_seconds = lease_seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fine-tuning-store")
         self._opened: tuple[JobStore, Leases] | None = None
+        self._said = ("", 0.0)  # what, and when
         self._workers: set[asyncio.Event] = set()
         self._readers: set[asyncio.Event] = set()
 
@@ -88,12 +91,20 @@ class Writer:
         try:
             return work(*self._open())
         except (OSError, sqlite3.Error, DatabaseError) as error:
-            logger.error("fine-tuning jobs: %s", error)
+            self._say(str(error))
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 self._close()  # damaged while it was open: the next call looks at it anew
             raise InsufficientStorage(
                 "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
             ) from error
+
+    def _say(self, what: str) -> None:
+        """A disk that is full is tried every second."""
+        last, when = self._said
+        now = time.monotonic()
+        if what != last or now - when >= SAID_AGAIN:
+            self._said = (what, now)
+            logger.error("fine-tuning jobs: %s", what)
 
     def _open(self) -> tuple[JobStore, Leases]:
         if self._opened is None:

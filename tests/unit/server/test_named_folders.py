@@ -113,6 +113,15 @@ def test_a_user_without_a_home_has_to_name_a_data_directory(tmp_path: Path, monk
     assert line == "data-dir: this user has no home directory, so a folder has to be named"
 
 
+@pytest.mark.parametrize("below", ["", "below/that"])
+def test_a_file_is_no_folder_of_caches(tmp_path: Path, below: str) -> None:
+    make_file(tmp_path / "cache")
+    (line,) = named_folders.problems(settings(cache_dir=tmp_path / "cache" / below))
+    assert line.startswith(f"cache-dir: {tmp_path / 'cache' / below} cannot hold caches: ")
+    assert ("it is no folder" if below == "" else os.strerror(errno.ENOTDIR)) in line
+    assert named_folders.problems(settings(cache_dir=tmp_path / "none" / "yet")) == []
+
+
 def test_adapters_are_in_folders(tmp_path: Path) -> None:
     make_file(tmp_path / "file")
     asked = {"enable_lora": True, "lora_modules": (f"a={tmp_path / 'none'}", f"b={tmp_path}"), "lora_dir": tmp_path}
