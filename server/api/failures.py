@@ -6,11 +6,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from server.api.disconnect import ClientDisconnected
 from server.errors import InvalidRequest, LongwaveError, MethodNotAllowed, RouteNotFound
 
 MAX_PARAM_CHARACTERS = 256
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody receives it, the access log shows it
 
 
@@ -39,9 +41,16 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return _reply(RouteNotFound("Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."))
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("allow") or (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(sorted(_allowed(request)))
         return _reply(MethodNotAllowed(f"Not allowed to {request.method} on this URL."), {"allow": allowed})
     return _reply(InvalidRequest(str(error.detail), status=error.status_code))
+
+
+def _allowed(request: Request) -> set[str]:
+    """The methods of all routes of this URL: the framework's error knows those of one."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    routes = request.app.routes
+    return {name for name, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)}
 
 
 def _on_invalid(_request: Request, error: Exception) -> Response:

@@ -118,6 +118,21 @@ def test_unknown_routes_and_methods_have_openais_shape(server: LiveServer) -> No
     assert set(missing.json()["error"]) == set(method.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("url", "methods"),
+    [
+        ("/v1/files", "GET, POST"),
+        ("/v1/files/file-1", "DELETE, GET"),
+        ("/v1/models/a-model", "DELETE, GET"),
+        ("/v1/fine_tuning/jobs/job-1/cancel", "POST"),
+    ],
+)
+def test_all_methods_of_a_url_are_named(server: LiveServer, url: str, methods: str) -> None:
+    with server.client() as client:
+        refused = client.put(url)
+    assert (refused.status_code, refused.headers["allow"]) == (405, methods)
+
+
 def test_a_declared_body_over_the_limit_is_413_unread(narrow: LiveServer) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     received = exchange(narrow, head + b"content-length: 1000000000\r\n\r\n")
