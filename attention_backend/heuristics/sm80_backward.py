@@ -10,7 +10,7 @@ from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 #: Keys of a block, at least.
 FEWEST_KEYS = 32
 
-_WALK = 40  # bytes of what a block keeps besides its tiles
+_WALK = 48  # bytes of what a block keeps besides its tiles
 _TERM_BYTES = 8  # lse2 and delta of a row
 _RESIDENT_THREADS = 256  # of an SM: with 255 registers it has no more
 _MAX_SECTIONS = 65535  # blocks of a grid in z

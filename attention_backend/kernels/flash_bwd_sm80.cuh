@@ -35,7 +35,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
   const Sequence seq(p.sequence, batch);
 
   volatile Walk& walk = shared.walk();
-  if (threadIdx.x == 0) plan(walk, p, seq, batch, first_key, first_head + heads);
+  if (threadIdx.x == 0) {
+    plan(walk, p, seq, batch, first_key, first_head + heads);
+    block.keep(walk);
+  }
   __syncthreads();
   const bool any = walk.first_tile < walk.end_tile;
 
@@ -240,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
 #if DETERMINISTIC
   if (any && threadIdx.x == 0) end_turn(walk.turn);
 #endif
-  const Block again(p);  // rather than registers over the loop
+  const Block again(p, walk);  // rather than registers over the loop
   const int rows = min(BLOCK_N, again.seqlen_k - again.first_key);
   const int64 dk_at = again.key_offset(p.dk_batch, p.dk_head, p.dk_row);
   const int64 dv_at = again.key_offset(p.dv_batch, p.dv_head, p.dv_row);

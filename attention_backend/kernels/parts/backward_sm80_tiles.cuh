@@ -72,7 +72,7 @@ struct Walk {
   int first_whole, end_whole;  // those of which every row sees all of the block's keys
   int end_head;                // of the block's query heads
   int rows_begin;              // of the sequence, in padded rows
-  int batch;
+  int batch, kv_head, part;
 };
 
 // By one thread: the rows that see keys of the block which begins at first_key.
@@ -88,7 +88,6 @@ __device__ __forceinline__ void plan(volatile Walk& walk, const BackwardParams& 
   walk.turn = nullptr;
   walk.end_head = end_head;
   walk.rows_begin = padded_begin(p.sequence.cu_seqlens_q, p.sequence.seqlen_q, batch);
-  walk.batch = batch;
 }
 
 // Where a block's tiles lie in shared memory.
@@ -130,11 +129,23 @@ struct Block {
   int first_key, seqlen_k;  // in the sequence
   int64 dense_batch, row;   // of the key tensors
 
-  __device__ __forceinline__ Block(const BackwardParams& p) {
+  __device__ __forceinline__ explicit Block(const BackwardParams& p) {
     const int line = line_of_block(), head = line / p.parts;
     batch = head / p.kv_heads;
     kv_head = head - batch * p.kv_heads;
     part = line - head * p.parts;
+    find_keys(p);
+  }
+  __device__ __forceinline__ Block(const BackwardParams& p, const volatile Walk& walk)
+      : batch(walk.batch), kv_head(walk.kv_head), part(walk.part) {
+    find_keys(p);
+  }
+  __device__ __forceinline__ void keep(volatile Walk& walk) const {
+    walk.batch = batch;
+    walk.kv_head = kv_head;
+    walk.part = part;
+  }
+  __device__ __forceinline__ void find_keys(const BackwardParams& p) {
     first_key = first_key_of_block();
     int k_begin = 0;
     seqlen_k = p.sequence.seqlen_k;
