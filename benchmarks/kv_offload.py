@@ -25,7 +25,7 @@ from models.kv_offload import KVOffload
 from models.kv_pool import bytes_per_block
 from models.runner import ModelRunner
 from models.transfers import Transfers
-from server.engine.core import EngineCore
+from server.engine.core import STALLED_INTERVAL, EngineCore
 from server.engine.disk_tier import DiskTier
 from server.engine.limits import SchedulerConfig
 from server.engine.messages import AddRequest, TokenDelta
@@ -44,6 +44,15 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 ONE_TOKEN = SamplingParams(1, temperature=0.0, ignore_eos=True)
 
 
+class WaitingLink(ListLink):
+    """Leaves the interpreter to other threads while it waits, as sockets do."""
+
+    def receive(self, timeout: float) -> list[Any]:
+        if not self.inbox:
+            time.sleep(timeout)
+        return super().receive(timeout)
+
+
 class Engine:
     """An engine in this process over a runner that goes on living; its prefix cache begins empty."""
 
@@ -51,7 +60,7 @@ class Engine:
         self.offload = Offload(memory, disk, min_blocks=4, ready=0.0)
         self.cache = OffloadingKVCache(runner.num_blocks, BLOCK_SIZE, self.offload)
         self.disk = disk
-        self.link = ListLink()
+        self.link = WaitingLink()
         limits = SchedulerConfig(DECODES, STEP_TOKENS, length, vocab_size, ())
         loaded = LoadedRunner(
             runner, "bench", "", "", length, STEP_TOKENS, vocab_size, (), overlaps=runner.device.type == "cuda"
@@ -76,6 +85,7 @@ class Engine:
         self.offload.ready_slots = self.offload.num_slots
         self.cache.settle()
         while self.offload.is_writing:
+            time.sleep(STALLED_INTERVAL)
             self.cache.settle()
         return time.perf_counter() - begin
 

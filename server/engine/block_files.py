@@ -13,7 +13,9 @@ import re
 import secrets
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from server.engine.prefixes import Prefix, root_hash
@@ -44,34 +46,42 @@ class BlockFile:
 
     def read(self, memory: memoryview) -> bool:
         """Fills `memory`; false when the file is not this block. Raises OSError."""
-        with self.path.open("rb", buffering=0) as file:
-            head = file.read(_HEADER.size + len(self.prefix.token_bytes))
-            filled = 0
-            while filled < len(memory) and (count := file.readinto(memory[filled:])):
-                filled += count
-            is_this = filled == len(memory) and not file.read(1) and head == self._head(memory)
+        head = bytearray(_HEADER.size + len(self.prefix.token_bytes))
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            parts = [memoryview(head), memory, memoryview(bytearray(1))]  # nothing comes for the last one
+            size = _move(partial(os.readv, descriptor), parts)
+            is_this = size == len(head) + len(memory) and head == self._head(memory)
             if is_this:
-                os.utime(file.fileno())  # used now: after a restart, what was used longest ago goes first
+                os.utime(descriptor)  # used now: after a restart, what was used longest ago goes first
             return is_this
+        finally:
+            os.close(descriptor)
 
     def write(self, memory: memoryview, used_ns: int | None = None) -> None:
         """Whole or not at all, whenever the process ends. `used_ns`: when it was used last, since 1970; None: now.
         Raises OSError."""
-        self.path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = self.path.with_name(self.path.name + ".tmp")
         try:
-            unfinished.touch(mode=0o600)
-            with unfinished.open("wb", buffering=0) as file:
-                for part in (memoryview(self._head(memory)), memory):
-                    written = 0
-                    while written < len(part):
-                        written += file.write(part[written:])
+            descriptor = self._open_new(unfinished)
+            try:
+                _move(partial(os.writev, descriptor), [memoryview(self._head(memory)), memory])
                 if used_ns is not None:
-                    os.utime(file.fileno(), ns=(used_ns, used_ns))
+                    os.utime(descriptor, ns=(used_ns, used_ns))
+            finally:
+                os.close(descriptor)
             unfinished.replace(self.path)
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
+
+    def _open_new(self, path: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            return os.open(path, flags, 0o600)
+        except FileNotFoundError:  # the owner's first block
+            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            return os.open(path, flags, 0o600)
 
     def _head(self, memory: memoryview) -> bytes:
         prefix = self.prefix
@@ -79,6 +89,19 @@ class BlockFile:
         sizes = len(prefix.token_bytes), len(memory)
         fields = _HEADER.pack(_MAGIC, self.fingerprint, root, prefix.hash, zlib.crc32(memory), *sizes)
         return fields + prefix.token_bytes
+
+
+def _move(call: Callable[[list[memoryview]], int], parts: list[memoryview]) -> int:
+    """Reads or writes `parts` until all are done or the file ends; how many bytes it was. In few calls: after each, the
+    thread waits for the interpreter, which runs others meanwhile."""
+    done = 0
+    while parts and (count := call(parts)):
+        done += count
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if count:
+            parts[0] = parts[0][count:]
+    return done
 
 
 def file_bytes(block_bytes: int, block_size: int) -> int:

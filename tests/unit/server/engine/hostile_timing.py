@@ -56,7 +56,7 @@ class HostileDisk(DiskTier):
         size, block_size = block_bytes(engine), engine.runner.block_size
         max_bytes = num_blocks * file_bytes(size, block_size)
         super().__init__(folder, max_bytes=max_bytes, fingerprint=bytes(32), block_bytes=size, block_size=block_size)
-        self.threads = SeededThreads(rng, disk_tier.READERS), SeededThreads(rng, 1)
+        self.threads = SeededThreads(rng, self.num_readers), SeededThreads(rng, 1)
         for threads in self._readers, self._writer:
             threads.shutdown()
         self._readers, self._writer = self.threads  # type: ignore[assignment]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from server.engine import block_files
 from server.engine.block_files import BlockFile, file_bytes, owner_of
-from server.engine.disk_tier import PAUSE, DiskResult, DiskTier, DiskTierError
+from server.engine.disk_tier import PAUSE, SWITCH_INTERVAL, DiskResult, DiskTier, DiskTierError
 from server.engine.prefixes import Prefix, hash_block, root_hash
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 1000
@@ -142,6 +143,29 @@ def test_every_damaged_bit_is_a_miss(tmp_path: Path) -> None:
         assert not file.read(memory)
     path.write_bytes(whole)
     assert file.read(memory)
+
+
+def test_a_file_that_comes_and_goes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_pieces(call: Callable[[int, list[memoryview]], int]) -> Callable[[int, list[memoryview]], int]:
+        return lambda descriptor, parts: call(descriptor, [parts[0][:77]])
+
+    monkeypatch.setattr(os, "readv", in_pieces(os.readv))
+    monkeypatch.setattr(os, "writev", in_pieces(os.writev))
+    file = BlockFile(tmp_path / "block", bytes(32), prefix(1))
+    file.write(memoryview(content(1)))
+    memory = bytearray(BLOCK_BYTES)
+    assert file.read(memoryview(memory))
+    assert memory == content(1)
+    file.path.write_bytes(file.path.read_bytes() + b"\0")
+    assert not file.read(memoryview(memory))
+
+
+def test_threads_that_compute_give_way_sooner_while_a_tier_is_open(tmp_path: Path) -> None:
+    interval = sys.getswitchinterval()
+    tier = open_tier(tmp_path)
+    assert sys.getswitchinterval() == SWITCH_INTERVAL < interval
+    tier.close()
+    assert sys.getswitchinterval() == interval
 
 
 def test_a_full_disk_ends_the_writing_for_a_while_and_not_the_reading(
