@@ -1,5 +1,6 @@
 """What prefixes in host memory and on disk are worth: GB/s of blocks both ways, decode steps beside them, and the time
-to the first token after a long prefix that is computed, on the device, in host memory or on disk. Random weights.
+to the first token after a long prefix that is computed, on the device, in host memory or on disk: there once read
+whatever it takes, and once as the engine chooses, with what it predicted. Random weights.
 
     python -m benchmarks.kv_offload --out benchmarks/results/kv_offload_h200.json        # 8B, 100k tokens, on a GPU
     python -m benchmarks.kv_offload --device cpu --small --prefix 8192 --copies 64       # to try it
@@ -10,22 +11,23 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import machine, model_folder
+from benchmarks.kv_copies import DECODES, copies, steps_beside_loads
 from benchmarks.list_link import ListLink
 from models import loader, registry
 from models.attention_sites import find_attention_sites
-from models.batch import SamplingParams, ScheduledSeq, StepBatch
-from models.kv_offload import KVOffload
+from models.batch import SamplingParams
 from models.kv_pool import bytes_per_block
 from models.runner import ModelRunner
-from models.transfers import Transfers
+from server.engine import rehearsal
 from server.engine.core import STALLED_INTERVAL, EngineCore
+from server.engine.disk_reads import ComputeSeconds
 from server.engine.disk_tier import DiskTier
 from server.engine.limits import SchedulerConfig
 from server.engine.messages import AddRequest, TokenDelta
@@ -33,11 +35,12 @@ from server.engine.offload import Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.runner import LoadedRunner
 from server.engine.scheduler import Scheduler
+from server.engine.step_learning import FIRST_STEPS, LearningStepTime
+from server.engine.step_time import StepTimeModel
 from server.engine.token_ids import TokenIds
 
 BLOCK_SIZE = 64
 STEP_TOKENS = 8192
-DECODES = 16  # sequences of the step that runs beside copies
 SPARE = 2  # blocks beside the prefix: the dummy page and the question's, so that no two prompts fit together
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 32,
          "vocab_size": 1024}  # fmt: skip
@@ -56,16 +59,17 @@ class WaitingLink(ListLink):
 class Engine:
     """An engine in this process over a runner that goes on living; its prefix cache begins empty."""
 
-    def __init__(self, runner: ModelRunner, memory: KVOffload, length: int, vocab_size: int, disk: DiskTier | None):
-        self.offload = Offload(memory, disk, min_blocks=4, ready=0.0)
-        self.cache = OffloadingKVCache(runner.num_blocks, BLOCK_SIZE, self.offload)
+    def __init__(
+        self, loaded: LoadedRunner, disk: DiskTier, step_time: StepTimeModel, compute_seconds: ComputeSeconds
+    ) -> None:
+        """`compute_seconds`: what reading files is measured against."""
+        assert loaded.host_memory is not None
+        self.offload = Offload(loaded.host_memory, disk, min_blocks=4, compute_seconds=compute_seconds, ready=0.0)
+        self.cache = OffloadingKVCache(loaded.runner.num_blocks, BLOCK_SIZE, self.offload)
         self.disk = disk
         self.link = WaitingLink()
-        limits = SchedulerConfig(DECODES, STEP_TOKENS, length, vocab_size, ())
-        loaded = LoadedRunner(
-            runner, "bench", "", "", length, STEP_TOKENS, vocab_size, (), overlaps=runner.device.type == "cuda"
-        )
-        self.core = EngineCore(loaded, Scheduler(limits, self.cache), self.link)
+        limits = SchedulerConfig(DECODES, STEP_TOKENS, loaded.max_model_len, loaded.vocab_size, ())
+        self.core = EngineCore(loaded, Scheduler(limits, self.cache, step_time=step_time), self.link)
 
     def first_token(self, prompt: list[int]) -> tuple[float, int]:
         """Seconds to a prompt's first token, and how many of its own were cached."""
@@ -90,100 +94,69 @@ class Engine:
         return time.perf_counter() - begin
 
 
-def store_all(memory: KVOffload, pairs: list[tuple[int, int]]) -> None:
-    done, queued = 0, 0
-    while done < len(pairs):
-        count = min(memory.store_room(), len(pairs) - queued)
-        if count:
-            memory.queue(Transfers(stores=pairs[queued : queued + count]))
-            queued += count
-        done += len(memory.finished().stored_slots)
+def measured_steps(loaded: LoadedRunner) -> StepTimeModel:
+    """As an engine has it at its start."""
+    if not loaded.overlaps:
+        return LearningStepTime(rehearsal.measure(loaded.runner, FIRST_STEPS, max_rows=STEP_TOKENS))
+    samples = rehearsal.rehearse(
+        loaded.runner, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=DECODES, max_model_len=loaded.max_model_len
+    )
+    return StepTimeModel.fit(samples)
 
 
-def load_all(memory: KVOffload, pairs: list[tuple[int, int]], turn: Callable[[], object] = bool) -> None:
-    memory.queue(Transfers(loads=pairs))
-    done = 0
-    while done < len(pairs):
-        turn()
-        done += len(memory.finished().loaded_blocks)
+def always_longer(_context: int, _count: int) -> float:
+    """Seconds of computing, so that files are read however slow they are."""
+    return inf
 
 
-def copies(memory: KVOffload, count: int) -> dict[str, float]:
-    """GB/s (10^9) of `count` blocks, the best of three."""
-    stores = [(1 + i, i) for i in range(count)]
-    loads = [(i, 1 + i) for i in range(count)]
-    best = {}
-    for name, run in (("store", lambda: store_all(memory, stores)), ("load", lambda: load_all(memory, loads))):
-        seconds = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begin)
-        best[f"{name}_gb_per_s"] = round(count * memory.block_bytes / min(seconds) / 1e9, 2)
-    return best
-
-
-def steps_beside_loads(runner: ModelRunner, memory: KVOffload, count: int) -> dict[str, float]:
-    """Milliseconds of a decode step (the median) alone, and while blocks come in."""
-    first = runner.num_blocks - DECODES
-    batch = StepBatch(tuple(ScheduledSeq(slot, [5], 10, [first + slot], True) for slot in range(DECODES)))
-    for slot in range(DECODES):
-        runner.add_request(slot, SamplingParams(temperature=0.0, ignore_eos=True), [5])
-    times: list[float] = []
-
-    def step() -> None:
-        begin = time.perf_counter()
-        runner.execute(batch)
-        times.append(1e3 * (time.perf_counter() - begin))
-
-    for _ in range(20):
-        step()
-    alone = sorted(times[5:])[7]
-    times.clear()
-    load_all(memory, [(i, 1 + i) for i in range(count)], step)
-    beside = sorted(times)[len(times) // 2]
-    for slot in range(DECODES):
-        runner.remove_request(slot)
-    return {"step_alone_ms": round(alone, 3), "step_beside_loads_ms": round(beside, 3), "steps_beside": len(times)}
-
-
-def first_tokens(
-    runner: ModelRunner, memory: KVOffload, folder: Path, prefix: int, vocab_size: int, *, cold: bool
-) -> dict[str, dict[str, float]]:
+def first_tokens(loaded: LoadedRunner, folder: Path, prefix: int, *, cold: bool) -> dict[str, dict[str, Any]]:
     """Seconds to the first token after `prefix` tokens and one block more. Another prompt pushes the first one out."""
-    length = prefix + 4 * BLOCK_SIZE
     generator = torch.Generator().manual_seed(0)
-    document, other = (torch.randint(3, vocab_size, (prefix,), generator=generator).tolist() for _ in range(2))
-    question = torch.randint(3, vocab_size, (BLOCK_SIZE,), generator=generator).tolist()
-    rows: dict[str, dict[str, float]] = {}
+    document, other = (torch.randint(3, loaded.vocab_size, (prefix,), generator=generator).tolist() for _ in range(2))
+    question = torch.randint(3, loaded.vocab_size, (BLOCK_SIZE,), generator=generator).tolist()
+    rows: dict[str, dict[str, Any]] = {}
+    memory, step_time = loaded.host_memory, measured_steps(loaded)
+    assert memory is not None
 
-    def open_engine() -> Engine:
+    def open_engine(compute_seconds: ComputeSeconds) -> Engine:
         disk = DiskTier(
             folder, max_bytes=2 * memory.num_slots * memory.block_bytes, fingerprint=bytes(32),
             block_bytes=memory.block_bytes, block_size=BLOCK_SIZE,
         )  # fmt: skip
-        return Engine(runner, memory, length, vocab_size, disk)
+        return Engine(loaded, disk, step_time, compute_seconds)
 
     def ask(engine: Engine, name: str, prompt: list[int]) -> None:
         seconds, cached = engine.first_token(prompt)
         rows[name] = {"seconds": round(seconds, 4), "cached_tokens": cached}
         print(f"{name:40}{seconds:10.3f} s   {cached} tokens cached", flush=True)  # noqa: T201
 
-    engine = open_engine()
+    engine = open_engine(always_longer)
     ask(engine, "computed", [*document, *question])
     ask(engine, "on the device", [*document, *question[::-1]])
     ask(engine, "another prompt (pushes it out)", other)
     ask(engine, "in host memory", [*document, *question[::-1]])  # which pushes the other one out
-    assert engine.disk is not None
     seconds = engine.write_all()
     rows["writing to disk"] = {"seconds": round(seconds, 3), "bytes": engine.disk.stats().written_bytes}
     engine.disk.close()
-    if cold:
-        forget_pages(folder)
-    engine = open_engine()  # as after a restart: nothing in memory
-    ask(engine, "on disk" if cold else "on disk, in the page cache", [*other, *question])
-    assert engine.disk is not None
-    engine.disk.close()
+    place = "on disk" if cold else "on disk, in the page cache"
+    for name, compute_seconds in (
+        (place, always_longer),
+        (f"{place}, as the engine chooses", step_time.prompt_seconds),
+    ):
+        if cold:
+            forget_pages(folder)
+        engine = open_engine(compute_seconds)  # as after a restart: nothing in memory
+        predicted = step_time.prompt_seconds(0, prefix)
+        ask(engine, name, [*other, *question])
+        reading = engine.disk.read_seconds(prefix // BLOCK_SIZE)
+        assert reading is not None
+        rows[name] |= {
+            "read_bytes": engine.disk.stats().read_bytes,
+            "declined_blocks": engine.offload.stats().declined_blocks,
+            "predicted_reading_seconds": round(reading, 4),  # by what was read
+            "predicted_computing_seconds": round(predicted, 4),
+        }
+        engine.disk.close()
     return rows
 
 
@@ -219,7 +192,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result["copies"] = copies(memory, count) | steps_beside_loads(runner, memory, count)
     print(result, flush=True)  # noqa: T201
     disk = options.disk or folder / "disk"
-    result["first_token"] = first_tokens(runner, memory, disk, options.prefix, loaded.vocab_size, cold=options.cold)
+    served = LoadedRunner(
+        runner, "bench", "", "", options.prefix + 4 * BLOCK_SIZE, STEP_TOKENS, loaded.vocab_size, (),
+        overlaps=runner.device.type == "cuda", host_memory=memory,
+    )  # fmt: skip
+    result["first_token"] = first_tokens(served, disk, options.prefix, cold=options.cold)
     return result
 
 

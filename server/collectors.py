@@ -116,6 +116,7 @@ class EngineCollector(Collector):
             ("external_prefix_cache_hits", "Tokens brought back from slower tiers.", stats.loaded_blocks * block_size),
             ("kv_offload_stores_skipped", "KV blocks given up without a copy.", stats.skipped_blocks),
             ("kv_offload_copies_failed", "KV blocks not copied for want of memory.", stats.failed_blocks),
+            ("kv_offload_reads_declined", "KV blocks on disk that were sooner computed.", stats.declined_blocks),
             ("kv_offload_disk_damaged", "KV blocks on disk that were not what their names said.", disk.num_damaged),
         ):
             counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)

@@ -16,6 +16,7 @@ from server.engine.block_files import BlockFile, block_path, file_bytes, lock, o
 from server.engine.block_pool import BlockPool, IntegrityError
 from server.engine.offload_stats import DiskStats
 from server.engine.prefixes import Prefix
+from server.engine.read_speed import ReadSpeed
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,10 @@ class DiskTier:
         self._places: dict[bytes, int] = {}  # hash -> place
         self._contents: dict[int, tuple[bytes, bytes]] = {}  # place -> hash, owner
         self._working: dict[int, _Work] = {}  # by ticket
-        self._ended: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[int, Exception | None, float]] = SimpleQueue()
         self.num_readers = min(max(usable_cpus() // 2, READERS[0]), READERS[1])
         self._readers = ThreadPoolExecutor(self.num_readers, "kv-read")
+        self._speed = ReadSpeed(self.num_readers)
         self._writer = ThreadPoolExecutor(1, "kv-write")  # one: files are written and deleted in the order asked
         self._read_bytes = self._written_bytes = self._num_damaged = 0
         self._clock = clock
@@ -101,6 +103,7 @@ class DiskTier:
         owner = self._contents[place][1]
         self._pool.share(place, owner)
         self._working[ticket] = _Work(place, is_read=True)
+        self._speed.begin(self._clock())
         file = BlockFile(block_path(self._folder, owner, prefix.hash), self._fingerprint, prefix)
 
         def read() -> None:
@@ -108,6 +111,15 @@ class DiskTier:
                 raise ValueError(f"{file.path} is damaged, or not of this prefix")
 
         self._run(self._readers, ticket, read)
+
+    def read_seconds(self, num_blocks: int) -> float | None:
+        """What reading so many is predicted to take, from those that were read of late. None: nobody knows."""
+        return self._speed.seconds(num_blocks * self._file_bytes, self._clock())
+
+    @property
+    def reads_missing(self) -> int:
+        """Blocks that must begin to be read, for read_seconds() to be known."""
+        return self._speed.missing(self._clock())
 
     @property
     def num_places(self) -> int:
@@ -142,7 +154,7 @@ class DiskTier:
         results: list[DiskResult] = []
         while True:
             try:
-                ticket, error = self._ended.get_nowait()
+                ticket, error, ended = self._ended.get_nowait()
             except Empty:
                 return results
             work = self._working.pop(ticket)
@@ -151,6 +163,8 @@ class DiskTier:
             content = self._contents.get(work.place)  # None: failed, or forgotten meanwhile
             self._pool.drop(work.place, None if content is None else content[1])
             self._count(work, error)
+            if work.is_read:
+                self._speed.end(0 if error else self._file_bytes, ended)
             results.append(DiskResult(ticket, error is None))
 
     def forget(self, block_hash: bytes) -> None:
@@ -206,9 +220,9 @@ class DiskTier:
             try:
                 work()
             except Exception as error:  # of any kind: a ticket that never ends would hold memory for ever
-                self._ended.put((ticket, error))
+                self._ended.put((ticket, error, self._clock()))
             else:
-                self._ended.put((ticket, None))
+                self._ended.put((ticket, None, self._clock()))
 
         threads.submit(report)
 

@@ -12,7 +12,7 @@ STEPS = (
     "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
     "adapter_placements", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
 )  # fmt: skip
-BLOCKS = ("queried_blocks", "stored_blocks", "loaded_blocks", "skipped_blocks", "failed_blocks")
+BLOCKS = ("queried_blocks", "stored_blocks", "loaded_blocks", "skipped_blocks", "failed_blocks", "declined_blocks")
 DISK = ("read_bytes", "written_bytes", "num_damaged")
 
 

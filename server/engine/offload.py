@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Protocol
 
 from models.transfers import FinishedTransfers, Transfers
+from server.engine.disk_reads import ComputeSeconds, DiskReads
 from server.engine.disk_tier import DiskTier
 from server.engine.host_slots import Held, HostSlots
 from server.engine.offload_stats import OffloadStats
@@ -17,7 +18,6 @@ from server.engine.prefixes import Prefix, new_serial
 from server.engine.request import Request
 
 WORTH_A_COPY = 256  # tokens: shorter prefixes are computed as soon as fetched
-MAX_DISK_READS = 64  # blocks on their way from disk at once
 MAX_DISK_WRITES = 16
 
 
@@ -45,21 +45,28 @@ class HostMemory(Protocol):
 
 class Offload:
     def __init__(
-        self, memory: HostMemory, disk: DiskTier | None = None, *, min_blocks: int, ready: float = 0.25
+        self,
+        memory: HostMemory,
+        disk: DiskTier | None = None,
+        *,
+        min_blocks: int,
+        compute_seconds: ComputeSeconds,
+        ready: float = 0.25,
     ) -> None:
         """Only prefixes that were hit, or of requests with at least `min_blocks` full blocks, are worth a copy. That
-        share of the slots is kept `ready` to be given up: it is on disk already, if there is one."""
+        share of the slots is kept `ready` to be given up: it is on disk already, if there is one. What is there is read
+        where that is predicted to take less than `compute_seconds`."""
         self.min_blocks = min_blocks
         self._memory = memory
         self.disk = disk
         self.slots = HostSlots(memory.num_slots)
+        self.reads = None if disk is None else DiskReads(disk, self.slots, memory.slot_bytes, compute_seconds)
         self.ready_slots = int(memory.num_slots * ready)
         self._stores: list[tuple[int, int]] = []  # for the next transfer
         self._loads: list[tuple[int, int]] = []
         self._room = 0
         self._storing: dict[int, Held] = {}  # by slot
         self._loading: dict[int, Held] = {}  # by block
-        self._reading: dict[int, Held] = {}  # by slot, which is the ticket
         self._writing: dict[int, Held] = {}  # by slot, negative as the ticket
         self._num_flushed = self._ends_ns = 0
         self.num_queried = self.num_stored = self.num_loaded = self.num_skipped = self.num_failed = 0  # blocks
@@ -82,23 +89,18 @@ class Offload:
         known = held is not None and held.prefix.continues(parent, token_bytes, request)
         return held.prefix.serial if held is not None and known else new_serial()
 
-    def find(
-        self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request, *, may_read: bool
-    ) -> Held | None:
-        """What the request needs after `parent`, arriving or here. Begins to read it if it is on disk only."""
+    def find(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Held | None:
+        """What the request needs after `parent`, arriving or here."""
         held = self.slots.find(block_hash)
-        if held is not None:
-            return held if held.prefix.continues(parent, token_bytes, request) else None
-        if not may_read or self.disk is None or block_hash not in self.disk:
-            return None
-        if len(self._reading) >= MAX_DISK_READS:
-            return None
+        return held if held is not None and held.prefix.continues(parent, token_bytes, request) else None
+
+    def is_on_disk_only(self, block_hash: bytes) -> bool:
+        return self.disk is not None and block_hash in self.disk and self.slots.find(block_hash) is None
+
+    def read(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Held | None:
+        """Begins to read what is_on_disk_only() and the request needs after `parent`. None: there is no slot for it."""
         prefix = Prefix(block_hash, token_bytes, parent, request.cache_salt, request.adapter_digest, new_serial())
-        held = self.slots.take(prefix)
-        if held is not None:
-            self._reading[held.slot] = held
-            self.disk.read(prefix, self._memory.slot_bytes(held.slot - 1), held.slot)
-        return held
+        return None if self.reads is None else self.reads.begin(prefix)
 
     def keep(self, prefix: Prefix, block: int) -> bool:
         """Sees to it that a block's content is here, as it is before the next step. False: not now, it was too much."""
@@ -204,13 +206,15 @@ class Offload:
             loaded_blocks=self.num_loaded,
             skipped_blocks=self.num_skipped,
             failed_blocks=self.num_failed,
+            declined_blocks=0 if self.reads is None else self.reads.num_declined,
             disk=None if self.disk is None else self.disk.stats(),
         )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless slots, names and what is on its way agree. O(slots)."""
-        groups = (self._storing, self._loading, self._reading, self._writing)
-        self.slots.check_integrity(chain.from_iterable(group.values() for group in groups))
+        groups = (self._storing, self._loading, self._writing)
+        reading = () if self.reads is None else self.reads.arriving
+        self.slots.check_integrity(chain(reading, *(group.values() for group in groups)))
         if self.disk is not None:
             self.disk.check_integrity()
 
@@ -220,13 +224,8 @@ class Offload:
                 held = self._writing.pop(-result.ticket)
                 self.slots.unpin(held)
                 self.slots.retire(held)
-                continue
-            held = self._reading.pop(result.ticket)
-            held.is_arriving = False
-            if result.succeeded:
-                self.slots.unpin(held)
-            else:
-                self.slots.lose(held)
+            elif self.reads is not None:
+                self.reads.end(result)
 
     def _write_ahead(self, disk: DiskTier) -> None:
         """Copies what would be given up soon to disk, so that giving it up costs nothing."""

@@ -22,4 +22,5 @@ class OffloadStats:
     loaded_blocks: int  # host to device
     skipped_blocks: int  # given up without a copy, as too many went at once
     failed_blocks: int  # neither stored nor loaded, as there was no memory for the copy
+    declined_blocks: int  # on disk, but sooner computed than read
     disk: DiskStats | None

@@ -7,9 +7,8 @@ common prefix share one, and a copy that fails leaves a prompt to be computed.""
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from server.engine.host_slots import Held
+from server.engine.fetching import Fetched, Found
 from server.engine.kv_cache import Entry, KVCache
 from server.engine.offload import Offload
 from server.engine.offload_stats import OffloadStats
@@ -23,28 +22,6 @@ FLUSHED = 64  # blocks of the device that go to disk together before the end
 MAX_RETIRED = 1024  # blocks looked at in one turn, to be copied before they are given up
 
 
-@dataclass(slots=True)
-class _Fetched:
-    """How far into a prompt blocks were asked for: each once only, so that its request never waits for ever."""
-
-    from_disk: int = 0
-    from_host: int = 0
-
-    @property
-    def has_begun(self) -> bool:
-        return self.from_disk > 0 or self.from_host > 0
-
-
-@dataclass(slots=True)
-class _Found:
-    """What continues a prompt's hits."""
-
-    on_device: list[Entry]  # the hits too
-    in_host: list[tuple[int, Held]] = field(default_factory=list)  # (index in the prompt, content): to load, pinned
-    num_blocks: int = 0  # in slower tiers, or on their way from there
-    is_arriving: bool = False  # some of them are on their way
-
-
 class OffloadingKVCache(KVCache):
     def __init__(self, num_blocks: int, block_size: int, offload: Offload) -> None:
         super().__init__(num_blocks, block_size)
@@ -52,7 +29,7 @@ class OffloadingKVCache(KVCache):
         self._ahead = max(1, self.pool.num_usable // AHEAD)
         self._is_worth_a_copy = bytearray(num_blocks)  # by block: it was hit, or is of a long request
         self._loading: dict[int, int] = {}  # serial number of a prefix on its way here -> its block, which we hold
-        self._fetched: dict[str, _Fetched] = {}  # by request
+        self._fetched: dict[str, Fetched] = {}  # by request
         self._num_wanted = 0  # blocks that a request would take at once, were they ready
 
     def allocate(self, request: Request, num_blocks: int, hits: Sequence[Entry] = ()) -> None:
@@ -79,7 +56,7 @@ class OffloadingKVCache(KVCache):
         offload, fetched = self.offload, self._fetched.get(request.request_id)
         usable = (len(request.token_ids) - 1) // self.block_size
         if fetched is None:
-            fetched = self._fetched[request.request_id] = _Fetched()
+            fetched = self._fetched[request.request_id] = Fetched()
             offload.num_queried += usable - len(hits)
         found = self._find_more(request, hits, usable, fetched)
         self._num_wanted = min(num_blocks - len(hits), offload.num_slots)
@@ -94,10 +71,10 @@ class OffloadingKVCache(KVCache):
             request.last_hits = len(hits) + found.num_blocks  # those that it will have
         return is_waiting
 
-    def _find_more(self, request: Request, hits: Sequence[Entry], usable: int, fetched: _Fetched) -> _Found:
+    def _find_more(self, request: Request, hits: Sequence[Entry], usable: int, fetched: Fetched) -> Found:
         """What follows `hits`, in all tiers. What is on disk only begins to be read. What may be loaded is pinned: its
         slot is neither for reads of what comes after it nor for what is copied out to make room."""
-        found = _Found(list(hits))
+        found = Found(list(hits))
         is_behind_gap = False
         parent = hits[-1].serial if hits else 0
         for index, token_bytes in enumerate(self._contents(request, len(hits), usable), len(hits)):
@@ -107,8 +84,9 @@ class OffloadingKVCache(KVCache):
                 found.on_device.append(entry)
                 parent = entry.serial
                 continue
-            may_read = index >= fetched.from_disk
-            held = self.offload.find(block_hash, token_bytes, parent, request, may_read=may_read)
+            held = self.offload.find(block_hash, token_bytes, parent, request)
+            if held is None and index >= fetched.from_disk and self._may_read(request, index, usable, found, fetched):
+                held = self.offload.read(block_hash, token_bytes, parent, request)
             if held is None:
                 break
             parent = held.prefix.serial
@@ -124,6 +102,31 @@ class OffloadingKVCache(KVCache):
                 found.in_host.append((index, held))
             found.num_blocks += 1
         return found
+
+    def _may_read(self, request: Request, index: int, usable: int, found: Found, fetched: Fetched) -> bool:
+        """Whether a block is to be read now: it is on disk only, worth it, and not too much is on its way."""
+        if fetched.computes_rest or not self.offload.is_on_disk_only(request.block_hashes[index]):
+            return False
+        if found.room is None:
+            found.room = self._room_to_read(request, index, usable)
+            fetched.computes_rest = found.room is None
+        if not found.room:
+            found.is_arriving |= not fetched.computes_rest  # after others
+            return False
+        found.room -= 1
+        return True
+
+    def _room_to_read(self, request: Request, first: int, usable: int) -> int | None:
+        """As DiskReads.room() has it, for all of the prompt that is anywhere from block `first` on."""
+        offload, num_on_disk, end = self.offload, 0, first
+        for block_hash in request.block_hashes[first:usable]:
+            if offload.is_on_disk_only(block_hash) and block_hash not in self._by_hash:
+                num_on_disk += 1
+            elif block_hash not in self._by_hash and offload.slots.find(block_hash) is None:
+                break
+            end += 1
+        assert offload.reads is not None  # or nothing were on disk
+        return offload.reads.room(num_on_disk, first * self.block_size, (end - first) * self.block_size)
 
     def settle(self) -> None:
         for block, held, is_there in self.offload.settle():
@@ -180,7 +183,7 @@ class OffloadingKVCache(KVCache):
         super().check_integrity(requests)
         self.offload.check_integrity()
 
-    def _load(self, found: _Found, fetched: _Fetched) -> bool:
+    def _load(self, found: Found, fetched: Fetched) -> bool:
         """Whether any block is on its way. None that is on the device already is given up for it."""
         for entry in found.on_device:
             self.pool.share(entry.block, entry.cache_salt)

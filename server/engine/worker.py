@@ -15,6 +15,7 @@ from models.stages import Stages
 from server.engine.adapters import AdapterTable
 from server.engine.config import EngineConfig
 from server.engine.core import EngineCore
+from server.engine.disk_reads import ComputeSeconds
 from server.engine.disk_tier import DiskTier, DiskTierError
 from server.engine.drafting import Drafter, DraftLimits
 from server.engine.kv_cache import KVCache
@@ -43,7 +44,7 @@ class WorkerArguments:
     spawned: float  # time.monotonic() of the API process: on one host all processes share this clock
 
 
-def make_cache(config: EngineConfig, loaded: LoadedRunner) -> KVCache:
+def make_cache(config: EngineConfig, loaded: LoadedRunner, compute_seconds: ComputeSeconds) -> KVCache:
     """Raises CannotServeError for a directory that cannot hold blocks."""
     runner, memory = loaded.runner, loaded.host_memory
     if memory is None:
@@ -62,12 +63,12 @@ def make_cache(config: EngineConfig, loaded: LoadedRunner) -> KVCache:
             raise CannotServeError(str(error)) from error
         logger.info("%d KV blocks found in %s", disk.stats().num_blocks, config.kv_offload_dir)
     logger.info("host memory for %d KV blocks", memory.num_slots)
-    offload = Offload(memory, disk, min_blocks=-(-WORTH_A_COPY // runner.block_size))
+    min_blocks = -(-WORTH_A_COPY // runner.block_size)
+    offload = Offload(memory, disk, min_blocks=min_blocks, compute_seconds=compute_seconds)
     return OffloadingKVCache(runner.num_blocks, runner.block_size, offload)
 
 
 def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
-    cache = make_cache(config, loaded)
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=loaded.max_num_batched_tokens,
@@ -80,13 +81,14 @@ def make_scheduler(config: EngineConfig, loaded: LoadedRunner) -> Scheduler:
     adapters = AdapterTable(config.max_loras, config.max_cpu_loras) if config.enable_lora else AdapterTable()
     shared = loaded.runner.sharing_limits
     sharing = None if shared is None else PrefixSharing(shared)
+    step_time = _step_time(limits, loaded)
     return Scheduler(
         limits,
-        cache,
+        make_cache(config, loaded, step_time.prompt_seconds),
         adapters,
         sharing=sharing,
         drafter=_drafter(config, loaded),
-        step_time=_step_time(limits, loaded),
+        step_time=step_time,
     )
 
 

@@ -16,7 +16,7 @@ def exported_families() -> dict[str, set[str]]:
     stats = EngineStats(
         num_running=0, num_waiting=0, num_blocks=2, num_free_blocks=2, prompt_tokens=0, generation_tokens=0,
         num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, kernel_calls={"cpu_reference": 1},
-        max_loras=1, offload=OffloadStats(2, 1, 8, 1, 1, 1, 0, 0, None),
+        max_loras=1, offload=OffloadStats(2, 1, 8, 1, 1, 1, 0, 0, 0, None),
     )  # fmt: skip
     metrics = Metrics("model", lambda: stats, tuple)
     metrics.learn(

@@ -1,6 +1,7 @@
 """The real host memory over a fake runner's blocks, and one whose copies take a while."""
 
 from collections import deque
+from math import inf
 
 import torch
 from cranked_engine import Engine
@@ -8,9 +9,15 @@ from cranked_engine import Engine
 from attention_backend.metadata import KVPages
 from models.kv_offload import KVOffload
 from models.transfers import FinishedTransfers, Transfers
+from server.engine.disk_reads import ComputeSeconds
 from server.engine.disk_tier import DiskTier
 from server.engine.offload import Offload
 from server.engine.offloading_cache import OffloadingKVCache
+
+
+def never(_context: int, _count: int) -> float:
+    """How long computing takes where reading always takes less."""
+    return inf
 
 
 class SlowOffload(KVOffload):
@@ -55,10 +62,11 @@ def give_host_memory(
     turns: int = 0,
     min_blocks: int = 1,
     room: int = 1_000_000,
+    compute_seconds: ComputeSeconds = never,
 ) -> OffloadingKVCache:
-    """Before the first turn."""
+    """Before the first turn. What is on disk is read, unless computing it takes less."""
     memory = SlowOffload(torch.from_numpy(engine.runner.memory), num_slots, turns=turns, room=room)
-    offload = Offload(memory, disk, min_blocks=min_blocks)
+    offload = Offload(memory, disk, min_blocks=min_blocks, compute_seconds=compute_seconds)
     cache = OffloadingKVCache(engine.runner.num_blocks, engine.runner.block_size, offload)
     engine.use_cache(cache)
     return cache

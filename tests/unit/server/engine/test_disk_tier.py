@@ -52,7 +52,8 @@ def wait(tier: DiskTier, count: int = 1) -> list[DiskResult]:
 
 def write(tier: DiskTier, *numbers: int, salt: bytes = b"") -> None:
     for number in numbers:
-        assert tier.write(prefix(number, salt), memoryview(content(number)), number)
+        now = time.time_ns()  # files that follow each other within a tick of the kernel's own clock would be as old
+        assert tier.write(prefix(number, salt), memoryview(content(number)), number, used_ns=now)
         assert wait(tier) == [DiskResult(number, succeeded=True)]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_memory import never
 from torch import Tensor
 
 from models import kv_offload
@@ -60,7 +61,8 @@ class Engine:
                 folder, max_bytes=1 << 24, fingerprint=identity, block_bytes=self.memory.block_bytes,
                 block_size=BLOCK_SIZE,
             )  # fmt: skip
-        self.cache = OffloadingKVCache(NUM_BLOCKS, BLOCK_SIZE, Offload(self.memory, self.disk, min_blocks=2))
+        offload = Offload(self.memory, self.disk, min_blocks=2, compute_seconds=never)
+        self.cache = OffloadingKVCache(NUM_BLOCKS, BLOCK_SIZE, offload)
         limits = SchedulerConfig(4, 64, LENGTH, model.vocab_size, model.eos_token_ids)
         self.link = Link()
         loaded = LoadedRunner(self.runner, "tiny", "cpu", "float32", LENGTH, 64, model.vocab_size, model.eos_token_ids)

@@ -3,6 +3,7 @@ holds what it is found under, and no answer is wrong."""
 
 import random
 from array import array
+from math import inf
 from pathlib import Path
 
 import cranked_engine
@@ -42,7 +43,10 @@ class HostileEngine:
         self.disk = None if folder is None else HostileDisk(self.engine, folder, [300, 60][seed % 2], rng)
         self.folder = folder
         self.damaged: set[Path] = set()
-        self.offload = Offload(self.memory, self.disk, min_blocks=1, ready=rng.choice([0.25, 0.5]))
+        self.offload = Offload(
+            self.memory, self.disk, min_blocks=1, ready=rng.choice([0.25, 0.5]),
+            compute_seconds=lambda _context, _count: rng.choice([0.0, inf, inf, inf]),
+        )  # fmt: skip
         self.cache = OffloadingKVCache(runner.num_blocks, BLOCK_SIZE, self.offload)
         self.engine.use_cache(self.cache)
 
@@ -71,9 +75,13 @@ class HostileEngine:
             content[self.rng.randrange(len(content))] ^= 1
             path.write_bytes(content)
 
+    @property
+    def _is_reading(self) -> bool:
+        return self.offload.reads is not None and bool(self.offload.reads.arriving)
+
     def finish(self) -> None:
         """Until nothing is on its way."""
-        while self.engine.core.has_work or self.memory.is_busy or self.offload.is_writing or self.offload._reading:
+        while self.engine.core.has_work or self.memory.is_busy or self.offload.is_writing or self._is_reading:
             self.turn()
             self.cache.settle()
         self.engine.assert_nothing_is_held()
