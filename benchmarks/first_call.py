@@ -3,8 +3,8 @@
     python benchmarks/first_call.py [--only decode,paged] [--rounds 1] [--out results.json]
 
 Every number is of a process of its own, in which torch, CUDA and the inputs are ready before the clock starts, and
-stops when the result is. Cold: an empty cache directory, so the call compiles; warm: the directory that the process
-before left. What only a process's very first call pays, loading CuPy, is timed apart and added: "with CuPy".
+stops when the result is. Cold: an empty cache directory, so the call loads CuPy and compiles; warm: the directory that
+the process before left.
 
 About five seconds a process, two processes a variant and round: a minute on an H200.
 
@@ -75,13 +75,8 @@ VARIANTS: Mapping[str, Callable[[torch.device], Call]] = {
 class Sample:
     """Milliseconds of one process."""
 
-    call_ms: float  # the variant's first call
-    cupy_ms: float  # loading CuPy, which the process's first call pays too
+    call_ms: float  # the first call
     second_ms: float
-
-    @property
-    def with_cupy_ms(self) -> float:
-        return self.call_ms + self.cupy_ms
 
 
 @dataclass(frozen=True)
@@ -100,12 +95,11 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def met(self) -> bool | None:
-        """Whether every variant is within both goals, CuPy included; None when one was not timed."""
+        """Whether every variant is within both goals; None when one was not timed."""
         if any(row.failure for row in self.rows) or not self.rows:
             return None
         return all(
-            median(row.cold).with_cupy_ms <= COLD_GOAL_MS and median(row.warm).with_cupy_ms <= WARM_GOAL_MS
-            for row in self.rows
+            median(row.cold).call_ms <= COLD_GOAL_MS and median(row.warm).call_ms <= WARM_GOAL_MS for row in self.rows
         )
 
     def write(self, path: Path) -> None:
@@ -120,7 +114,7 @@ class Report:
         partial.replace(path)
 
     def table(self) -> str:
-        head = ("first call, ms", "cold", "with CuPy", "warm", "with CuPy", "second call")
+        head = ("first call, ms", "cold", "warm", "second call")
         lines = [head, *(_line(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         return "\n".join("  ".join(x.rjust(w) for x, w in zip(line, widths, strict=True)) for line in lines)
@@ -133,9 +127,9 @@ def median(samples: Sequence[Sample]) -> Sample:
 
 def _line(row: Row) -> tuple[str, ...]:
     if row.failure:
-        return (row.name, "-", "-", "-", "-", "-")
+        return (row.name, "-", "-", "-")
     cold, warm = median(row.cold), median(row.warm)
-    times = (cold.call_ms, cold.with_cupy_ms, warm.call_ms, warm.with_cupy_ms, warm.second_ms)
+    times = (cold.call_ms, warm.call_ms, warm.second_ms)
     return (row.name, *(f"{x:.1f}" for x in times))
 
 
@@ -146,17 +140,8 @@ def in_this_process(name: str) -> Sample:
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     torch.mm(*(torch.ones((64, 64), device=device) for _ in range(2)))  # torch and CUDA are ready
     wait()
-    cupy_ms = milliseconds(load_cupy) if device.type == "cuda" else 0.0
     times = [milliseconds(lambda: (call(), wait())) for _ in range(2)]
-    return Sample(times[0], cupy_ms, times[1])
-
-
-def load_cupy() -> None:
-    from cupy.cuda import driver, function, nvrtc
-
-    assert driver.get_build_version()
-    assert function.Module
-    assert nvrtc.getVersion()
+    return Sample(*times)
 
 
 def milliseconds(call: Call) -> float:
@@ -220,7 +205,7 @@ def main(
         if row.failure:
             typer.echo(f"{row.name}: {row.failure}")
     verdict = {True: "met", False: "MISSED", None: "not measured"}[report.met()]
-    typer.echo(f"cold <= {COLD_GOAL_MS:.0f} ms and warm <= {WARM_GOAL_MS:.0f} ms, CuPy included: {verdict}")
+    typer.echo(f"cold <= {COLD_GOAL_MS:.0f} ms and warm <= {WARM_GOAL_MS:.0f} ms: {verdict}")
     if any(row.failure for row in report.rows):
         raise typer.Exit(1)
 

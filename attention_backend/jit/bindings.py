@@ -1,9 +1,9 @@
-"""The only imports of CuPy: NVRTC, modules and the driver API. Importing this file needs no CuPy and no GPU."""
+"""NVRTC: the only import of CuPy. Importing this file needs no CuPy and no GPU."""
 
+import ctypes
 import threading
-from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
-from typing import Any
 
 from attention_backend.jit.errors import CupyMissingError
 
@@ -12,6 +12,7 @@ _LOADING = threading.Lock()
 
 def nvrtc() -> ModuleType:
     """`cupy.cuda.nvrtc`. Raises CupyMissingError when CuPy or libnvrtc is not there."""
+    nvrtc_version()  # loads the library of which the version is told, before CuPy looks for one
     try:
         with (
             _LOADING
@@ -24,34 +25,19 @@ def nvrtc() -> ModuleType:
     return module
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedKernel:
-    """A kernel in a context: its CUfunction and CUcontext, and the most shared memory a block of the device can have.
-
-    `driver` is `cupy.cuda.driver`, the driver API as plain functions of integers. `module` keeps the code loaded.
-    """
-
-    function: int
-    context: int
-    max_smem: int
-    driver: Any
-    module: Any
-
-
-def load_kernel(cubin: bytes, name: str, device: int) -> LoadedKernel:
-    """Load a cubin into the primary context of `device`, which is torch's too."""
+@lru_cache(maxsize=1)
+def nvrtc_version() -> tuple[int, int]:
+    """Of the NVRTC that CuPy uses, found as CuPy 14 finds it but without CuPy, which takes longer to load than all else
+    of a first call whose kernel is cached. Raises CupyMissingError."""
     try:
-        import cupy
-        from cupy.cuda import driver, function, runtime
-    except ImportError as error:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    except Exception as error:  # it has a type of its own for a library that is nowhere, and others for strange systems
         raise CupyMissingError(str(error)) from error
-    with cupy.cuda.Device(device):
-        module = function.Module()
-        module.load(cubin)
-        return LoadedKernel(
-            function=module.get_function(name).ptr,
-            context=driver.ctxGetCurrent(),
-            max_smem=runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            driver=driver,
-            module=module,
-        )
+    if path is None:
+        raise CupyMissingError("libnvrtc is loaded from nowhere")
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if code := ctypes.CDLL(path).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
+        raise CupyMissingError(f"NVRTC error {code} when asked for its version")
+    return major.value, minor.value

@@ -39,7 +39,7 @@ def key(variant: KernelVariant, source: SourceSnapshot) -> str:
     Those are the source and every local header it includes, the defines, the flags, the architecture and the versions
     of NVRTC and of the CUDA headers.
     """
-    nvrtc_version = bindings.nvrtc().getVersion()
+    nvrtc_version = bindings.nvrtc_version()
     content = {
         "format": _KEY_FORMAT,
         "kernel": variant.kernel,
@@ -76,7 +76,7 @@ def compile_variant(variant: KernelVariant, source: SourceSnapshot) -> Compiled:
     A cubin must hold one kernel, an `extern "C"` function with the name of its file.
     """
     nvrtc = bindings.nvrtc()
-    include = headers.find(nvrtc.getVersion()[0]).directory
+    include = headers.find(bindings.nvrtc_version()[0]).directory
     options = (
         f"-arch={variant.arch}",
         *FLAGS,

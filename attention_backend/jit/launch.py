@@ -3,20 +3,20 @@
 import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from attention_backend.jit import attributes, bindings
+from attention_backend.jit import driver as drivers
 from attention_backend.jit.artefact import Artefact
-from attention_backend.jit.bindings import LoadedKernel
 from attention_backend.jit.cache import default_cache
+from attention_backend.jit.driver import Dim3, Driver
 from attention_backend.jit.errors import LaunchError, UnsupportedArchError
 from attention_backend.jit.report import CompileReport
 from attention_backend.jit.spec import KernelVariant, capability_of, runs_on
 
-Dim3 = tuple[int, int, int]
 Argument = torch.Tensor | np.generic | ctypes.Structure | bytes | None
 Parameters = ctypes.Structure | np.void | tuple[Argument, ...]
 
@@ -27,6 +27,16 @@ _ONE_BYTES = ctypes.c_char_p * 1
 
 _loaded: dict[tuple[KernelVariant, int], "Kernel"] = {}
 _setting_up = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernel:
+    """A kernel in a context: CUfunction and CUcontext, and the most shared memory a block of the device can have."""
+
+    driver: Driver
+    function: int
+    context: int
+    max_smem: int
 
 
 class Kernel:
@@ -54,7 +64,6 @@ class Kernel:
         "_driver",
         "_function",
         "_knows_early",
-        "_loaded",
         "_parameter_sizes",
         "_pointers",
         "_smem_limit",
@@ -77,7 +86,6 @@ class Kernel:
         self.variant = variant
         self.device = device
         self.report = report
-        self._loaded = loaded
         self._driver, self._function, self._context = loaded.driver, loaded.function, loaded.context
         self._current_stream = current_stream
         self._knows_early = capability_of(variant.arch) >= _EARLY_FROM
@@ -98,16 +106,16 @@ class Kernel:
         cooperative: bool = False,
     ) -> None:
         driver = self._driver
-        previous = driver.ctxGetCurrent()
+        previous = driver.current_context()
         if previous == self._context:
             self._launch(grid, block, params, smem_bytes, early and self._knows_early, cooperative)
             return
         # Another device is current, or this is a new thread, without a context yet.
-        driver.ctxSetCurrent(self._context)
+        driver.set_context(self._context)
         try:
             self._launch(grid, block, params, smem_bytes, early and self._knows_early, cooperative)
         finally:
-            driver.ctxSetCurrent(previous)
+            driver.set_context(previous)
 
     def _launch(
         self, grid: Dim3, block: Dim3, params: Parameters, smem_bytes: int, early: bool, cooperative: bool
@@ -131,13 +139,10 @@ class Kernel:
         if smem_bytes > self._smem_limit:
             self._raise_smem_limit(smem_bytes)
         stream = self._current_stream(self.device)
-        if early or cooperative:
-            attributes.launch(
-                self._function, grid, block, smem_bytes, stream, ctypes.addressof(pointers),
-                early=early, cooperative=cooperative,
-            )  # fmt: skip
-            return
-        self._driver.launchKernel(self._function, *grid, *block, smem_bytes, stream, ctypes.addressof(pointers), 0)
+        self._driver.launch(
+            self._function, grid, block, smem_bytes, stream, ctypes.addressof(pointers),
+            early=early, cooperative=cooperative,
+        )  # fmt: skip
 
     def _raise_smem_limit(self, smem_bytes: int) -> None:
         if smem_bytes > self.max_smem:
@@ -145,10 +150,9 @@ class Kernel:
                 f"{self.variant} asks for {smem_bytes} bytes of dynamic shared memory; "
                 f"device {self.device} has {self.max_smem} for it"
             )
-        attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with _setting_up:
             if smem_bytes > self._smem_limit:
-                self._driver.funcSetAttribute(self._function, attribute, smem_bytes)
+                self._driver.allow_smem(self._function, smem_bytes)
                 self._smem_limit = smem_bytes
 
     def _mismatch(self, sizes: tuple[int, ...]) -> LaunchError:
@@ -196,6 +200,10 @@ def load(variant: KernelVariant, device: int | None = None) -> Kernel:
 
 def place(variant: KernelVariant, artefact: Artefact, device: int) -> Kernel:
     """An artefact of the variant, loaded on a device."""
+    driver = drivers.driver()
     with torch.cuda.device(device):
-        loaded = bindings.load_kernel(artefact.cubin, variant.kernel, device)
+        context = driver.primary_context(device)
+        driver.set_context(context)
+        function = driver.load(artefact.cubin, variant.kernel)
+    loaded = LoadedKernel(driver, function, context, driver.most_smem(device))
     return Kernel(variant, device, artefact.report, loaded, torch._C._cuda_getCurrentRawStream)

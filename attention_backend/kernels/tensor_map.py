@@ -6,6 +6,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from attention_backend.jit import driver as drivers
+
 _DATA_TYPES = {
     torch.bfloat16: 9,
     torch.float16: 6,
@@ -114,7 +116,7 @@ def _encode(
     space = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
     aligned = ctypes.addressof(space) + (-ctypes.addressof(space)) % _ALIGNMENT
     encode = partial(
-        _driver().cuTensorMapEncodeTiled,
+        drivers.library().cuTensorMapEncodeTiled,
         ctypes.c_void_p(aligned),
         _DATA_TYPES[dtype],
         rank,
@@ -130,30 +132,8 @@ def _encode(
     )
     code = encode()
     if code == _NO_CONTEXT:  # a thread that never called CUDA, as one of autograd's whose backward begins here
-        _bind_context(torch.cuda.current_device())
+        drivers.driver().set_context(drivers.driver().primary_context(torch.cuda.current_device()))
         code = encode()
     if code != 0:
         raise TensorMapError(f"CUDA error {code} for a tensor of sizes {sizes}, steps {steps}, in boxes of {box}")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, _BYTES))
-
-
-def _bind_context(index: int) -> None:
-    """Makes a device's primary context this thread's, as the runtime does when it is first called."""
-    code = _driver().cuCtxSetCurrent(_context(index))
-    if code != 0:
-        raise TensorMapError(f"CUDA error {code}: the context of device {index} cannot be this thread's")
-
-
-@lru_cache
-def _context(index: int) -> ctypes.c_void_p:
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    code = _driver().cuDeviceGet(ctypes.byref(device), index)
-    code = code or _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-    if code != 0:
-        raise TensorMapError(f"CUDA error {code}: device {index} has no context")
-    return context
-
-
-@lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 import attention_backend.kernels
-from attention_backend.jit import launch
-from attention_backend.jit.launch import Dim3, Parameters
+from attention_backend.jit import driver, launch
+from attention_backend.jit.driver import Dim3
+from attention_backend.jit.launch import Parameters
 from attention_backend.jit.spec import KERNELS_DIR, KernelVariant, arch_for
-from attention_backend.kernels import tensor_map
 
 from .compile import EmulatorError, emulated, runtime
 from .driver import EmulatedDriver
@@ -147,7 +147,7 @@ def emulated_device(settings: Settings) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.Tensor, "device", property(lambda _: DEVICE)))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(launch, "_loaded", _Kernels(settings)))
-        stack.enter_context(mock.patch.object(tensor_map, "_driver", EmulatedDriver))
+        stack.enter_context(mock.patch.object(driver, "library", EmulatedDriver))
         stack.enter_context(GuardedAllocations())
         stack.enter_context(guarded_factories())
         _forget(modules)

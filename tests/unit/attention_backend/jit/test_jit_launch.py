@@ -1,4 +1,4 @@
-"""A launch, as the driver sees it. The driver is a fake that reads the parameters as cuLaunchKernel would."""
+"""A launch, as the driver sees it: a fake that reads configurations and parameters as cuLaunchKernelEx would."""
 
 import ctypes
 import struct
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError, attributes
-from attention_backend.jit.bindings import LoadedKernel
+from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError
+from attention_backend.jit.driver import Driver
+from attention_backend.jit.launch import LoadedKernel
 
 VARIANT = KernelVariant("k", "sm_90a")
 FUNCTION, CONTEXT = 11, 22
@@ -19,49 +20,58 @@ class Params(ctypes.Structure):
     _fields_ = (("x", ctypes.c_void_p), ("n", ctypes.c_int), ("factor", ctypes.c_float))
 
 
-class FakeDriver:
-    """Of cupy.cuda.driver, what a launch uses."""
-
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+class FakeLibrary:
+    """Of libcuda, what a launch calls. It reads the configuration as cuda.h lays it out."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
         self.context = CONTEXT
-        self.launches: list[tuple[Any, ...]] = []
+        self.launches: list[tuple[Any, ...]] = []  # sizes, bytes of shared memory, stream, values
+        self.attributes: list[list[tuple[int, int]]] = []  # of each launch: ids in cuda.h and values
         self.smem_limits: list[int] = []
-        self.fail = False
+        self.fail_with = 0
 
-    def ctxGetCurrent(self) -> int:  # noqa: N802
-        return self.context
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = self.context
+        return 0
 
-    def ctxSetCurrent(self, context: int) -> None:  # noqa: N802
-        self.context = context
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:  # noqa: N802
+        self.context = context.value or 0
+        return 0
 
-    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:  # noqa: N802
-        assert (function, attribute, self.context) == (FUNCTION, 8, CONTEXT)
+    def cuFuncSetAttribute(self, function: ctypes.c_void_p, attribute: int, value: int) -> int:  # noqa: N802
+        assert (function.value, attribute, self.context) == (FUNCTION, 8, CONTEXT)
         self.smem_limits.append(value)
+        return 0
 
-    def launchKernel(self, function: int, *arguments: int) -> None:  # noqa: N802
-        if self.fail:
-            raise RuntimeError("launch failed")
-        *dims, smem, stream, params, extra = arguments
-        assert (function, self.context, extra) == (FUNCTION, CONTEXT, 0)
-        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(params)
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:  # noqa: N802
+        if self.fail_with:
+            return self.fail_with
+        assert (function.value, self.context, extra) == (FUNCTION, CONTEXT, None)
+        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
+        *dims, smem, stream, attributes, count = struct.unpack("=7I4xQQI4x", raw)
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(parameters.value)
         values = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, self.sizes, strict=True)]
         self.launches.append((tuple(dims), smem, stream, values))
+        self.attributes.append(list(struct.iter_unpack("=i4xi60x", ctypes.string_at(attributes, 72 * count))))
+        return 0
+
+    def cuGetErrorString(self, code: int, words: Any) -> int:  # noqa: N802
+        words._obj.value = b"too many resources"
+        return 0
 
 
 class Launcher:
     """A kernel with parameters of these sizes, on a fake driver and with a settable stream."""
 
     def __init__(self, *sizes: int, static_smem: int = 0, variant: KernelVariant = VARIANT) -> None:
-        self.driver = FakeDriver(sizes)
+        self.driver = FakeLibrary(sizes)
         self.stream = 7
         self.kernel = Kernel(
             variant,
             0,
             CompileReport(32, 0, 0, static_smem, sizes),
-            LoadedKernel(FUNCTION, CONTEXT, 232_448, self.driver, None),
+            LoadedKernel(Driver(self.driver), FUNCTION, CONTEXT, 232_448),
             lambda device: self.stream + device,
         )
 
@@ -124,8 +134,8 @@ def test_a_launch_from_another_context_or_none_uses_the_kernels_and_puts_it_back
     launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 100_000)
     assert len(launcher.driver.launches) == 1
     assert launcher.driver.context == current
-    launcher.driver.fail = True
-    with pytest.raises(RuntimeError, match="launch failed"):
+    launcher.driver.fail_with = 701
+    with pytest.raises(LaunchError, match="CUDA error 701, too many resources"):
         launcher.kernel((1, 1, 1), (32, 1, 1), Params())
     assert launcher.driver.context == current
 
@@ -144,52 +154,23 @@ def test_more_shared_memory_than_the_device_has_is_refused_with_both_numbers() -
         launcher.kernel((1, 1, 1), (32, 1, 1), Params(), 232_001)
 
 
-class AttributesDriver:
-    """Of libcuda, what a launch with attributes calls; reads the configuration as the driver's header lays it out."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-        self.launches: list[tuple[Any, ...]] = []
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:  # noqa: N802
-        raw = ctypes.string_at(ctypes.addressof(config._obj), 56)
-        *sizes, stream, attributes, count = struct.unpack("=7I4xQQI4x", raw)
-        each = struct.iter_unpack("=i4xi60x", ctypes.string_at(attributes, 72 * count))
-        (first,) = (ctypes.c_void_p * 1).from_address(parameters.value)
-        self.launches.append((tuple(sizes), stream, list(each), function.value, ctypes.string_at(first, 16)))
-        return self.code
-
-    def cuGetErrorString(self, code: int, words: Any) -> int:  # noqa: N802
-        words._obj.value = b"too many resources"
-        return 0
-
-
-def test_an_early_launch_asks_for_programmatic_stream_serialization(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, launcher, params = AttributesDriver(), Launcher(16), Params(0xABCDEF, 3, 0.5)
-    monkeypatch.setattr(attributes, "_driver", lambda: driver)
+def test_an_early_launch_asks_for_programmatic_stream_serialization() -> None:
+    launcher, params = Launcher(16), Params(0xABCDEF, 3, 0.5)
     launcher.kernel((4, 2, 1), (128, 1, 1), params, 100_000, early=True)
-    sizes, attribute = (4, 2, 1, 128, 1, 1, 100_000), (6, 1)  # the attribute's id in cuda.h, and "allowed"
-    assert driver.launches == [(sizes, 7, [attribute], FUNCTION, bytes(params))]
+    assert launcher.driver.launches == [((4, 2, 1, 128, 1, 1), 100_000, 7, [bytes(params)])]
+    assert launcher.driver.attributes == [[(6, 1)]]  # the attribute's id in cuda.h, and "allowed"
     assert launcher.driver.smem_limits == [100_000]
-    assert launcher.driver.launches == []
 
 
-def test_blocks_of_a_cooperative_launch_are_all_there_early_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, launcher = AttributesDriver(), Launcher(16)
-    monkeypatch.setattr(attributes, "_driver", lambda: driver)
+def test_blocks_of_a_cooperative_launch_are_all_there_early_or_not() -> None:
+    launcher = Launcher(16)
     for early in (False, True):
         launcher.kernel((132, 1, 1), (128, 1, 1), Params(), early=early, cooperative=True)
-    assert [launch[2] for launch in driver.launches] == [[(2, 1)], [(6, 1), (2, 1)]]
-    assert launcher.driver.launches == []
-
-
-def test_an_early_launch_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attributes, "_driver", lambda: AttributesDriver(701))
-    with pytest.raises(LaunchError, match="CUDA error 701, too many resources"):
-        Launcher(16).kernel((4, 2, 1), (128, 1, 1), Params(), early=True)
+    launcher.kernel((132, 1, 1), (128, 1, 1), Params())
+    assert launcher.driver.attributes == [[(2, 1)], [(6, 1), (2, 1)], []]
 
 
 def test_gpus_before_hopper_start_no_kernel_early() -> None:
     launcher = Launcher(16, variant=KernelVariant("k", "sm_89"))
     launcher.kernel((1, 1, 1), (32, 1, 1), Params(), early=True)
-    assert len(launcher.driver.launches) == 1
+    assert launcher.driver.attributes == [[]]
