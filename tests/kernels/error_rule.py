@@ -7,6 +7,7 @@ With `ref` the attention in float64 and `pt` plain torch in the input dtype: max
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,4 +121,4 @@ def check(args: AttentionArgs, result: tuple[Tensor, Tensor] | None = None) -> N
 
 def _worst(difference: Tensor) -> tuple[int, ...]:
     flat = int(difference.nan_to_num(nan=torch.inf).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), difference.shape))
+    return tuple(int(i) for i in np.unravel_index(flat, difference.shape))
