@@ -23,6 +23,7 @@ from tests.kernels import (
     test_layer_chain,
     test_layers,
     test_merge,
+    test_rows_without_keys,
 )
 from tests.kernels.problems import Case, build
 
@@ -158,6 +159,13 @@ def test_descriptors(settings: Settings) -> None:
     with left_at_zero(settings):
         for rows in (1, 70):
             test_extremes.check_descriptors(rows, CPU)
+
+
+def test_rows_that_see_no_key() -> None:
+    with left_at_zero(HOPPER):
+        case = Case(300, 300, batch=5, heads=2, kv_heads=1)
+        error_rule.check(test_rows_without_keys.padded(case, CPU))
+        error_rule.check(build(Case(300, 60, batch=2, heads=2, kv_heads=1, layout="paged_varlen"), CPU))
 
 
 @pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)

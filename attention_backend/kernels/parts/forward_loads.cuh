@@ -1,7 +1,7 @@
 // The Hopper forward's producers, a warp each: one draws tiles of query rows, three fill the rings by TMA.
 #pragma once
 
-#include "forward_rings.cuh"
+#include "forward_nothing.cuh"
 
 // How many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than needed is
 // one that a block which is done sooner cannot take.
@@ -50,18 +50,23 @@ __device__ __forceinline__ void for_tiles(const Shared& shared, Load load) {
 
 __device__ __forceinline__ void load_queries(const Shared& shared, const TensorMap* map, const HopperParams& p) {
   for_tiles(shared, [&](const Tile& tile, int t) {
-    if (threadIdx.x % 32 != 0) return;
-    const uint32 full = shared.full_q + 8 * stage<Q_STAGES>(t), to = shared.q + stage<Q_STAGES>(t) * kBytesQ;
-    const int batch = p.forward.sequence.cu_seqlens_q ? 0 : tile.batch;
-    const int first = tile.seq.q_begin + tile.first_row / rows_packed(p);
-    wait_empty<Q_STAGES>(shared.empty_q, t);
-    barrier_expect(full, kSlabsK * 128 * rows_per_tile(p));
+    if (threadIdx.x % 32 == 0) {
+      const uint32 full = shared.full_q + 8 * stage<Q_STAGES>(t), to = shared.q + stage<Q_STAGES>(t) * kBytesQ;
+      const int batch = p.forward.sequence.cu_seqlens_q ? 0 : tile.batch;
+      const int first = tile.seq.q_begin + tile.first_row / rows_packed(p);
+      wait_empty<Q_STAGES>(shared.empty_q, t);
+      barrier_expect(full, kSlabsK * 128 * rows_per_tile(p));
 #pragma unroll
-    for (int c = 0; c < kSlabsK; c++)
+      for (int c = 0; c < kSlabsK; c++)
 #if PACK
-      tma_load(to + c * kSlabQ, map, full, c * 64, 0, first, tile.head, batch, kEvictFirst);
+        tma_load(to + c * kSlabQ, map, full, c * 64, 0, first, tile.head, batch, kEvictFirst);
 #else
-      tma_load(to + c * kSlabQ, map, full, c * 64, first, tile.head, batch, kEvictFirst);
+        tma_load(to + c * kSlabQ, map, full, c * 64, first, tile.head, batch, kEvictFirst);
+#endif
+    }
+    __syncwarp();
+#if SKIPS
+    write_nothing(tile, p);
 #endif
   });
 }

@@ -16,6 +16,7 @@ struct Tile {
   int batch, head;  // head: of the queries, or of the keys when rows are packed
   int split, num_splits;  // the part of the keys, and how many parts the sequence's are cut into
   int first_row, end_row;
+  int skipped, drawn;  // tiles of the sequence's rows, of one head: those before all others that see nothing, the others
   int held_low, held_high;  // slots that hold data; others may hold anything
   int list;                 // block-sparse: the row of the lists
   Sequence seq;
@@ -27,6 +28,9 @@ __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PAC
 __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams& p) {
   return PACK ? tile.head : tile.head / p.forward.group;
 }
+
+// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see.
+#define SKIPS (!SPLIT && !PACK && !SPARSE)
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py
@@ -71,6 +75,12 @@ class WorkLine {
 
   static __device__ __forceinline__ int row_tiles(int seqlen_q, const HopperParams& p) {
     return (seqlen_q * rows_packed(p) + rows_per_tile(p) - 1) / rows_per_tile(p);
+  }
+
+  // Tiles of rows that see nothing, from a sequence's first one on: they are not drawn. One is, if no row sees anything.
+  static __device__ __forceinline__ int skipped_tiles(const Sequence& seq, const HopperParams& p) {
+    if (!SKIPS || seq.seqlen_q <= 0) return 0;
+    return min(seq.first_row_with_keys() / rows_per_tile(p), row_tiles(seq.seqlen_q, p) - 1);
   }
 
   // Key tiles that the last tile of rows of a sequence sees: the most.
@@ -120,17 +130,18 @@ class WorkLine {
   }
 
   __device__ __forceinline__ void count(const HopperParams& p) {
-    const SequenceParams& sequence = p.forward.sequence;
     const int b = base + static_cast<int>(threadIdx.x % 32);
-    int rows = sequence.seqlen_q;
-    if (b < p.work.batch && sequence.cu_seqlens_q) rows = sequence.cu_seqlens_q[b + 1] - sequence.cu_seqlens_q[b];
-    if (SPLIT) {
-      splits = p.work.num_splits;
-      const int steps = b < p.work.batch ? most_steps(Sequence(sequence, b), p) : 0;
-      if (p.work.chosen) splits = min(static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f)), splits);
-      splits = max(1, min(splits, steps));  // rows of nobody, that see no keys, are one part
+    sum = 0;
+    if (b < p.work.batch) {
+      const Sequence seq(p.forward.sequence, b);
+      if (SPLIT) {
+        const int steps = most_steps(seq, p);
+        splits = p.work.num_splits;
+        if (p.work.chosen) splits = min(static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f)), splits);
+        splits = max(1, min(splits, steps));  // rows of nobody, that see no keys, are one part
+      }
+      sum = (row_tiles(seq.seqlen_q, p) - skipped_tiles(seq, p)) * p.work.heads * splits;
     }
-    sum = b < p.work.batch ? row_tiles(rows, p) * p.work.heads * splits : 0;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(~0u, sum, d);
@@ -147,7 +158,9 @@ class WorkLine {
     }
     __syncwarp();
     const Sequence& seq = tile.seq;
-    const int m_tiles = row_tiles(seq.seqlen_q, p), units = m_tiles * splits;
+    if (lane == 0) tile.skipped = skipped_tiles(seq, p), tile.drawn = row_tiles(seq.seqlen_q, p) - tile.skipped;
+    __syncwarp();
+    const int m_tiles = tile.drawn, units = m_tiles * splits;
     // Halves of halves, so sections are even, and none of less than one and a half tiles a block: a small last one would
     // leave its longest tiles to run beside idle blocks.
     const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
@@ -160,7 +173,7 @@ class WorkLine {
     index -= section * together * units;
     const int heads = min(together, p.work.heads - section * together), unit = index / heads;
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
-    const int m = m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
+    const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
     const int first_row = m * rows_per_tile(p);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {

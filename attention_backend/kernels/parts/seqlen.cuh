@@ -77,6 +77,13 @@ struct Sequence {
     return high;
   }
 
+  // The rows before this one see nothing: what bounds their keys on the right lies before the first key.
+  __device__ __forceinline__ int first_row_with_keys() const {
+    if (start >= stop) return seqlen_q;
+    if (right < 0) return 0;
+    return max(min(static_cast<int64>(start) - right - q_offset, static_cast<int64>(seqlen_q)), static_cast<int64>(0));
+  }
+
   // First row whose keys reach up to `key` (its high is above), and one past the last whose keys begin before `key`
   // (its low is below). Rows between them may still see nothing, where both lie in a gap of the mask.
   __device__ __forceinline__ int first_row_reaching(int key) const {
