@@ -32,7 +32,7 @@ MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
-_TILE_BYTES = 2 * 88  # two descriptions of tiles (parts/forward_work.cuh)
+_TILE_BYTES = 2 * 96  # two descriptions of tiles (parts/forward_work.cuh)
 _LISTED_BYTES = 8  # of a stage: its key and bits
 
 

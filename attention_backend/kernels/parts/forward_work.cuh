@@ -21,6 +21,7 @@ struct Tile {
   int list;                 // block-sparse: the row of the lists
   Sequence seq;
 };
+static_assert(sizeof(Tile) == 96, "_TILE_BYTES in heuristics/sm90.py");
 
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
