@@ -1,13 +1,14 @@
 """JSON read strictly: no NaN, no key twice. Must not know whose text it is."""
 
 import json
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 
-def loads(text: str) -> Any:
+def loads(text: str, parse_float: Callable[[str], Any] | None = None) -> Any:
     """Raises json.JSONDecodeError for what is no JSON, another ValueError for what Python alone would let pass (and for
-    numbers of endless digits), RecursionError for endless nesting."""
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    numbers of endless digits), RecursionError for endless nesting. `parse_float` reads numbers that are not whole."""
+    return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=parse_float)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from server.api.disconnect import ClientDisconnected
+from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest, LongwaveError, MethodNotAllowed, RouteNotFound
 
 MAX_PARAM_CHARACTERS = 256
@@ -104,5 +105,7 @@ def _message(detail: Any, param: str | None) -> str:
         return f"Missing required parameter: '{param}'." if param else "The request body is missing."
     if param is None and kind == "model_attributes_type":
         return "The request body must be a JSON object."
+    if kind == "list_type" and isinstance(detail["input"], TokenIds):
+        return f"Invalid value for '{param}': List should have fewer items than {len(detail['input'])}."
     said = detail["msg"].removeprefix("Value error, ").replace(" after validation", "")
     return f"Invalid value for '{param}': {said}." if param else f"Invalid request: {said}."

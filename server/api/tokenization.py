@@ -1,7 +1,5 @@
 """POST /tokenize and /detokenize: vLLM's."""
 
-from functools import partial
-
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -22,16 +20,19 @@ async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: Origi
     def reply() -> str:
         strings = [generator.tokenizer.vocabulary_piece(token) for token in tokens] if body.return_token_strs else None
         whole = TokenizeReply(
-            count=len(tokens), max_model_len=generator.ready.max_model_len, tokens=tokens, token_strs=strings
+            count=len(tokens), max_model_len=generator.ready.max_model_len, tokens=list(tokens), token_strs=strings
         )
         return whole.model_dump_json(exclude_none=True)
 
     return Response(await generator.tokenizer.in_thread(reply, len(tokens)), media_type="application/json")
 
 
-@router.post("/detokenize", responses=BODY_FAILURES)
-async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: OriginDep) -> DetokenizeReply:
+@router.post("/detokenize", response_model=DetokenizeReply, responses=BODY_FAILURES)
+async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: OriginDep) -> Response:
     """The text of some tokens, special ones included."""
     tokenizer = lifecycle.accepting(body.model, origin.owner).tokenizer
-    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return DetokenizeReply(prompt=await tokenizer.in_thread(decode, len(body.tokens)))
+
+    def reply() -> str:
+        return DetokenizeReply(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)).model_dump_json()
+
+    return Response(await tokenizer.in_thread(reply, len(body.tokens)), media_type="application/json")

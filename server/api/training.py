@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path
 
 from server.api.deps import LifecycleDep, OriginDep, TrainingDep
-from server.api.json_route import StrictJSONRoute
+from server.api.json_route import TrainingRoute
 from server.errors import EngineUnavailable, InvalidRequest, ServerDraining
 from server.lifecycle import Lifecycle, Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
@@ -40,7 +40,7 @@ PATH = "/v1/training"
 CALL_FAILURES = BODY_FAILURES | failures(409, 429)
 WAIT_SECONDS = 20.0  # that retrieve_future holds a request whose call has not ended
 
-router = APIRouter(prefix=PATH, route_class=StrictJSONRoute, tags=["low-level training"])
+router = APIRouter(prefix=PATH, route_class=TrainingRoute, tags=["low-level training"])
 
 
 @router.get("/get_server_capabilities", responses=READ_FAILURES)

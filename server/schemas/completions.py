@@ -1,22 +1,24 @@
 """/v1/completions on the wire, both ways."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
+from server.engine.token_ids import TokenIds
 from server.errors import UnsupportedParameter
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields
 from server.schemas.usage import UsageInfo
-from server.schemas.wire import MAX_TOKEN_IDS, Text, TokenId, WireModel
+from server.schemas.wire import MAX_TOKEN_IDS, MayBeLong, Text, TokenId, WireModel
 from server.text.choice import TextFinish, TokenDetail
 
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 16
 
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
+TokenIdList = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS), MayBeLong]
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+TokenIdLists = Annotated[list[TokenIdList], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 
 
 class CompletionRequest(SamplingFields):
@@ -27,7 +29,7 @@ class CompletionRequest(SamplingFields):
         "suffix": ("",),
     }
 
-    prompt: Text | TokenIds | Texts | TokenIdLists
+    prompt: Text | TokenIdList | Texts | TokenIdLists
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=20)] | None = None
@@ -44,13 +46,17 @@ class CompletionRequest(SamplingFields):
     def token_limit(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+    def prompts(self) -> tuple[str | TokenIds, ...]:
         if isinstance(self.prompt, str):
             return (self.prompt,)
         if isinstance(self.prompt[0], int):
-            return (tuple(self.prompt),)
-        prompts = cast(list[str | list[int]], self.prompt)
-        return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+            return (_packed(cast(Sequence[int], self.prompt)),)
+        prompts = cast(list[str | Sequence[int]], self.prompt)
+        return tuple(prompt if isinstance(prompt, str) else _packed(prompt) for prompt in prompts)
+
+
+def _packed(prompt: Sequence[int]) -> TokenIds:
+    return prompt if isinstance(prompt, TokenIds) else TokenIds(prompt)
 
 
 class CompletionLogprobs(WireModel):

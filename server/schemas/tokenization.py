@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.chat import MAX_MESSAGES, ChatMessage
-from server.schemas.wire import MAX_TOKEN_IDS, ModelName, RequestModel, Text, TokenId, WireModel
+from server.schemas.wire import MAX_TOKEN_IDS, MayBeLong, ModelName, RequestModel, Text, TokenId, WireModel
 from server.text.chat_template import ChatPrompt
 
 
@@ -53,7 +53,7 @@ class TokenizeReply(WireModel):
 
 class DetokenizeRequest(RequestModel):
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS), MayBeLong]
 
 
 class DetokenizeReply(WireModel):

@@ -4,17 +4,26 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from server.schemas.wire import RequestModel, TokenId
+from server.engine.token_ids import TokenIds
+from server.schemas.wire import MayBeLong, RequestModel, TokenId
 from server.training import PackedDatum
 
 MAX_TOKENS = 1_048_576  # of one datum; the server's own bound on a call is lower
 MAX_NUMBER = 1e6
 
+
+def _unpacked(given: Any) -> Any:
+    """Whole numbers alone look like token ids."""
+    return list(given) if isinstance(given, TokenIds) else given
+
+
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
-Numbers = Annotated[list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS), MayBeLong]
+Numbers = Annotated[
+    list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS), BeforeValidator(_unpacked)
+]
 
 
 class TextChunk(RequestModel):

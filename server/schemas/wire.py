@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
+from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest, UnsupportedParameter
 
 MAX_TEXT = 16 * 2**20  # characters of one text; the body limit is usually nearer
@@ -14,6 +15,18 @@ MAX_TOKEN_ID = 2**31 - 1
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+def _as_it_was_read(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    if not isinstance(given, TokenIds):
+        return validate(given)
+    if len(given) > MAX_TOKEN_IDS:
+        raise ValueError(f"List should have at most {MAX_TOKEN_IDS} items, not {len(given)}")
+    return given
+
+
+#: Where a list may be long: server.large_json has read it as TokenIds then, and checked each.
+MayBeLong = WrapValidator(_as_it_was_read)
 
 
 class WireModel(BaseModel):

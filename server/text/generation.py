@@ -13,6 +13,7 @@ from prometheus_client import Histogram
 
 from models.batch import SamplingParams
 from server.engine.messages import AddRequest, TokenDelta
+from server.engine.token_ids import TokenIds
 from server.errors import LongwaveError, RequestFailedError
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt
@@ -23,7 +24,7 @@ logger = logging.getLogger("longwave")
 
 MAX_UNREAD = 64  # deltas waiting for the reader; then they wait (bounded, too) on the engine's side
 
-Prompt = ChatPrompt | str | tuple[int, ...]
+Prompt = ChatPrompt | str | TokenIds
 
 
 class TokenEngine(Protocol):

@@ -1,7 +1,7 @@
 """The door to the engine for text: reserve, tokenise, check, start. Must not know HTTP or the wire format."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -74,7 +74,7 @@ class Generator:
 
     async def prompt_texts(self, job: Job) -> list[str]:
         """For each choice of a text job, its prompt as text."""
-        texts = [await self._text(prompt) for prompt in job.prompts]
+        texts = [await self._text(job, prompt) for prompt in job.prompts]
         return [text for text in texts for _ in range(job.n)]
 
     async def idle(self) -> None:
@@ -91,7 +91,7 @@ class Generator:
         *,
         add_special_tokens: bool = True,
         check_length: Callable[[str], None] = any_length,
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """`check_length` is called with a text before that is encoded, and may raise."""
         if isinstance(prompt, ChatPrompt):
             return await encode_chat(self.tokenizer, prompt, check_length)
@@ -99,15 +99,17 @@ class Generator:
             check_length(prompt)
             encode = partial(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
             return await self.tokenizer.in_thread(encode, len(prompt))
-        self._check_vocabulary(prompt, "prompt")
-        return list(prompt)
+        if prompt and prompt.largest() >= self.ready.vocab_size:
+            raise self._beyond_vocabulary("prompt")
+        return prompt
 
     async def _requests(self, job: Job) -> list[AddRequest]:
         self._check_vocabulary(job.sampling.stop_token_ids, "stop_token_ids")
         self._check_vocabulary(job.sampling.logit_bias, "logit_bias")
         prompts = []
         for prompt in job.prompts:
-            prompts.append(TokenIds(await self.encode(prompt, check_length=partial(self._check_text, job))))
+            tokens = await self.encode(prompt, check_length=partial(self._check_text, job))
+            prompts.append(tokens if isinstance(tokens, TokenIds) else TokenIds(tokens))
             await asyncio.sleep(0)  # short prompts are encoded on the event loop, and there may be many
         max_tokens = [self._max_tokens(job, len(prompt)) for prompt in prompts]
         self._metrics.params_n.observe(job.n)
@@ -125,21 +127,20 @@ class Generator:
             for choice in range(job.n)
         ]
 
-    async def _text(self, prompt: Prompt) -> str:
+    async def _text(self, job: Job, prompt: Prompt) -> str:
         if isinstance(prompt, str):
             return prompt
         tokens = await self.encode(prompt)
+        with _about(job.prompt_field):
+            self._admission.check_at_least(len(tokens))
         return await self.tokenizer.in_thread(partial(self.tokenizer.decode, tokens), len(tokens))
 
     def _max_tokens(self, job: Job, num_prompt_tokens: int) -> int:
         """Checks that the request can ever fit; where the caller named no limit, all the room there is."""
         if num_prompt_tokens == 0:
             raise InvalidRequest("The prompt is empty: it has no tokens.", param=job.prompt_field)
-        try:
+        with _about(job.prompt_field):
             self._admission.check(num_prompt_tokens, job.max_tokens)
-        except ContextLengthExceeded as error:
-            error.param = job.prompt_field
-            raise
         room = self.ready.max_model_len - num_prompt_tokens
         limit = room if job.max_tokens is None else job.max_tokens
         if job.sampling.min_tokens > limit:
@@ -151,17 +152,16 @@ class Generator:
 
     def _check_text(self, job: Job, text: str) -> None:
         """Megabytes that cannot fit, whatever tokens they are, are not encoded."""
-        try:
+        with _about(job.prompt_field):
             self._admission.check_at_least(self.tokenizer.fewest_tokens(text))
-        except ContextLengthExceeded as error:
-            error.param = job.prompt_field
-            raise
 
     def _check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
-        """By the extremes: a million ids are looked at on the event loop."""
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.ready.vocab_size):
+            raise self._beyond_vocabulary(field)
+
+    def _beyond_vocabulary(self, field: str) -> InvalidRequest:
         size = self.ready.vocab_size
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
-            raise InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)
+        return InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)
 
     @contextmanager
     def _active(self) -> Iterator[None]:
@@ -176,6 +176,16 @@ class Generator:
             if not self.num_active:
                 self._idle.set()
                 self._on_active(False)
+
+
+@contextmanager
+def _about(field: str) -> Iterator[None]:
+    """Names the field in what is raised about its length."""
+    try:
+        yield
+    except ContextLengthExceeded as error:
+        error.param = field
+        raise
 
 
 def _choice_seed(seed: int | None, choice: int) -> int | None:

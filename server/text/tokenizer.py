@@ -71,7 +71,8 @@ class TextTokenizer:
         return normalizer is not None and self._holds_control_text(normalizer.normalize_str(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._tokens.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # The batch call is the one that releases the GIL, here too.
+        return str(self._tokens.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, half characters included. Ids beyond the vocabulary stand for nothing."""
