@@ -10,7 +10,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,13 @@ from torch import Tensor
 import attention_backend
 from attention_backend import dispatch
 from models.adapters import AdapterSlots
-from models.copies import to_device
 from models.graph_fields import StepFields, num_bytes, step_tensors
 from models.host_waits import refusing_waits
 from models.inputs import StepInputs, StepTensors
-from models.prefix_groups import GroupArrays, shared_pages
+from models.recorded_groups import RecordedGroups
 from models.shared_runs import Levels
 from models.step_rows import StepArrays, StepRows
-from models.step_shapes import StepShape
+from models.step_shapes import GraphKey, StepShape
 
 #: Logits of a step: of every row, or of its sample_rows.
 Forward = Callable[[StepTensors, bool], Tensor]
@@ -54,23 +53,13 @@ class _Staging:
     copied: torch.cuda.Event
 
 
-@dataclass(slots=True)
-class _Groups:
-    """The shared pages of a graph: `GroupArrays` of one level at a fixed address."""
-
-    groups: Tensor  # int32 [1, NUM_FIELDS, rows + 1]
-    own_starts: Tensor  # int32 [rows]
-    max_rows: int
-    written: GroupArrays | None = None  # what is there
-
-
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     """One recorded step."""
 
     graph: torch.cuda.CUDAGraph
     output: GraphOutput
-    shared: _Groups | None
+    shared: RecordedGroups | None
     calls: Counter[str]  # of attention kernels
 
 
@@ -105,14 +94,14 @@ class GraphRecorder:
         self._logits: Tensor | None = None  # of every graph: [most samples, vocab]
         self._waits_for_nothing = False  # a step; known before the first is recorded
 
-    def record(self, shape: StepShape, *, shares: bool, adapted: bool) -> StepGraph:
-        """`shares`: decodes may name shared pages; `adapted`: rows may name adapters. Raises torch.OutOfMemoryError,
-        and HostWaitsError for a model of whose steps none can be recorded."""
-        if adapted:
-            return self._record_adapted(shape)
+    def record(self, key: GraphKey) -> StepGraph:
+        """Raises torch.OutOfMemoryError, and HostWaitsError for a model of whose steps none can be recorded."""
+        if key.adapted:
+            return self._record_adapted(key.shape)
         if self._adapters is not None:
             self._adapters.select(None, 0)
-        return self._capture(shape, self._make_groups(shape.decodes) if shares else None)
+        shared = RecordedGroups(self._inputs, key.shape.decodes, key.levels, self._device) if key.levels else None
+        return self._capture(key.shape, shared)
 
     def drop(self) -> None:
         """Once no graph is left."""
@@ -137,7 +126,7 @@ class GraphRecorder:
         fields.fill(shape, arrays, rows, temperature, keys, padding_slot=self._inputs.tables.padding_slot)
         self._copy(staging, shape)
         if graph.shared is not None:
-            self._write_groups(graph.shared, levels, shape.decodes)
+            graph.shared.write(levels)
         graph.graph.replay()
         dispatch.replayed(graph.calls)
         return graph.output.first(len(arrays.sample_rows))
@@ -149,7 +138,7 @@ class GraphRecorder:
         self._adapters.select(None, 0)
         return graph
 
-    def _capture(self, shape: StepShape, shared: _Groups | None = None, *, adapted: bool = False) -> StepGraph:
+    def _capture(self, shape: StepShape, shared: RecordedGroups | None = None, *, adapted: bool = False) -> StepGraph:
         self._stage_padding(shape)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -171,27 +160,13 @@ class GraphRecorder:
             output = self._run(shape, shared, adapted)
         return StepGraph(graph, output, shared, calls)
 
-    def _make_groups(self, size: int) -> _Groups:
-        nothing = self._inputs.group_arrays((), size, num_levels=1, num_groups=size)
-        groups, own_starts = (to_device(array.copy(), self._device) for array in (nothing.groups, nothing.own_starts))
-        return _Groups(groups, own_starts, min(size, nothing.max_rows))
-
-    def _write_groups(self, shared: _Groups, levels: Levels, size: int) -> None:
-        arrays = self._inputs.group_arrays(levels, size, num_levels=1, num_groups=size)
-        if arrays is not shared.written:
-            shared.written = None  # until both are there: the first copy alone would be taken for the old ones
-            shared.groups.copy_(to_device(arrays.groups.copy(), self._device))
-            shared.own_starts.copy_(to_device(arrays.own_starts.copy(), self._device))
-            shared.written = arrays
-
-    def _run(self, shape: StepShape, shared: _Groups | None, adapted: bool) -> GraphOutput:
+    def _run(self, shape: StepShape, shared: RecordedGroups | None, adapted: bool) -> GraphOutput:
         fields = StepFields.of(self._buffer, shape)
         if adapted and self._adapters is not None:
             self._adapters.select(fields.adapter_rows, self._adapters.limits.max_loras)
         step = step_tensors(fields, shape, self._inputs, max_model_len=self._max_model_len)
         if shared is not None:
-            pages = shared_pages(shared.groups, shared.own_starts, step.metadata.block_table, shared.max_rows)
-            step = replace(step, metadata=replace(step.metadata, shared_decodes=pages), sampled=None)
+            step = shared.shared_by(step)
         logits = self._forward(step, shape.only_decodes)
         if self._logits is None:
             self._logits = logits.new_empty(self._most_samples, logits.shape[1])

@@ -1,13 +1,13 @@
 """CUDA graphs of a runner's steps: for which shapes there are some, and which serves a step. How one is recorded is
 graph_recorder's.
 
-A step runs in the smallest graph that it fits. Decodes that share pages have graphs of their own, in which one pass
-reads those pages for all of them.
+A step runs in the smallest graph that it fits. Decodes that share pages have graphs of their own, in which one pass a
+level reads those pages for all of them.
 """
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from models.host_waits import HostWaitsError
 from models.inputs import StepInputs
 from models.shared_runs import Levels
 from models.step_rows import MANY_ROWS, StepArrays, StepRows
-from models.step_shapes import StepNeeds, StepShape
+from models.step_shapes import GraphKey, StepNeeds, StepShape, sharing_keys
 
 logger = logging.getLogger(__name__)
 
@@ -35,116 +35,97 @@ class StepGraphs:
         shapes: Sequence[StepShape],
         *,
         max_model_len: int,
-        with_sharing: bool,
+        max_levels: int,
         device: torch.device,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        """`with_sharing`: whether decodes may name shared pages, on one level."""
+        """`max_levels`: of prefixes within prefixes that decodes may share; 0: they share no pages."""
         self._shapes = sorted(shapes)
-        most_decodes = max(shape.decodes for shape in self._shapes)
-        #: Where pages that decodes share are read once: beside prompts, one graph a number of rows has to do.
-        self._for_sharing = {
-            shape
-            for shape in self._shapes
-            if with_sharing
-            and shape.any_length
-            and shape.decodes > 1
-            and (shape.only_decodes or shape.decodes == min(most_decodes, shape.rows))
-        }
-        self._plain: dict[StepShape, StepGraph] = {}
-        self._sharing: dict[StepShape, StepGraph] = {}
-        self._adapted: dict[StepShape, StepGraph] = {}
+        sharing = sharing_keys(self._shapes, max_levels)
+        #: All but those of adapters.
+        self._keys = sorted([*map(GraphKey, self._shapes), *sharing])
+        self._with_levels = [[key.shape for key in self._keys if key.levels == n] for n in range(max_levels + 1)]
+        self._recorded: dict[GraphKey, StepGraph] = {}
         self._adapters = adapters
-        self._without: set[tuple[StepShape, bool, bool]] = set()  # shapes for which there was no memory
+        self._without: set[GraphKey] = set()  # for which there was no memory
         self.refusal: str | None = None  # where the model's steps wait for the device: then there are no graphs
         self._recorder = GraphRecorder(
             forward, inputs, self._shapes, max_model_len=max_model_len, device=device, adapters=adapters
         )
 
-    def capture(self, shapes: Sequence[StepShape] | None = None) -> None:
-        """Records all shapes, or some, the largest first, so that the smaller ones find its memory in the pool."""
+    def capture(self, keys: Sequence[GraphKey] | None = None) -> None:
+        """Records all graphs, or some, the largest first, so that the smaller ones find its memory in the pool."""
         gc.collect()
-        for shape, shares in self._kinds(sorted(self._shapes if shapes is None else shapes, reverse=True)):
-            self.record(shape, shares=shares)
+        for key in sorted(self._keys if keys is None else keys, key=_shape, reverse=True):
+            self.record(key)
 
     def record_one(self) -> bool:
-        """Records one graph more: the largest of every kind first, then those of few rows. False: there are all."""
-        for shape, shares in self._kinds([*self.largest(), *self._shapes]):
-            known = self._sharing if shares else self._plain
-            if shape not in known and (shape, shares, False) not in self._without:
-                self.record(shape, shares=shares)
+        """Records one graph more: the largest of every kind first, then those of few rows, and of one level before
+        those of several. False: there are all."""
+        for key in [*self.largest(), *sorted(self._keys, key=_in_turn)]:
+            if key not in self._recorded and key not in self._without:
+                self.record(key)
                 return self.refusal is None
         return False
 
     @torch.inference_mode()
-    def record(self, shape: StepShape, *, shares: bool, adapted: bool = False) -> bool:
+    def record(self, key: GraphKey) -> bool:
         """If need be (0.1 s). Returns whether the graph is there: not where it found no memory, nor for a model that
         waits for the device in the middle of a step."""
-        kind = self._adapted if adapted else self._sharing if shares else self._plain
-        if shape in kind:
+        if key in self._recorded:
             return True
-        if self.refusal is not None or (shape, shares, adapted) in self._without:
+        if self.refusal is not None or key in self._without:
             return False
         try:
-            kind[shape] = self._recorder.record(shape, shares=shares, adapted=adapted)
+            self._recorded[key] = self._recorder.record(key)
         except torch.OutOfMemoryError:
-            logger.warning("no memory for the graph of %s: such steps are launched kernel by kernel", shape)
-            self._without.add((shape, shares, adapted))
+            logger.warning("no memory for the graph of %s: such steps are launched kernel by kernel", key)
+            self._without.add(key)
         except HostWaitsError as error:
             logger.warning("no CUDA graphs: a step of this model waits for the GPU (%s)", error)
             self.refusal = str(error)
-        return shape in kind
+        return key in self._recorded
 
-    def _kinds(self, shapes: Sequence[StepShape]) -> Iterator[tuple[StepShape, bool]]:
-        """Each shape, and again where there is a graph of it for decodes that share pages."""
-        for shape in shapes:
-            yield shape, False
-            if shape in self._for_sharing:
-                yield shape, True
-
-    def largest(self) -> list[StepShape]:
-        """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into."""
-        kinds = {(shape.only_decodes, shape.few_rows): shape for shape in self._shapes}  # sorted: the last one stays
-        return list(kinds.values())
+    def largest(self) -> list[GraphKey]:
+        """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into.
+        Graphs of decodes that share are of one kind whatever their levels: the most take most."""
+        kinds = {(key.shape.only_decodes, key.shape.few_rows, key.levels > 0): key for key in self._keys}
+        return list(kinds.values())  # sorted: the last one stayed
 
     def drop(self) -> None:
-        for graphs in (self._plain, self._sharing, self._adapted):
-            graphs.clear()
+        self._recorded.clear()
         self._recorder.drop()
 
-    def shape_of(self, batch: StepBatch, rows: StepRows) -> StepShape | None:
-        """The smallest shape that serves the step, recorded or not; None: no graph could."""
-        levels, needs = batch.sharing.decodes, StepNeeds.of(rows)
+    def key_of(self, batch: StepBatch, rows: StepRows) -> GraphKey | None:
+        """The smallest graph that serves the step, recorded or not; None: none could."""
+        levels, needs = len(batch.sharing.decodes), StepNeeds.of(rows)
         few = needs.rows - needs.decodes < needs.others * MANY_ROWS  # so they had better share what they read
-        if self.refusal is not None or len(levels) > 1 or (batch.sharing.prefills and few):
+        if self.refusal is not None or levels >= len(self._with_levels) or (batch.sharing.prefills and few):
             return None
-        adapted = has_adapters(rows)
+        adapted = bool((rows.adapters != NO_ADAPTER).any())
         if adapted and (levels or self._adapters is None):
             return None
-        return next(
-            (
-                shape
-                for shape in self._shapes
-                if (not levels or shape in self._for_sharing)
-                and (shape.only_decodes or not adapted)
-                and shape.fits(needs)
-            ),
-            None,
-        )
+        for shape in self._with_levels[levels]:
+            if (shape.only_decodes or not adapted) and shape.fits(needs):
+                return GraphKey(shape, levels, adapted)
+        return None
 
     def replay(
         self,
-        shape: StepShape,
+        key: GraphKey,
         levels: Levels,
         arrays: StepArrays,
         rows: StepRows,
         temperature: np.ndarray,
         keys: np.ndarray,
     ) -> GraphOutput:
-        """One step of this shape, which is recorded; see `GraphRecorder.replay`."""
-        graph = (self._adapted if has_adapters(rows) else self._sharing if levels else self._plain)[shape]
-        return self._recorder.replay(graph, shape, levels, arrays, rows, temperature, keys)
+        """One step in this graph, which is recorded; see `GraphRecorder.replay`."""
+        return self._recorder.replay(self._recorded[key], key.shape, levels, arrays, rows, temperature, keys)
 
 
-def has_adapters(rows: StepRows) -> bool:
-    return bool((rows.adapters != NO_ADAPTER).any())
+def _shape(key: GraphKey) -> StepShape:
+    return key.shape
+
+
+def _in_turn(key: GraphKey) -> tuple[bool, GraphKey]:
+    return key.levels > 1, key

@@ -18,7 +18,7 @@ from attention_backend.heuristics.prefix import TILE_ROWS, least_saved_keys
 from attention_backend.metadata import SharedPages
 from attention_backend.shared_prefix import PrefixGroups
 from models.attention_sites import AttentionSite
-from models.shared_runs import Levels, SharedRun, SharingLimits
+from models.shared_runs import MOST_LEVELS, Levels, SharedRun, SharingLimits
 
 _LEADERS, _STARTS, _LENS, _CU_ROWS = range(4)
 #: Rows of `GroupArrays.groups`.
@@ -36,7 +36,7 @@ class GroupArrays:
 
 
 def sharing_limits(
-    sites: Sequence[AttentionSite], kv_dtype: torch.dtype, block_size: int, device_type: str, *, max_levels: int = 1
+    sites: Sequence[AttentionSite], kv_dtype: torch.dtype, block_size: int, device_type: str
 ) -> SharingLimits | None:
     """For the layers without windows and chunks; None where no layer could share, or its kernel takes too few rows."""
     shared = [site for site in sites if not site.window and not site.chunk_size]
@@ -50,7 +50,7 @@ def sharing_limits(
     if most and tile_rows < 2:
         return None
     least_saved_blocks = -(-least_saved_keys(device_type, bytes_per_key) // block_size)
-    return SharingLimits(least_saved_blocks, max_levels, tile_rows, tile_rows if most else 0)
+    return SharingLimits(least_saved_blocks, MOST_LEVELS, tile_rows, tile_rows if most else 0)
 
 
 @lru_cache(maxsize=64)

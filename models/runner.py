@@ -155,7 +155,7 @@ class ModelRunner(StepLauncher):
             self._inputs,
             self._graph_shapes(),
             max_model_len=self._max_model_len,
-            with_sharing=self.sharing_limits is not None,
+            max_levels=0 if self.sharing_limits is None else self.sharing_limits.max_levels,
             device=self.device,
             adapters=self.adapters,
         )

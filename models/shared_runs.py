@@ -29,6 +29,9 @@ class StepSharing:
 
 NOT_SHARED = StepSharing()
 
+#: Of an engine's steps, as documents that begin with the same instructions: CUDA graphs are recorded for each number.
+MOST_LEVELS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class SharingLimits:

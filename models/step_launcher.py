@@ -9,12 +9,12 @@ from models.adapters import AdapterSlots
 from models.batch import SamplingParams, StepBatch, StepOutput
 from models.cpu_threads import CpuThreads
 from models.forward import PagedForward
-from models.graphs import StepGraphs, has_adapters
+from models.graphs import StepGraphs
 from models.inputs import StepInputs, StepTensors
 from models.kv_pool import KVCaches
 from models.sampling import LaunchedSample, Sampler
 from models.step_rows import StepRows
-from models.step_shapes import StepShape
+from models.step_shapes import GraphKey
 
 
 class StepLauncher:
@@ -61,12 +61,10 @@ class StepLauncher:
             self._threads.look()
         rows = StepRows.of(batch)
         try:
-            shape = None if self._graphs is None else self._graphs.shape_of(batch, rows)
-            if self._graphs is None or shape is None:
+            key = None if self._graphs is None else self._graphs.key_of(batch, rows)
+            if self._graphs is None or key is None or not self._graphs.record(key):
                 return self._run(batch, rows)
-            if not self._graphs.record(shape, shares=bool(batch.sharing.decodes), adapted=has_adapters(rows)):
-                return self._run(batch, rows)
-            return self._replay(self._graphs, shape, batch, rows)
+            return self._replay(self._graphs, key, batch, rows)
         except BaseException:
             for slot in rows.slots.tolist():  # what was to be written to their tables may not have been
                 self._inputs.forget(slot)
@@ -85,12 +83,12 @@ class StepLauncher:
         self._inputs.note(step.sample_slots_on_device, token_ids)
         return launched
 
-    def _replay(self, graphs: StepGraphs, shape: StepShape, batch: StepBatch, rows: StepRows) -> LaunchedSample:
+    def _replay(self, graphs: StepGraphs, key: GraphKey, batch: StepBatch, rows: StepRows) -> LaunchedSample:
         self._inputs.update_tables(batch, rows)
         arrays = self._inputs.arrays(batch, rows)
         slots, positions = arrays.sample_slots, arrays.sample_positions
         choice = self._sampler.choice_parameters(slots, positions)
-        out = graphs.replay(shape, batch.sharing.decodes, arrays, rows, *choice)
+        out = graphs.replay(key, batch.sharing.decodes, arrays, rows, *choice)
         launched = self._sampler.complete(out.logits, out.token_ids, out.finite, slots, positions)
         self._inputs.note(out.slots, out.token_ids)
         return launched

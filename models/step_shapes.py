@@ -3,7 +3,7 @@
 A graph's rows are a fixed number; rows that a step has not are padding: decodes of no keys, or rows of sequences of
 their own, which read the padding page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from attention_backend.heuristics.layer_chain import MOST_KEYS, MOST_ROWS
@@ -19,6 +19,8 @@ CHUNKS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 #: Decodes beside a prompt, at most, apart from max_num_seqs of them. What is not there costs next to nothing.
 BESIDE = (0, 64)
 PROMPTS = 16  # sequences with more than one row beside them, those of padding included
+#: Rows that take as long as half of them: the weights are read in that time.
+_CHEAP_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,30 @@ class StepShape:
         if self.only_decodes:
             return others == 0 and step.all_sampled
         return step.longest <= self.longest and others + len(self.padding(step.rows)) <= self.others
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GraphKey:
+    """What a graph is recorded for."""
+
+    shape: StepShape
+    levels: int = 0  # of prefixes within prefixes that its decodes share
+    adapted: bool = False  # rows may name adapters
+
+
+def sharing_keys(shapes: Sequence[StepShape], max_levels: int) -> list[GraphKey]:
+    """Where pages that decodes share are read once. Beside prompts, one graph a number of rows has to do for each
+    number of levels. A prefix within a prefix needs a third decode; where padding costs nothing, such steps have every
+    other size only."""
+    most = max(shape.decodes for shape in shapes)
+    nested = {*DRAFTING, most}
+    return [
+        GraphKey(shape, levels)
+        for shape in shapes
+        if shape.any_length and (shape.only_decodes or shape.decodes == min(most, shape.rows))
+        for levels in range(1, min(max_levels, shape.decodes - 1) + 1)
+        if levels == 1 or not shape.only_decodes or shape.rows > _CHEAP_ROWS or shape.rows in nested
+    ]
 
 
 def decode_shapes(max_num_seqs: int, most_keys: int = 0) -> list[StepShape]:

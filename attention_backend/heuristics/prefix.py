@@ -11,8 +11,8 @@ _LIKELY_GROUPS = (1, 2, 4)
 
 #: What a level costs a layer beside its keys, in bytes of keys and values that could be read meanwhile. On a GPU, two
 #: more launches, partial results and the merge: some 10 us at 4.3 TB/s, times two, as requests that walk the same pages
-#: side by side find half of them in the L2 (64 requests on 100k keys: 3.1 ms apart, 0.23 ms together, on an H200). On a
-#: CPU, a few more torch calls.
+#: side by side find half of them in the L2 (64 requests on 100k keys: 3.1 ms apart, 0.23 ms together, on an H200). A
+#: further level is a launch less, as one merge does for all; it must save as much. On a CPU, a few more torch calls.
 LEVEL_BYTES = {"cuda": 96 << 20, "cpu": 6 << 20}
 
 

@@ -26,6 +26,7 @@ class _Node:
     end: int
     blocks: int
     children: list["_Node"]
+    tiles: int = 0  # that each block is read less often if the rows read it together
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class PrefixSharing:
             raise ValueError("asked for a request that has not joined")
         if not any(between):
             return list(requests), ()
-        levels = _best_levels(_tree(between[1:]), [count[request] for request in chosen], self.limits)
+        levels = _best_levels(between[1:], [count[request] for request in chosen], self.limits)
         return _sharing_first(chosen, levels) if levels else (list(requests), ())
 
 
@@ -129,15 +130,23 @@ def _common_blocks(a: Sequence[int], b: Sequence[int], known: int) -> int:
     return known
 
 
-def _tree(between: Sequence[int]) -> list[_Node]:
-    """The nodes with blocks at the top, of rows of which i and i + 1 share `between[i]` blocks."""
+def _tree(between: Sequence[int], rows: Sequence[int], tile: int) -> tuple[list[_Node], int]:
+    """The nodes with blocks at the top, of rows of which i and i + 1 share `between[i]` blocks; and what all nodes
+    would save, each as a run of its own: no levels save more."""
     roots: list[_Node] = []
+    most = 0
     open_nodes: list[_Node] = []  # each within the one before
+    row_sums, tile_sums = [0, *accumulate(rows)], [0, *accumulate(-(-n // tile) for n in rows)]
     for row, common in enumerate([*between, 0]):
         first, child = row, None
         while open_nodes and open_nodes[-1].blocks > common:
             child = open_nodes.pop()
-            child.end, first = row + 1, child.first
+            child.end = end = row + 1
+            first = child.first
+            # Rows apart read as many tiles as they fill, rows together as few as all of them fill.
+            apart, together = tile_sums[end] - tile_sums[first], -(-(row_sums[end] - row_sums[first]) // tile)
+            child.tiles = apart - together
+            most += child.tiles * (child.blocks - max(common, open_nodes[-1].blocks if open_nodes else 0))
             if open_nodes and open_nodes[-1].blocks >= common:
                 open_nodes[-1].children.append(child)
                 child = None
@@ -145,7 +154,7 @@ def _tree(between: Sequence[int]) -> list[_Node]:
             open_nodes.append(_Node(first, row + 1, common, [] if child is None else [child]))
         elif child is not None:
             roots.append(child)
-    return roots
+    return roots, most
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +166,9 @@ class _Pick:
     below: list["_Pick"]
 
 
-def _best_levels(roots: Sequence[_Node], rows: Sequence[int], limits: SharingLimits) -> Levels:
+def _best_levels(between: Sequence[int], rows: Sequence[int], limits: SharingLimits) -> Levels:
     """The runs that save most after the cost of their levels; none when nothing saves more than it costs."""
-    tile = limits.tile_rows
-    row_sums, tile_sums = [0, *accumulate(rows)], [0, *accumulate(-(-n // tile) for n in rows)]
+    roots, most = _tree(between, rows, limits.tile_rows)
 
     def best(nodes: Sequence[_Node], start: int, levels: int, depth: int) -> tuple[int, list[_Pick]]:
         total, picks = 0, []
@@ -168,10 +176,7 @@ def _best_levels(roots: Sequence[_Node], rows: Sequence[int], limits: SharingLim
             deeper = node.children if depth < _DEEPEST else ()
             passed, passed_picks = best(deeper, start, levels, depth + 1) if deeper else (0, [])
             below, below_picks = best(deeper, node.blocks, levels - 1, depth + 1) if deeper and levels > 1 else (0, [])
-            # Rows apart read as many tiles as they fill, rows together as few as all of them fill.
-            apart = tile_sums[node.end] - tile_sums[node.first]
-            together = -(-(row_sums[node.end] - row_sums[node.first]) // tile)
-            taken = (apart - together) * (node.blocks - start) + below
+            taken = node.tiles * (node.blocks - start) + below
             total += max(passed, taken)
             if taken > passed:
                 picks.append(_Pick(node, start, below_picks))
@@ -181,6 +186,9 @@ def _best_levels(roots: Sequence[_Node], rows: Sequence[int], limits: SharingLim
 
     found: tuple[int, list[_Pick]] = (0, [])
     for levels in range(1, limits.max_levels + 1):
+        most_after_cost = most - levels * limits.least_saved_blocks
+        if most_after_cost < found[0] or (found[1] and most_after_cost == found[0]):
+            break  # without looking for it: mostly there are no prefixes within prefixes, or none that pay
         saved, picks = best(roots, 0, levels, 1)
         after_cost = saved - levels * limits.least_saved_blocks
         if picks and after_cost >= found[0] and (not found[1] or after_cost > found[0]):

@@ -63,7 +63,7 @@ def test_a_step_over_float8_pages_is_attention_over_what_they_stand_for(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["few", "mixed", "only_chunks_share"])
+@pytest.mark.parametrize("name", ["few", "mixed", "nested_beside", "only_chunks_share"])
 def test_float8_pages_that_are_shared_are_read_in_groups_of_few_rows(name: str, device: torch.device) -> None:
     check_step(with_sharing(build(CASES[name], device), CASES[name], max_rows=16))
 

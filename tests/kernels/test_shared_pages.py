@@ -55,6 +55,13 @@ CASES = {
         ((run(2, 20, 0, 30),),),
         ((run(0, 2, 0, 40),),),
     ),
+    "nested_beside": Sharing(
+        (*(1,) * 20, 7, 33, 100),
+        (*(30,) * 12, *(21,) * 8, 40, 40, 30),
+        (*range(1, 21), 8, 64, 130),
+        ((run(1, 20, 0, 14),), (run(2, 12, 14, 30), run(12, 19, 14, 21))),
+        ((run(0, 3, 0, 30),), (run(0, 2, 30, 40),)),
+    ),
     "only_chunks_share": Sharing((1, 1, 7, 9), (0, 0, 40, 40), (77, 1, 8, 9), (), ((run(0, 2, 0, 40),),)),
 }
 
@@ -134,15 +141,18 @@ def test_layers_with_windows_read_every_sequence_alone(device: torch.device) -> 
 
 def test_a_step_over_shared_pages_is_right_on_cpu() -> None:
     check_step(CASES["few"], torch.device("cpu"))
+    check_step(CASES["nested_beside"], torch.device("cpu"))
     check_step(CASES["only_chunks_share"], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("missing", [1, 40])
-def test_decodes_that_share_pages_may_be_missing(missing: int, device: torch.device) -> None:
-    case = CASES["mixed"]
+@pytest.mark.parametrize("name", ["mixed", "nested_beside"])
+def test_decodes_that_share_pages_may_be_missing(name: str, missing: int, device: torch.device) -> None:
+    case = CASES[name]
     step = build(case, device)
     meta = with_missing_decodes(step.metadata, missing)
-    arrays = group_arrays(case.decodes, meta.num_decodes, block_size=PAGE, num_levels=1, num_groups=meta.num_decodes)
+    count = meta.num_decodes
+    arrays = group_arrays(case.decodes, count, block_size=PAGE, num_levels=len(case.decodes), num_groups=count)
     groups, own_starts = (torch.from_numpy(x.copy()).to(device) for x in (arrays.groups, arrays.own_starts))
     pages = shared_pages(groups, own_starts, meta.block_table[: meta.num_decodes], arrays.max_rows)
     out = replace(step, metadata=replace(meta, shared_decodes=pages)).attend()
@@ -155,17 +165,24 @@ REPLAYED: dict[str, Levels] = {
     "nothing": (),
     "two_groups": ((run(0, 20, 0, 40), run(30, 60, 0, 12)),),
     "pairs": (tuple(run(i, i + 2, 0, 12) for i in range(0, 60, 2)),),
+    "documents": ((run(0, 60, 0, 12),), (run(0, 9, 12, 40), run(9, 50, 12, 33))),
+    "pairs_within": ((run(0, 50, 0, 7),), tuple(run(i, i + 2, 7, 40) for i in range(0, 50, 2))),
 }
 
 
-def _recorded(levels: Levels, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    arrays = group_arrays(levels, rows, block_size=PAGE, num_levels=1, num_groups=rows)
+def _recorded(levels: Levels, rows: int, num_levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the first rows."""
+    inside = tuple(
+        tuple(replace(one, end=min(one.end, rows)) for one in level if one.first + 1 < rows) for level in levels
+    )
+    arrays = group_arrays(inside, rows, block_size=PAGE, num_levels=num_levels, num_groups=rows)
     return arrays.groups, arrays.own_starts
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [12, 64])
-def test_a_recorded_step_follows_what_is_shared(rows: int, cuda: torch.device) -> None:
+@pytest.mark.parametrize("num_levels", [1, 2])
+def test_a_recorded_step_follows_what_is_shared(rows: int, num_levels: int, cuda: torch.device) -> None:
     """Groups change between replays of one graph; each replay is the plain step, to rounding."""
     step = build(MANY, cuda)
     table, lens = step.metadata.block_table[:rows].contiguous(), step.metadata.seq_lens[:rows].contiguous()
@@ -173,7 +190,7 @@ def test_a_recorded_step_follows_what_is_shared(rows: int, cuda: torch.device) -
         step.metadata.cu_seqlens_q[: rows + 1], lens, table, step.metadata.slot_mapping[:rows].contiguous(), rows, 1,
         table.shape[1] * PAGE,
     )  # fmt: skip
-    fixed = [torch.from_numpy(x.copy()).to(cuda) for x in _recorded((), rows)]
+    fixed = [torch.from_numpy(x.copy()).to(cuda) for x in _recorded((), rows, num_levels)]
     q, k, v = (x[:rows].contiguous() for x in (step.q, step.k, step.v))
 
     def work() -> Tensor:
@@ -182,8 +199,9 @@ def test_a_recorded_step_follows_what_is_shared(rows: int, cuda: torch.device) -
 
     graph, out = captured(work)
     for levels in REPLAYED.values():
-        inside = tuple(tuple(one for one in level if one.end <= rows) for level in levels)
-        for target, array in zip(fixed, _recorded(inside, rows), strict=True):
+        if len(levels) > num_levels:
+            continue
+        for target, array in zip(fixed, _recorded(levels, rows, num_levels), strict=True):
             target.copy_(torch.from_numpy(array.copy()))
         q.copy_(torch.randn_like(q))
         graph.replay()

@@ -39,15 +39,15 @@ def test_one_recording_that_would_wait_is_the_last_that_is_tried(
 ) -> None:
     monkeypatch.setattr(graphs, "GraphRecorder", WaitingRecorder)
     unused: Any = None
-    made = StepGraphs(unused, unused, decode_shapes(8), max_model_len=64, with_sharing=True, device=torch.device("cpu"))
+    made = StepGraphs(unused, unused, decode_shapes(8), max_model_len=64, max_levels=2, device=torch.device("cpu"))
     batch = StepBatch((ScheduledSeq(0, [3], 5, [1], sample=True),))
-    shape = made.shape_of(batch, StepRows.of(batch))
-    assert shape is not None
-    assert not made.record(shape, shares=False)
-    assert not made.record(shape, shares=False)
+    key = made.key_of(batch, StepRows.of(batch))
+    assert key is not None
+    assert not made.record(key)
+    assert not made.record(key)
     assert not made.record_one()  # moments without requests are not spent on it for ever
     made.capture()
-    assert made.shape_of(batch, StepRows.of(batch)) is None
+    assert made.key_of(batch, StepRows.of(batch)) is None
     recorder: Any = made._recorder
     assert recorder.asked == 1
     assert caplog.messages == [
@@ -58,7 +58,7 @@ def test_one_recording_that_would_wait_is_the_last_that_is_tried(
 def test_a_quiet_moment_that_finds_out_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "GraphRecorder", WaitingRecorder)
     unused: Any = None
-    made = StepGraphs(unused, unused, decode_shapes(8), max_model_len=64, with_sharing=True, device=torch.device("cpu"))
+    made = StepGraphs(unused, unused, decode_shapes(8), max_model_len=64, max_levels=2, device=torch.device("cpu"))
     assert not made.record_one()
 
 
@@ -140,5 +140,5 @@ def test_a_model_that_waits_for_nothing_keeps_its_graphs(
         pass
     assert made._graphs is not None
     assert made._graphs.refusal is None
-    assert set(made._graphs._plain) == set(made._graphs._shapes)
+    assert set(made._graphs._recorded) == set(made._graphs._keys)
     assert not [record for record in caplog.records if record.name == "models.graphs"]

@@ -30,7 +30,7 @@ from models.kv_pool import MemoryBudget, PoolTooSmallError
 from models.loader import LoadedModel
 from models.registry import ModelSource
 from models.runner import ModelRunner
-from models.shared_runs import SharedRun, StepSharing
+from models.shared_runs import Levels, SharedRun, StepSharing
 from models.step_rows import StepRows
 from models.zeroed_memory import ZeroedMemory
 
@@ -306,16 +306,14 @@ def test_steps_that_are_recorded_when_they_come_or_in_between_answer_the_same(mo
     wanted = tokens(gpu_runner_of(loaded, enforce_eager=True))
     made = gpu_runner_of(loaded, all_graphs=False)
     assert made._graphs is not None
-    assert not made._graphs._plain
+    assert not made._graphs._recorded
     assert tokens(made) == wanted
-    recorded = len(made._graphs._plain)
-    assert 0 < recorded < len(made._graphs._shapes)
+    assert 0 < len(made._graphs._recorded) < len(made._graphs._shapes)
     assert made.prepare()
     assert tokens(made) == wanted
     while made.prepare():
         pass
-    assert set(made._graphs._plain) == set(made._graphs._shapes)
-    assert set(made._graphs._sharing) == made._graphs._for_sharing
+    assert set(made._graphs._recorded) == set(made._graphs._keys)
     assert tokens(made) == wanted
 
     without = gpu_runner_of(loaded, all_graphs=False)
@@ -325,31 +323,36 @@ def test_steps_that_are_recorded_when_they_come_or_in_between_answer_the_same(mo
     assert tokens(without) == wanted
     while without.prepare():
         pass
-    assert not without._graphs._plain
+    assert not without._graphs._recorded
 
 
 @pytest.mark.gpu
-def test_replayed_steps_read_shared_pages_once_and_answer_the_same() -> None:
+@pytest.mark.parametrize("chunk", [0, 70], ids=["decodes", "beside a prompt"])
+def test_replayed_steps_read_shared_pages_once_and_answer_the_same(chunk: int) -> None:
     loaded = as_loaded(random_model(tiny_config(max_position_embeddings=512)).to("cuda:0", torch.bfloat16))  # type: ignore[arg-type]
     made = gpu_runner_of(loaded)
     prompt = torch.randint(3, 120, (320,), generator=torch.Generator().manual_seed(5)).tolist()
     made.add_request(0, GREEDY, prompt)
     made.execute(StepBatch((ScheduledSeq(0, prompt[:256], 0, list(range(1, 17)), False),)))
     made.execute(StepBatch((ScheduledSeq(0, prompt[256:], 256, list(range(1, 21)), False),)))
-    for slot in range(1, 8):
+    for slot in range(1, 9):
         made.add_request(slot, GREEDY, prompt)
+    beside = (ScheduledSeq(8, prompt[:chunk], 0, list(range(30, 35)), True),) if chunk else ()
     for count in (2, 5, 7):
         rows = tuple(ScheduledSeq(s, [3 + s], 320, [*range(1, 21), 20 + s], True) for s in range(1, 1 + count))
-        sharings = [(), ((SharedRun(0, count, 0, 20),),), ((SharedRun(0, 2, 0, 16),),)]
+        sharings: list[Levels] = [(), ((SharedRun(0, count, 0, 20),),), ((SharedRun(0, 2, 0, 16),),)]
+        if count > 2:  # the second replay of one graph has other groups than the first
+            sharings += [((SharedRun(0, count, 0, 7),), (SharedRun(0, 2, 7, 20), SharedRun(2, count, 7, 19)))]
+            sharings += [((SharedRun(0, count - 1, 0, 12),), (SharedRun(1, count - 1, 12, 20),))]
         outputs = []
         for levels in sharings:
-            batch = StepBatch(rows, StepSharing(levels))
+            batch = StepBatch((*rows, *beside), StepSharing(levels))
             assert made._graphs is not None
-            shape = made._graphs.shape_of(batch, StepRows.of(batch))
-            assert shape is not None
+            key = made._graphs.key_of(batch, StepRows.of(batch))
+            assert key is not None
+            assert key.levels == len(levels)
             output = made.execute(batch)
-            graphs = made._graphs._sharing if levels else made._graphs._plain
-            outputs.append(graphs[shape].output.logits[:count].float())
+            outputs.append(made._graphs._recorded[key].output.logits[: len(batch.seqs)].float())
             assert all(output.finite)
         for other in outputs[1:]:
             assert (other - outputs[0]).norm() < 0.02 * outputs[0].norm()
@@ -385,7 +388,7 @@ def test_replayed_steps_of_prompts_and_drafts_answer_the_same() -> None:
             ]  # fmt: skip
             batch = StepBatch(tuple(seqs))
             if made._graphs is not None:
-                assert made._graphs.shape_of(batch, StepRows.of(batch)) is not None
+                assert made._graphs.key_of(batch, StepRows.of(batch)) is not None
             output = made.execute(batch)
             assert all(output.finite)
             tokens.append(output.token_ids)

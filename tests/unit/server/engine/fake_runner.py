@@ -135,7 +135,7 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.kernels = {"full_attention": "fake"}
-        self.sharing_limits: SharingLimits | None = SharingLimits(4)
+        self.sharing_limits: SharingLimits | None = SharingLimits(4, max_levels=2)
         self.memory = np.full((num_blocks, block_size), NOTHING, dtype=np.int64)
         self.slots: dict[int, SamplingParams] = {}
         self.lengths: dict[int, int] = {}  # tokens that a sampler with penalties would know

@@ -1,7 +1,8 @@
 """Requests that begin with the same blocks are found, stand side by side, and are grouped where it pays."""
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -114,6 +115,23 @@ def test_a_second_level_must_earn_its_own_cost() -> None:
     assert saved(levels) == 500
 
 
+def test_a_second_level_is_chosen_as_soon_as_it_saves_what_it_costs() -> None:
+    """Documents of 30 blocks behind instructions of 10, three readers each: read apart, the instructions cost 10 blocks
+    a document but the first."""
+    for documents, cost, levels in ((5, 39, 2), (5, 40, 1), (5, 41, 1), (6, 41, 2), (2, 9, 2), (1, 1, 1)):
+        tables = [
+            [*range(1, 11), *range(100 * d, 100 * d + 30), 10_000 + 10 * d + i]
+            for d in range(1, documents + 1)
+            for i in range(3)
+        ]
+        sharing, requests = joined(tables, SharingLimits(cost, max_levels=2, tile_rows=1000))
+        arranged, found = sharing.arrange(requests)
+        check(requests, arranged, found)
+        assert len(found) == levels
+        instructions = 3 * documents - 1 if levels == 2 else 2 * documents
+        assert saved(found) == 2 * 30 * documents + 10 * instructions
+
+
 def test_rows_that_fill_a_tile_alone_save_nothing() -> None:
     tables = [[*range(1, 101), 200 + i] for i in range(4)]
     sharing, requests = joined(tables, SharingLimits(1, tile_rows=32))
@@ -152,6 +170,43 @@ def test_leaving_twice_or_without_joining_changes_nothing() -> None:
     sharing.leave(requests[1])
     sharing.leave(request([1, 2, 13]))
     assert sharing.arrange([requests[0], requests[2]])[1] == ((SharedRun(0, 2, 0, 2),),)
+
+
+def best_after_cost(tables: Sequence[Sequence[int]], limits: SharingLimits) -> int:
+    """Of any choice of beginnings that are read once, prefixes within prefixes on the next level."""
+    readers = Counter(tuple(table[: i + 1]) for table in tables for i in range(len(table)))
+    shared = [begin for begin, count in readers.items() if count > 1]
+    forks = [one for one in shared if all(readers[o] < readers[one] for o in shared if o[:-1] == one)]
+    best = 0
+    for picked in chain.from_iterable(combinations(forks, count) for count in range(1, len(forks) + 1)):
+        gain, depth = 0, 0
+        for one in picked:
+            outer = [len(o) for o in picked if len(o) < len(one) and one[: len(o)] == o]
+            gain += (readers[one] - 1) * (len(one) - max(outer, default=0))
+            depth = max(depth, len(outer) + 1)
+        if depth <= limits.max_levels:
+            best = max(best, gain - depth * limits.least_saved_blocks)
+    return best
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_choice_of_levels_saves_more_after_its_cost(data: Any) -> None:
+    paths = data.draw(st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=2, max_size=8))
+    length = [data.draw(st.integers(1, 6)) for _ in range(4)]  # blocks of each piece of a path
+    names: dict[tuple[int, ...], list[int]] = {}
+    fresh = iter(range(1, 10_000))
+    tables = []
+    for path in paths:
+        pieces = [tuple(path[: i + 1]) for i in range(len(path))]
+        hits = [names.setdefault(one, [next(fresh) for _ in range(length[len(one)])]) for one in pieces]
+        tables.append([*chain.from_iterable(hits), next(fresh)])
+    limits = SharingLimits(data.draw(st.integers(0, 12)), data.draw(st.integers(1, 3)), tile_rows=1000)
+    sharing, requests = joined(tables, limits)
+    arranged, levels = sharing.arrange(requests)
+    check(requests, arranged, levels)
+    assert len(levels) <= limits.max_levels
+    assert saved(levels) - len(levels) * limits.least_saved_blocks == best_after_cost(tables, limits)
 
 
 @settings(max_examples=150, deadline=None)
