@@ -61,6 +61,26 @@ def test_keys_that_decodes_share_are_read_once() -> None:
     assert all(800 + 4 * 16 < step.work.kv_tokens <= 800 + 4 * (16 + 12 + 16) for step in alone)
 
 
+def test_keys_within_keys_that_decodes_share_are_read_once() -> None:
+    rng = random.Random(0)
+    engine = Engine(1024)
+    sharing = engine.scheduler.assembly.sharing
+    assert sharing is not None
+    sharing.limits = SharingLimits(1, max_levels=2)
+    instructions = tokens(rng, 160)
+    documents = [instructions + tokens(rng, 320) for _ in range(2)]
+    for document in documents:
+        engine.add(f"first {document[-1]}", [*document, 7], max_tokens=1, ignore_eos=True)
+        engine.run()
+    for number in range(6):
+        engine.add(f"r{number}", documents[number % 2] + tokens(rng, 16), max_tokens=12, ignore_eos=True)
+    alone = [step for step in steps(engine) if len(step.requests) == 6 == step.work.rows]
+    assert alone
+    assert all(len(step.sharing.decodes) == 2 for step in alone)
+    once = 160 + 2 * 320
+    assert all(once + 6 * 16 < step.work.kv_tokens <= once + 6 * (16 + 12 + 16) for step in alone)
+
+
 def test_halves_of_a_step_are_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "drafts", DraftLimits(step_cost=0.0, row_cost=0.0, max_rows=64))
     rng = random.Random(0)
