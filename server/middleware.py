@@ -1,4 +1,4 @@
-"""What happens to every request before and after its route, in pure ASGI: id, log, last resort, key.
+"""What happens to every request before and after its route, in pure ASGI: its path, id, log, last resort, key.
 
 BaseHTTPMiddleware is not used: it wraps `receive` and so hides disconnects. Must not know any route but the open ones.
 """
@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 from server.asgi import BODY_METHODS, ASGIApp, Message, Receive, Scope, Send, header, send_error, unread
 from server.errors import InvalidApiKey, RequestFailedError
@@ -22,7 +23,25 @@ OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/health/startup", "/", "/web/app.js", "/web/style.css"}
 )
 POLLED = ("/health", "/metrics")  # asked every few seconds: logged when the answer is another than before
+ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?(?P<host>[^/@]+)(?P<path>/.*)?", re.IGNORECASE)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class OriginForm:
+    """Targets in absolute form, `http://host/path`, are taken for their path, and their host for the header's, which
+    every server must do: RFC 9112, 3.2.2."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        absolute = ABSOLUTE_FORM.fullmatch(scope["raw_path"]) if scope["type"] == "http" else None
+        if absolute is not None:
+            path = absolute["path"] or b"/"
+            others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            headers = [(b"host", absolute["host"]), *others]
+            scope = {**scope, "raw_path": path, "path": unquote(path.decode("ascii")), "headers": headers}
+        await self.app(scope, receive, send)
 
 
 class RequestContext:

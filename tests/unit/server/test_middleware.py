@@ -15,7 +15,7 @@ from scripted_engine import LIMIT, LiveServer, live_server, wait_until
 from server.app import create_app
 from server.asgi import Message, Receive, Scope, Send
 from server.body_limit import BodyLimit
-from server.middleware import OPEN_PATHS
+from server.middleware import OPEN_PATHS, OriginForm
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 LIMITS = {"max_body_bytes": 2048, "body_timeout": 0.3, "header_timeout": 0.3}
@@ -131,6 +131,43 @@ def test_all_methods_of_a_url_are_named(server: LiveServer, url: str, methods: s
     with server.client() as client:
         refused = client.put(url)
     assert (refused.status_code, refused.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://else.where/health", 200),
+        ("HTTP://else.where:80/health?x=1", 200),
+        ("https://me:secret@[::1]:8000/%68ealth", 200),
+        ("http://else.where", 200),  # the page
+        ("http://else.where?x", 200),
+        ("http://else.where/v1/models", 401),
+        ("http://else.where//health", 404),
+        ("http:///health", 404),
+        ("http:/health", 404),
+        ("ftp://else.where/health", 404),
+    ],
+)
+def test_targets_in_absolute_form_are_served_as_their_path(locked: LiveServer, target: str, status: int) -> None:
+    asked = f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+    expected = 401 if status == 404 else status  # a route that does not exist asks for a key too
+    assert exchange(locked, asked).startswith(f"HTTP/1.1 {expected} ".encode())
+    with_key = asked.replace(b"host: x", b"host: x\r\nauthorization: Bearer first-key")
+    assert exchange(locked, with_key).startswith(f"HTTP/1.1 {200 if status == 401 else status} ".encode())
+
+
+def test_the_host_of_a_target_stands_above_the_header() -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, _receive: Receive, _send: Send) -> None:
+        seen.append(scope)
+
+    async def nothing(*_: Any) -> Any:
+        raise AssertionError
+
+    scope = {"type": "http", "raw_path": b"http://a@b:1/%41", "path": "http://a@b:1/A", "headers": [(b"host", b"c")]}
+    asyncio.run(OriginForm(app)(scope, nothing, nothing))
+    assert (seen[0]["path"], seen[0]["raw_path"], seen[0]["headers"]) == ("/A", b"/%41", [(b"host", b"b:1")])
 
 
 def test_a_declared_body_over_the_limit_is_413_unread(narrow: LiveServer) -> None:
