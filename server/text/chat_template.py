@@ -37,19 +37,22 @@ class ChatPrompt:
         return sum(len(message.content) + MESSAGE_FRAME for message in self.messages)
 
 
-def any_length(_text: str) -> None:
+Pieces = list[tuple[str, bool]]  # of a rendered conversation: text, and whether control tokens in it are plain text
+
+
+def any_length(_pieces: Pieces) -> None:
     return None
 
 
 async def encode_chat(
-    tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[str], None] = any_length
+    tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None] = any_length
 ) -> list[int]:
     """`check_length` is called in a thread with the rendered text, and may raise before that is encoded.
     Raises InvalidRequest when the model has no template or its template refuses the messages."""
     return await tokenizer.in_thread(partial(_encode, tokenizer, prompt, check_length), prompt.num_characters)
 
 
-def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[str], None]) -> list[int]:
+def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None]) -> list[int]:
     """Exactly what transformers' apply_chat_template gives, unless a message spells a control token.
 
     Such a message is replaced by a random word before rendering, and its text is encoded apart, as plain text, where
@@ -58,7 +61,7 @@ def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable
     hidden = HiddenTexts()
     shown = [hide_control_text(tokenizer, message, hidden) for message in prompt.messages]
     rendered = render_chat(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
-    check_length("".join(piece for piece, _ in hidden.pieces(rendered)))
+    check_length(list(hidden.pieces(rendered)))
     return encode_rendered(tokenizer, rendered, hidden)
 
 

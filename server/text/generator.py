@@ -11,9 +11,12 @@ from server.engine.messages import AddRequest, EngineReady
 from server.engine.token_ids import TokenIds
 from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError
 from server.metrics import Metrics
-from server.text.chat_template import ChatPrompt, any_length, encode_chat
+from server.text.chat_template import ChatPrompt, Pieces, any_length, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
 from server.text.tokenizer import TextTokenizer
+
+LIKELY_CHARACTERS = 8  # of a token: texts have about four, and one that is longer is rarely one that fits
+COUNTED_TOO_MANY = 1.25  # times what fits, counted in pieces: however they were cut, the whole does not fit
 
 
 class Generator:
@@ -90,15 +93,15 @@ class Generator:
         prompt: Prompt,
         *,
         add_special_tokens: bool = True,
-        check_length: Callable[[str], None] = any_length,
+        check_length: Callable[[Pieces], None] = any_length,
     ) -> Sequence[int]:
-        """`check_length` is called with a text before that is encoded, and may raise."""
+        """`check_length` is called with a text before that is encoded, where that is encoded, and may raise."""
         if isinstance(prompt, ChatPrompt):
             return await encode_chat(self.tokenizer, prompt, check_length)
         if isinstance(prompt, str):
-            check_length(prompt)
-            encode = partial(self.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
-            return await self.tokenizer.in_thread(encode, len(prompt))
+            return await self.tokenizer.in_thread(
+                partial(self._encode_text, prompt, add_special_tokens, check_length), len(prompt)
+            )
         if prompt and prompt.largest() >= self.ready.vocab_size:
             raise self._beyond_vocabulary("prompt")
         return prompt
@@ -150,10 +153,23 @@ class Generator:
             )
         return limit
 
-    def _check_text(self, job: Job, text: str) -> None:
-        """Megabytes that cannot fit, whatever tokens they are, are not encoded."""
+    def _encode_text(self, text: str, add_special_tokens: bool, check_length: Callable[[Pieces], None]) -> list[int]:
+        check_length([(text, False)])
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_text(self, job: Job, pieces: Pieces) -> None:
+        """Megabytes that cannot fit are not encoded: not whatever tokens they are, and not where they have many more
+        than fit as far as one has counted."""
+        limit = self.ready.max_model_len
         with _about(job.prompt_field):
-            self._admission.check_at_least(self.tokenizer.fewest_tokens(text))
+            self._admission.check_at_least(sum(self.tokenizer.fewest_tokens(text) for text, _ in pieces))
+            if sum(len(text) for text, _ in pieces) <= LIKELY_CHARACTERS * limit:
+                return
+            counted, enough = 0, int(limit * COUNTED_TOO_MANY) + 1
+            for text, plain in pieces:
+                counted += self.tokenizer.count_up_to(enough - counted, text, plain=plain)
+            if counted >= enough:
+                self._admission.check_at_least(int(counted / COUNTED_TOO_MANY))
 
     def _check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.ready.vocab_size):

@@ -33,16 +33,18 @@ def test_many_short_prompts_leave_the_event_loop_its_turns(server: LiveServer) -
     assert server.run(turns_while_opening()) >= NUM_PROMPTS
 
 
+@pytest.mark.parametrize(("unit", "size"), [("<|im_start|>", 24 * MAX_MODEL_LEN), ("x<|", 12 * MAX_MODEL_LEN)])
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_text_that_no_tokens_could_make_fit_is_refused_before_it_is_encoded(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch, chat: bool
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, chat: bool, unit: str, size: int
 ) -> None:
     assert server.lifecycle.generator is not None
     tokenizer = server.lifecycle.generator.tokenizer
     encoded: list[str] = []
     for name in ("encode", "encode_plain"):
         monkeypatch.setattr(tokenizer, name, lambda text, **_: encoded.append(text) or [1])
-    text = "<|im_start|>" * (2 * MAX_MODEL_LEN)
+    # Of the longest tokens it would have too many; or they are so short that a part of it has.
+    text = unit * (size // len(unit))
     path, field = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
     prompt = [{"role": "user", "content": text}] if chat else text
     with server.client() as client:

@@ -7,7 +7,7 @@ from scripted_engine import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from server.text.tokenizer import INLINE_CHARACTERS, TextTokenizer
+from server.text.tokenizer import INLINE_CHARACTERS, PIECE_CHARACTERS, TextTokenizer
 
 
 @pytest.mark.parametrize("text", ["hello", "héllo 🙂 日本", "<|im_end|>", "a\x00b", ""])
@@ -33,6 +33,14 @@ def test_long_texts_leave_the_event_loop(tokenizer: TextTokenizer) -> None:
 def test_the_fewest_tokens_of_a_text_are_known_by_the_longest_token(tokenizer: TextTokenizer) -> None:
     longest = len("<|endoftext|>")
     assert [tokenizer.fewest_tokens("x" * size) for size in (0, 1, longest, longest + 1)] == [0, 1, 1, 2]
+
+
+def test_tokens_are_counted_no_further_than_one_wants_to_know(tokenizer: TextTokenizer) -> None:
+    text = "<|im_end|>" * PIECE_CHARACTERS
+    assert tokenizer.count_up_to(10**9, text, plain=True) == len(text)
+    assert tokenizer.count_up_to(PIECE_CHARACTERS + 1, text, plain=True) == 2 * PIECE_CHARACTERS
+    assert tokenizer.count_up_to(0, text, plain=True) == 0
+    assert tokenizer.count_up_to(10**9, "<|im_end|>" * 9, plain=False) == 9
 
 
 def test_nothing_is_known_of_lengths_where_a_token_may_take_more_than_it_spells() -> None:
