@@ -4,6 +4,7 @@ const $ = (id) => document.getElementById(id);
 const messages = [];
 let apiKey = sessionStorage.getItem("longwave-key") ?? "";
 let running = null; // AbortController of the answer being written
+let connecting = false;
 let conversation = 0; // counts up when a new one begins, so that an old answer cannot end up in it
 
 function headers() {
@@ -35,24 +36,52 @@ async function call(path, options = {}) {
   }
 }
 
+// `retryAfter`, in seconds: of a server, or of a proxy before it, that can answer later.
 async function failure(reply) {
   const body = await reply.json().catch(() => null);
-  return new Error(body?.error?.message ?? `The server replied ${reply.status}.`);
+  const error = new Error(body?.error?.message ?? `The server replied ${reply.status}.`);
+  if ([502, 503, 504].includes(reply.status)) error.retryAfter = Number(reply.headers.get("retry-after")) || 2;
+  return error;
 }
 
+// A TypeError is fetch's word for a server that cannot be reached.
+function described(error) {
+  return error instanceof TypeError ? "The server cannot be reached." : error.message.replace(/ Try again later\.$/, "");
+}
+
+function pause(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, seconds * 1000);
+    signal?.addEventListener("abort", () => { clearTimeout(timer); reject(signal.reason); }, { once: true });
+  });
+}
+
+// Until the server is ready, or has refused for good; at any time again, for a server may have been restarted.
 async function connect() {
+  if (connecting) return;
+  connecting = true;
+  for (let wait = 0; wait !== null;) {
+    await pause(wait);
+    wait = await look();
+  }
+  connecting = false;
+}
+
+// Shows what the server is; returns after how many seconds to look again, null for never.
+async function look() {
   try {
     const reply = await call("/v1/models");
     if (!reply.ok) throw await failure(reply);
     const { data } = await reply.json();
-    $("model").replaceChildren(...data.map((model) => new Option(model.id)));
+    const chosen = $("model").value;
+    $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
     const length = data[0].max_model_len;
     $("status").textContent = length ? `Ready. Up to ${length.toLocaleString()} tokens.` : "The model is loading…";
-    if (!length) setTimeout(connect, 1000);
+    return length ? null : 1;
   } catch (error) {
-    const gone = error instanceof TypeError; // fetch's word for a server that cannot be reached
-    $("status").textContent = gone ? "The server cannot be reached. Trying again…" : error.message;
-    if (gone) setTimeout(connect, 2000);
+    const wait = error instanceof TypeError ? 2 : error.retryAfter ?? null;
+    $("status").textContent = described(error) + (wait === null ? "" : " Trying again…");
+    return wait;
   }
 }
 
@@ -98,17 +127,27 @@ function request() {
   };
 }
 
+// A reply to the conversation, which waits for a server that is starting, busy or restarting.
+async function answer() {
+  const options = { method: "POST", body: JSON.stringify(request()), signal: running.signal };
+  for (;;) {
+    const reply = await call("/v1/chat/completions", options);
+    if (reply.ok) return reply;
+    const error = await failure(reply);
+    if (!error.retryAfter) throw error;
+    $("measures").textContent = `${described(error)} Trying again…`;
+    await pause(error.retryAfter, running.signal);
+    $("measures").textContent = "";
+  }
+}
+
 // Writes the answer into `turn` and returns its text; what arrived before a stop or a failure counts.
 async function write(turn, log) {
   const start = performance.now();
   let first = null;
   let usage = null;
   let reason = null;
-  const reply = await call("/v1/chat/completions", {
-    method: "POST", body: JSON.stringify(request()), signal: running.signal,
-  });
-  if (!reply.ok) throw await failure(reply);
-  for await (const event of events(reply)) {
+  for await (const event of events(await answer())) {
     usage = event.usage ?? usage;
     reason = event.choices[0]?.finish_reason ?? reason;
     const piece = event.choices[0]?.delta.content;
@@ -161,7 +200,8 @@ async function send(text) {
     question.remove();
     $("message").value ||= text;
   }
-  if (failed) addTurn("failed", failed.message).scrollIntoView({ block: "nearest" });
+  if (failed instanceof TypeError) connect();
+  if (failed) addTurn("failed", described(failed)).scrollIntoView({ block: "nearest" });
   else if (stopped) $("measures").textContent = "Stopped.";
 }
 

@@ -1,10 +1,13 @@
 """The playground page as a person uses it, in a real browser; skipped where there is none."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from chromium import CHROMIUM, Page, open_page
-from scripted_engine import LiveServer, Script, live_server, wait_until
+from scripted_engine import LiveServer, Script, ScriptedEngine, live_server, wait_until
 
 pytestmark = [
     pytest.mark.browser,
@@ -12,6 +15,7 @@ pytestmark = [
 ]
 
 TURNS = "[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])"
+STATUS = "document.querySelector('#status')?.textContent"
 MEASURES = "document.querySelector('#measures').textContent"
 
 ESCAPE = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', bubbles: true }))"
@@ -27,6 +31,43 @@ def visit(page: Page, server: LiveServer) -> None:
     page.log.clear()
     page.command("Page.navigate", url=server.url + "/")
     wait_until(lambda: page.evaluate("document.querySelector('#status')?.textContent.startsWith('Ready')"))
+
+
+class Proxy(ThreadingHTTPServer):
+    """Before a server: passes what is read, but refuses the API with a status of its own while it has one."""
+
+    def __init__(self, server: LiveServer) -> None:
+        super().__init__(("127.0.0.1", 0), Passing)
+        self.behind = server
+        self.refusal: int | None = None
+
+
+class Passing(BaseHTTPRequestHandler):
+    server: Proxy
+
+    def do_GET(self) -> None:
+        refusal = self.server.refusal if self.path.startswith("/v1") else None
+        with self.server.behind.client() as client:
+            reply = client.get(self.path)
+        self.send_response(refusal or reply.status_code)
+        self.send_header("content-type", reply.headers["content-type"])
+        self.end_headers()
+        self.wfile.write(b"<html>no</html>" if refusal else reply.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def proxied(server: LiveServer) -> Iterator[Proxy]:
+    with Proxy(server) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            thread.join()
 
 
 def ask(page: Page, text: str) -> None:
@@ -86,6 +127,52 @@ def test_a_server_with_a_key_asks_for_it(page: Page) -> None:
             if key == "wrong":
                 wait_until(lambda: page.evaluate("!document.querySelector('#key-refused').hidden"))
         wait_until(lambda: page.evaluate("document.querySelector('#status').textContent.startsWith('Ready')"))
+
+
+def test_a_question_waits_for_a_server_that_is_starting(page: Page) -> None:
+    engine = ScriptedEngine()
+    engine.load.clear()
+    with live_server(wait=False, engine=engine) as server:
+        page.command("Page.navigate", url=server.url + "/")
+        wait_until(lambda: page.evaluate(f"{STATUS}?.startsWith('The model is loading')"))
+        ask(page, "early")
+        wait_until(lambda: page.evaluate(MEASURES) == "The model is still loading. Trying again…")
+        engine.load.set()
+        wait_until(lambda: "generated" in page.evaluate(MEASURES))
+        assert page.evaluate(TURNS) == [["user", "early"], ["assistant", "hello world"]]
+
+
+def test_a_question_that_waits_can_be_stopped(page: Page) -> None:
+    engine = ScriptedEngine()
+    engine.load.clear()
+    with live_server(wait=False, engine=engine) as server:
+        page.command("Page.navigate", url=server.url + "/")
+        wait_until(lambda: page.evaluate(f"{STATUS}?.startsWith('The model is loading')"))
+        ask(page, "early")
+        wait_until(lambda: "Trying again" in page.evaluate(MEASURES))
+        page.evaluate("document.querySelector('#stop').click()")
+        wait_until(lambda: page.evaluate(MEASURES) == "Stopped.")
+        assert page.evaluate("document.querySelector('#message').value") == "early"
+
+
+@pytest.mark.parametrize("status", [502, 503])
+def test_a_page_waits_for_a_server_behind_a_proxy_to_come_back(page: Page, server: LiveServer, status: int) -> None:
+    with proxied(server) as proxy:
+        proxy.refusal = status
+        page.command("Page.navigate", url=f"http://127.0.0.1:{proxy.server_port}/")
+        wait_until(lambda: page.evaluate(STATUS) == f"The server replied {status}. Trying again…")
+        proxy.refusal = None
+        wait_until(lambda: page.evaluate(f"{STATUS}.startsWith('Ready')"))
+
+
+def test_a_page_notices_a_server_that_went_away(page: Page, server: LiveServer) -> None:
+    with proxied(server) as proxy:
+        page.command("Page.navigate", url=f"http://127.0.0.1:{proxy.server_port}/")
+        wait_until(lambda: page.evaluate(f"{STATUS}?.startsWith('Ready')"))
+    ask(page, "anybody?")
+    wait_until(lambda: page.evaluate(f"{STATUS}.startsWith('The server cannot be reached')"))
+    assert page.evaluate(TURNS) == [["failed", "The server cannot be reached."]]
+    assert page.evaluate("document.querySelector('#message').value") == "anybody?"
 
 
 @pytest.mark.parametrize("width", [320, 390, 1200])
