@@ -7,7 +7,9 @@ level reads those pages for all of them.
 
 import gc
 import logging
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from models.step_rows import MANY_ROWS, StepArrays, StepRows
 from models.step_shapes import GraphKey, StepNeeds, StepShape, sharing_keys
 
 logger = logging.getLogger(__name__)
+
+FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0  # seconds until a graph for which there was no memory is tried again
 
 
 class StepGraphs:
@@ -38,8 +42,10 @@ class StepGraphs:
         max_levels: int,
         device: torch.device,
         adapters: AdapterSlots | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_levels`: of prefixes within prefixes that decodes may share; 0: they share no pages."""
+        """`max_levels`: of prefixes within prefixes that decodes may share; 0: they share no pages. `clock`: in
+        seconds."""
         self._shapes = sorted(shapes)
         sharing = sharing_keys(self._shapes, max_levels)
         #: All but those of adapters.
@@ -47,7 +53,10 @@ class StepGraphs:
         self._with_levels = [[key.shape for key in self._keys if key.levels == n] for n in range(max_levels + 1)]
         self._recorded: dict[GraphKey, StepGraph] = {}
         self._adapters = adapters
-        self._without: set[GraphKey] = set()  # for which there was no memory
+        self._without: Counter[GraphKey] = Counter()  # how often there was no memory for it
+        self._clock = clock
+        self._wait = FIRST_WAIT  # twice as long after each time that it was in vain, for all of them
+        self._again = 0.0  # when one of them may be tried, on the clock
         self.refusal: str | None = None  # where the model's steps wait for the device: then there are no graphs
         self._recorder = GraphRecorder(
             forward, inputs, self._shapes, max_model_len=max_model_len, device=device, adapters=adapters
@@ -70,21 +79,36 @@ class StepGraphs:
 
     @torch.inference_mode()
     def record(self, key: GraphKey) -> bool:
-        """If need be (0.1 s). Returns whether the graph is there: not where it found no memory, nor for a model that
-        waits for the device in the middle of a step."""
+        """If need be (0.1 s). Returns whether the graph is there: not where it found no memory (somebody may give some
+        back: one of those is tried again after a while), nor for a model that waits for the device in the middle of a
+        step."""
         if key in self._recorded:
             return True
-        if self.refusal is not None or key in self._without:
+        if self.refusal is not None or (key in self._without and self._clock() < self._again):
             return False
         try:
             self._recorded[key] = self._recorder.record(key)
+            if key in self._without:
+                logger.info("there is memory again: the graph of %s is recorded", key)
+                del self._without[key]
+                self._again, self._wait = self._clock(), FIRST_WAIT
         except torch.OutOfMemoryError:
-            logger.warning("no memory for the graph of %s: such steps are launched kernel by kernel", key)
-            self._without.add(key)
+            self._set_back(key)
         except HostWaitsError as error:
             logger.warning("no CUDA graphs: a step of this model waits for the GPU (%s)", error)
             self.refusal = str(error)
         return key in self._recorded
+
+    def _set_back(self, key: GraphKey) -> None:
+        if key in self._without:
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._without[key] += 1
+        self._again = self._clock() + self._wait
+        logger.warning(
+            "no memory for the graph of %s (time %d, %d graphs are missing): such steps are launched kernel by kernel; "
+            "one is tried again after %.0f s",
+            key, self._without[key], len(self._without), self._wait,
+        )  # fmt: skip
 
     def largest(self) -> list[GraphKey]:
         """Of every kind: what is computed on the way is shared by kinds but for the pieces that memory falls into.

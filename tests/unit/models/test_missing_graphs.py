@@ -1,0 +1,101 @@
+"""A graph for which there was no memory is tried again later, now and then, and its steps are served meanwhile."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from models import graphs
+from models.graphs import FIRST_WAIT, LONGEST_WAIT, StepGraphs
+from models.step_shapes import GraphKey, decode_shapes
+
+SHAPES = decode_shapes(8)
+FIRST, SECOND, THIRD = (GraphKey(shape) for shape in SHAPES[:3])
+
+
+class NarrowRecorder:
+    """Of a device that is full until somebody gives memory back."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.is_full = True
+        self.asked: list[GraphKey] = []
+
+    def record(self, key: GraphKey) -> str:
+        self.asked.append(key)
+        if self.is_full:
+            raise torch.OutOfMemoryError
+        return "a graph"
+
+
+class Made:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(graphs, "GraphRecorder", NarrowRecorder)
+        unused: Any = None
+        self.now = 100.0
+        self.graphs = StepGraphs(
+            unused, unused, SHAPES, max_model_len=64, max_levels=0, device=torch.device("cpu"), clock=lambda: self.now
+        )
+        self.recorder: Any = self.graphs._recorder
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return Made(monkeypatch)
+
+
+def test_a_graph_is_tried_again_once_memory_may_have_been_given_back(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "models.graphs")
+    assert not made.graphs.record(FIRST)
+    made.recorder.is_full = False
+    made.now += FIRST_WAIT - 1
+    assert not made.graphs.record(FIRST)
+    assert made.recorder.asked == [FIRST]
+    made.now += 1
+    assert made.graphs.record(FIRST)
+    assert made.graphs.record(FIRST)
+    assert made.recorder.asked == [FIRST, FIRST]
+    missing, found = caplog.messages
+    assert "(time 1, 1 graphs are missing)" in missing
+    assert "there is memory again" in found
+
+
+def test_of_all_that_are_missing_one_is_tried_at_a_time_and_less_and_less_often(made: Made) -> None:
+    for key in (FIRST, SECOND):
+        assert not made.graphs.record(key)
+    waits = []
+    for _ in range(12):
+        begin, tried = made.now, len(made.recorder.asked)
+        while len(made.recorder.asked) == tried:
+            made.now += FIRST_WAIT / 2
+            for key in (FIRST, SECOND):
+                assert not made.graphs.record(key)
+        assert len(made.recorder.asked) == tried + 1
+        waits.append(made.now - begin)
+    assert waits[:4] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, 8 * FIRST_WAIT]
+    assert waits[-1] == LONGEST_WAIT
+
+
+def test_one_that_was_never_tried_waits_for_nobody(made: Made) -> None:
+    assert not made.graphs.record(FIRST)
+    assert not made.graphs.record(THIRD)
+    assert made.recorder.asked == [FIRST, THIRD]
+
+
+def test_when_one_has_found_memory_the_others_are_tried_at_once(made: Made) -> None:
+    for key in (FIRST, SECOND):
+        assert not made.graphs.record(key)
+    made.now += FIRST_WAIT
+    made.recorder.is_full = False
+    assert made.graphs.record(FIRST)
+    assert made.graphs.record(SECOND)
+
+
+def test_quiet_moments_are_not_spent_on_what_there_is_no_memory_for(made: Made) -> None:
+    tried = 0
+    while made.graphs.record_one():
+        tried += 1
+        made.now += LONGEST_WAIT
+    assert tried == len(SHAPES) == len(made.recorder.asked)
