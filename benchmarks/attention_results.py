@@ -37,6 +37,7 @@ class Row:
     ours: float  # in the section's unit
     share_of_copy: float | None
     ratios: dict[str, float]  # ours / peer: the least of the runs
+    extra_bytes: int | None = None  # of ours, where memory was measured
 
     def peer(self, name: str) -> float | None:
         """The peer's speed, had ours been in its run what it is in this row."""
@@ -64,7 +65,8 @@ def rows(reports: Sequence[Report], section: str) -> list[Row]:
             ours = record.number(OURS)
             if ours is None:
                 continue
-            row = found.setdefault(record.cell, Row(record.cell, ours, _share(ours, report), {}))
+            extra = record.results[OURS].extra_bytes
+            row = found.setdefault(record.cell, Row(record.cell, ours, _share(ours, report), {}, extra))
             for name in record.peers():
                 ratio = record.ratio(OURS, name)
                 if ratio is not None:

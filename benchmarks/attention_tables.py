@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import attention_results
+from benchmarks import attention_results, first_call
 from benchmarks.attention_goal import Rule, number
 from benchmarks.attention_registry import OURS
 from benchmarks.attention_report import Report
@@ -16,9 +16,17 @@ TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
 GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
 
 
-def origins(reports: Sequence[Report]) -> str:
-    """Of several runs, each once."""
-    return "; ".join(dict.fromkeys(origin({"machine": report.machine}) for report in reports))
+def origins(runs: Iterable[Report | first_call.Report]) -> str:
+    """Where they ran, each place once, with every commit and its date."""
+    commits: dict[str, list[str]] = {}
+    for run in runs:
+        place, at = origin({"machine": run.machine}).split(", commit ")
+        if at not in commits.setdefault(place, []):
+            commits[place].append(at)
+    return "; ".join(
+        f"{place}, commit{'s' * (len(ats) > 1)} " + ", ".join(at.replace(", ", " of ") for at in ats)
+        for place, ats in commits.items()
+    )
 
 
 def named(peers: Iterable[str], reports: Sequence[Report]) -> str:
@@ -67,11 +75,13 @@ def beside_peers(results: Path, section: str, what: str) -> str | None:
             continue
         shape = [str(cell.head_dim), cell.mask, str(cell.seqlen_k), f"{cell.batch} x {cell.heads}"]
         peer = f"{attention_results.LABELS.get(best, best)} {row.peer(best):.0f}"
-        lines.append([*shape, f"{row.ours:.0f}", peer, f"{row.ratios[best]:.2f}", times(row.ratios.get("cudnn"))])
+        line = [*shape, f"{row.ours:.0f}", peer, f"{row.ratios[best]:.2f}", times(row.ratios.get("cudnn"))]
+        lines.append([*line, f"{row.extra_bytes / 1e6:,.0f}"] if row.extra_bytes is not None else line)
         timed |= row.ratios.keys()
     if not lines:
         return None
     header = ["head_dim", "mask", "length", "batch x heads", "ours", "best peer", "ours / best", "ours / cuDNN"]
+    header += ["memory beside its inputs, MB"] * (len(lines[0]) - len(header))
     peers = named((name for name in attention_results.LABELS if name in timed), reports)
     peers += untimed(reports, section)
     return f"{what}, TFLOP/s; peers timed: {peers}\n({origins(reports)}):\n\n" + table(header, lines)
@@ -106,6 +116,7 @@ def decode(results: Path) -> str | None:
 def goals(results: Path) -> str | None:
     """Every goal of the attention kernels that a run measured."""
     reports = attention_results.runs(results)
+    calls = [first_call.Report.read(path) for path in results.glob("first_call_h200.json")]
     lines = [
         [
             goal.name,
@@ -115,11 +126,13 @@ def goals(results: Path) -> str | None:
             str(len(goal.values)),
             "yes" if goal.met else "no",
         ]
-        for goal in attention_results.all_goals(reports)
+        for goal in (*attention_results.all_goals(reports), *(goal for run in calls for goal in run.goals()))
     ]
     if not lines:
         return None
-    return f"Goals ({origins(reports)}):\n\n" + table(["what", "goal", "worst", "mean", "cells", "met"], lines)
+    return f"Goals ({origins([*reports, *calls])}):\n\n" + table(
+        ["what", "goal", "worst", "mean", "cells", "met"], lines
+    )
 
 
 def linear(results: Path) -> str:

@@ -57,6 +57,7 @@ def test_the_table_and_the_file_hold_every_variant(tmp_path: Path) -> None:
     assert lines[1].split() == ["decode", "900.0", "20.0", "0.5"]
     assert lines[2].split() == ["paged", "-", "-", "-"]
     report.write(tmp_path / "new" / "results.json")
+    assert Report.read(tmp_path / "new" / "results.json") == report
     content = json.loads((tmp_path / "new" / "results.json").read_text())
     assert content["goals"] == {"cold_ms": 2000.0, "warm_ms": 50.0, "met": None}
     assert content["variants"][0]["cold"] == [{"call_ms": 900.0, "second_ms": 1.0}]
