@@ -24,7 +24,7 @@ async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: Origi
         )
         return whole.model_dump_json(exclude_none=True)
 
-    return Response(await generator.tokenizer.in_thread(reply, len(tokens)), media_type="application/json")
+    return Response(await generator.tokenizer.in_thread(reply, len(tokens), fits=False), media_type="application/json")
 
 
 @router.post("/detokenize", response_model=DetokenizeReply, responses=BODY_FAILURES)
@@ -35,4 +35,4 @@ async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: O
     def reply() -> str:
         return DetokenizeReply(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)).model_dump_json()
 
-    return Response(await tokenizer.in_thread(reply, len(body.tokens)), media_type="application/json")
+    return Response(await tokenizer.in_thread(reply, len(body.tokens), fits=False), media_type="application/json")

@@ -47,9 +47,11 @@ def any_length(_pieces: Pieces) -> None:
 async def encode_chat(
     tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None] = any_length
 ) -> list[int]:
-    """`check_length` is called in a thread with the rendered text, and may raise before that is encoded.
+    """`check_length` is called in a thread with the rendered text, and may raise before that is encoded. With
+    any_length the thread is that of what need not fit the model's context.
     Raises InvalidRequest when the model has no template or its template refuses the messages."""
-    return await tokenizer.in_thread(partial(_encode, tokenizer, prompt, check_length), prompt.num_characters)
+    encode = partial(_encode, tokenizer, prompt, check_length)
+    return await tokenizer.in_thread(encode, prompt.num_characters, fits=check_length is not any_length)
 
 
 def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None]) -> list[int]:

@@ -99,9 +99,8 @@ class Generator:
         if isinstance(prompt, ChatPrompt):
             return await encode_chat(self.tokenizer, prompt, check_length)
         if isinstance(prompt, str):
-            return await self.tokenizer.in_thread(
-                partial(self._encode_text, prompt, add_special_tokens, check_length), len(prompt)
-            )
+            encode = partial(self._encode_text, prompt, add_special_tokens, check_length)
+            return await self.tokenizer.in_thread(encode, len(prompt), fits=check_length is not any_length)
         if prompt and prompt.largest() >= self.ready.vocab_size:
             raise self._beyond_vocabulary("prompt")
         return prompt

@@ -40,6 +40,7 @@ class TextTokenizer:
         self._lacking = [byte for text, byte in BYTE_OF_CHARACTER.items() if self._tokens.token_to_id(text) is None]
         self._longest = self._longest_token()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._patient = ThreadPoolExecutor(1, thread_name_prefix="patient-tokenizer")
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -100,14 +101,16 @@ class TextTokenizer:
         """Whether it is SentencePiece's token for one byte: <0x0A>."""
         return BYTE_FALLBACK.fullmatch(self.vocabulary_piece(token_id)) is not None
 
-    async def in_thread(self, work: Callable[[], T], num_characters: int) -> T:
-        """Runs `work` here if it is short, else on a thread."""
+    async def in_thread(self, work: Callable[[], T], num_characters: int, *, fits: bool = True) -> T:
+        """Runs `work` here if it is short, else on a thread. What need not fit the model's context (`fits` False) may
+        take long, and has one of its own: nobody's answer waits for it."""
         if num_characters <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads if fits else self._patient, work)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._patient):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _longest_token(self) -> int | None:
         """The bytes of the longest token (a character has one or more). None where text may have fewer tokens than that

@@ -1,11 +1,16 @@
 import asyncio
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from scripted_engine import MAX_MODEL_LEN, LiveServer
+from scripted_engine import MAX_MODEL_LEN, LiveServer, wait_until
 
 from models.batch import SamplingParams
 from server.text.generation import Job
+from server.text.tokenizer import INLINE_CHARACTERS
 
 NUM_PROMPTS = 32
 
@@ -53,6 +58,43 @@ def test_a_text_that_no_tokens_could_make_fit_is_refused_before_it_is_encoded(
     assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert "at least" in error["message"]
     assert not encoded
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_no_answer_waits_for_texts_that_need_not_fit(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    assert server.lifecycle.generator is not None
+    tokenizer = server.lifecycle.generator.tokenizer
+    in_thread, go_on, entered = tokenizer.in_thread, threading.Event(), []
+
+    def entering(*args: Any, **options: Any) -> Any:
+        work = asyncio.ensure_future(in_thread(*args, **options))
+        work.get_loop().call_soon(lambda: entered.append(work))  # after its first step: then a thread has it
+        return work
+
+    def endless(inner: Callable[..., Any], size: int) -> Callable[..., Any]:
+        def work(given: Any, **options: Any) -> Any:
+            if len(given) == size:
+                go_on.wait()
+            return inner(given, **options)
+
+        return work
+
+    monkeypatch.setattr(tokenizer, "in_thread", entering)
+    size = 10 * MAX_MODEL_LEN
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(tokenizer, name, endless(getattr(tokenizer, name), size))
+    body = {"prompt": "x" * size} if path == "/tokenize" else {"tokens": [1] * size}
+    with server.client() as client, ThreadPoolExecutor(3) as callers:
+        asked = [callers.submit(client.post, path, json=body) for _ in range(3)]
+        try:
+            wait_until(lambda: len(entered) == 3)
+            prompt = "ll" * (INLINE_CHARACTERS // 2 + 1)  # half as many tokens
+            assert client.post("/v1/completions", json={"model": "tiny", "prompt": prompt}).status_code == 200
+        finally:
+            go_on.set()
+        assert [reply.result().status_code for reply in asked] == [200] * 3
 
 
 def test_a_text_of_the_longest_tokens_that_fits_is_served(server: LiveServer) -> None:
