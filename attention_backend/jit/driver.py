@@ -42,7 +42,8 @@ _EARLY, _COOPERATIVE_ONLY = (ctypes.addressof(x) for x in _ATTRIBUTES)
 
 
 class Driver:
-    """Handles (functions, contexts, streams) are integers. Every call raises LaunchError with the driver's words."""
+    """Handles (functions, contexts, streams) are integers. Every call raises LaunchError with the driver's name of the
+    error (CUDA_ERROR_OUT_OF_MEMORY) and its words."""
 
     def __init__(self, library: Any) -> None:
         """`library` is libcuda, or what has its functions."""
@@ -118,9 +119,10 @@ class Driver:
 
     def _check(self, code: int, what: str) -> None:
         if code:
-            words = ctypes.c_char_p()
+            name, words = ctypes.c_char_p(b"unknown"), ctypes.c_char_p(b"unknown error")
+            self._library.cuGetErrorName(code, ctypes.byref(name))
             self._library.cuGetErrorString(code, ctypes.byref(words))
-            said = words.value.decode() if words.value else "unknown error"
+            said = ", ".join((x.value or b"").decode() for x in (name, words))
             raise LaunchError(f"{what}: CUDA error {code}, {said}")
 
 

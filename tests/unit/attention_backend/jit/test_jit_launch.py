@@ -11,6 +11,7 @@ import torch
 from attention_backend.jit import CompileReport, Kernel, KernelVariant, LaunchError
 from attention_backend.jit.driver import Driver
 from attention_backend.jit.launch import LoadedKernel
+from models.training.out_of_memory import is_out_of_memory
 
 VARIANT = KernelVariant("k", "sm_90a")
 FUNCTION, CONTEXT = 11, 22
@@ -44,6 +45,9 @@ class FakeLibrary:
         self.smem_limits.append(value)
         return 0
 
+    def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:  # noqa: N802
+        return self.fail_with
+
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:  # noqa: N802
         if self.fail_with:
             return self.fail_with
@@ -54,6 +58,10 @@ class FakeLibrary:
         values = [ctypes.string_at(pointer or 0, size) for pointer, size in zip(pointers, self.sizes, strict=True)]
         self.launches.append((tuple(dims), smem, stream, values))
         self.attributes.append(list(struct.iter_unpack("=i4xi60x", ctypes.string_at(attributes, 72 * count))))
+        return 0
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:  # noqa: N802
+        name._obj.value = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 701: b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"}[code]
         return 0
 
     def cuGetErrorString(self, code: int, words: Any) -> int:  # noqa: N802
@@ -135,7 +143,7 @@ def test_a_launch_from_another_context_or_none_uses_the_kernels_and_puts_it_back
     assert len(launcher.driver.launches) == 1
     assert launcher.driver.context == current
     launcher.driver.fail_with = 701
-    with pytest.raises(LaunchError, match="CUDA error 701, too many resources"):
+    with pytest.raises(LaunchError, match="CUDA error 701, CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, too many resources"):
         launcher.kernel((1, 1, 1), (32, 1, 1), Params())
     assert launcher.driver.context == current
 
@@ -174,3 +182,11 @@ def test_gpus_before_hopper_start_no_kernel_early() -> None:
     launcher = Launcher(16, variant=KernelVariant("k", "sm_89"))
     launcher.kernel((1, 1, 1), (32, 1, 1), Params(), early=True)
     assert launcher.driver.attributes == [[]]
+
+
+def test_a_kernel_for_which_there_is_no_memory_is_known_as_such() -> None:
+    library = FakeLibrary(())
+    library.fail_with = 2
+    with pytest.raises(LaunchError, match="loading k: CUDA error 2") as error:
+        Driver(library).load(b"cubin", "k")
+    assert is_out_of_memory(error.value)
