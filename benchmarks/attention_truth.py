@@ -73,9 +73,12 @@ def sampled_sequences(cell: Cell) -> list[int]:
 
 
 def sampled_rows(cell: Cell, b: int) -> Tensor:
-    """Rows that see something, the first and the last among them."""
+    """Rows that see something, the first and the last among them; of dropout, rows that see many keys: what is left of
+    the first ones, whose outputs are the largest, is all or nothing."""
     count = cell.lengths[b] if cell.section == "varlen" else cell.seqlen_q
     first = cell.seqlen_q - cell.lengths[b] if cell.section == "padding" and cell.causal else 0
+    if cell.dropout and cell.causal:
+        first = cell.seqlen_q // 8
     return torch.linspace(first, count - 1, min(_ROWS, count - first)).round().long().unique()
 
 

@@ -154,6 +154,12 @@ def test_no_dropout_is_not_dropout() -> None:
     assert not acceptable(FORWARD, math.nan)
 
 
+def test_dropout_is_checked_on_rows_that_see_many_keys() -> None:
+    """The first rows are the largest, and all or nothing: 16 heads of them are untouched one time in five."""
+    assert sampled_rows(replace(DROPOUT, seqlen_q=4096, seqlen_k=4096), 0)[0] == 512
+    assert sampled_rows(FORWARD, 0)[0] == 0
+
+
 def _broken(_cell: Cell, _t: Tensors) -> Call:
     raise NotImplementedError("no kernel for this\nand a long story")
 
