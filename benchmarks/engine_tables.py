@@ -16,6 +16,8 @@ SERVING_ROWS = (  # case, figure, what a reader calls it, digits
     ("32x32k_128", "itl_p50_tail", "the same: median gap before the last 64 tokens of each, ms", 1),
     ("shared_100k_x64", "out_tok_s", "64 questions on one 100,000-token document: tokens/s", 0),
     ("shared_100k_x64", "itl_p50", "the same: median gap, ms", 1),
+    ("nested_prefixes", "out_tok_s", "64 questions on 16 documents of 8,192 behind 4,096 common tokens: tokens/s", 0),
+    ("nested_prefixes", "itl_p50", "the same: median gap, ms", 1),
     ("64x8k_256", "out_tok_s", "64 prompts of 8,192 at once: tokens/s", 0),
     ("64x8k_256", "itl_p50_tail", "the same: median gap before the last 64 tokens of each, ms", 1),
     ("256x1k_128", "out_tok_s", "256 prompts of 1,024 at once: tokens/s", 0),

@@ -7,6 +7,8 @@ that a run that is cut short keeps what it has. With --merge a later run adds to
     python -m benchmarks.serving --peers ours --cases ttft_32k,tpot_b1_1024
     python -m benchmarks.serving --driver http --cases start_cold,start_warm --weights   # starts that read 16 GB
     python -m benchmarks.serving --driver http --merge --out benchmarks/results/serving_h200.json
+    python -m benchmarks.serving --cases nested_prefixes --vllm-args '{"max_num_batched_tokens": 8192}' --merge \\
+        --out benchmarks/results/serving_h200.json                                       # one case more
     python -m benchmarks.serving --model-shape small --scale 0.01 --device cpu          # to try it
     python -m benchmarks.serving --report benchmarks/results/serving_h200.json          # the table again
 """

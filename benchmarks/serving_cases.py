@@ -176,16 +176,33 @@ async def shared_prefix(bench: Bench, count: int, shared: int, own: int, out: in
     await bench.one(document + bench.prompt(16), 2)
     reading = time.perf_counter() - begin
     questions = [document + bench.prompt(size.tokens(own)) for _ in range(count)]
+    return {"doc_s": round(reading, 3), **await asked_together(bench, questions, out)}
+
+
+async def asked_together(bench: Bench, questions: Sequence[list[int]], out: int) -> Row:
     answers, seconds = await bench.together(questions, out)
     itl = gaps(answers)
     return {
         "s": round(seconds, 3),
-        "out_tok_s": round(count * out / seconds, 1),
-        "doc_s": round(reading, 3),
+        "out_tok_s": round(len(questions) * out / seconds, 1),
         **ttft_figures(answers),
-        "itl_p50": quantile(itl, 0.5),
-        "itl_p99": quantile(itl, 0.99),
+        **{f"itl_{p}": quantile(itl, at) for p, at in (("p50", 0.5), ("p99", 0.99))},
     }
+
+
+async def nested_prefixes(bench: Bench, count: int, documents: int, instructions: int, document: int, own: int) -> Row:
+    """`count` questions at once on some documents in turn, behind the same instructions: two levels that are shared.
+    All of it was read before."""
+    size = bench.size
+    common = bench.prompt(size.tokens(instructions))
+    prefixes = [common + bench.prompt(size.tokens(document)) for _ in range(size.requests(documents))]
+    begin = time.perf_counter()
+    await bench.one(common + bench.prompt(16), 2)
+    await bench.together([prefix + bench.prompt(16) for prefix in prefixes], 2)
+    reading = time.perf_counter() - begin
+    turns = (prefixes[i % len(prefixes)] for i in range(size.requests(count)))
+    questions = [prefix + bench.prompt(size.tokens(own)) for prefix in turns]
+    return {"doc_s": round(reading, 3), **await asked_together(bench, questions, size.out(128))}
 
 
 async def chats_alone(bench: Bench) -> Row:
@@ -215,6 +232,7 @@ CASES: dict[str, Callable[[Bench], Awaitable[Row]]] = {
     "256x1k_128": lambda bench: batch(bench, 256, 1024, 128),
     "chats_alone": chats_alone,
     "chats_under_131k_prefill": chats_under_prefill,
+    "nested_prefixes": lambda bench: nested_prefixes(bench, 64, 16, 4096, 8192, 256),
 }
 
 

@@ -64,6 +64,8 @@ GOALS = (
     Goal("chats_under_131k_prefill", "itl_p99", "<="),
     Goal("chats_under_131k_prefill", "tpot_p99", "<=", 30.0, "absolute"),
     Goal("chats_under_131k_prefill", "long_ttft_ms", "<=", 1.1, "case", ("ttft_131k", "ms")),
+    Goal("nested_prefixes", "out_tok_s", ">="),
+    Goal("nested_prefixes", "itl_p50", "<="),
     Goal("start_cold", "s", "<=", 20.0, "absolute"),
     Goal("start_warm", "s", "<=", 10.0, "absolute"),
 )

@@ -11,6 +11,13 @@ from benchmarks.serving_cases import CASES, Answer, Bench, Row, Size, chat_figur
 SMALL = Size(0.001)
 
 
+class FewTokens(Size):
+    """Prompts of few tokens, everything else as it is."""
+
+    def tokens(self, count: int) -> int:
+        return count // 64
+
+
 class Engine:
     """Answers at once, `piece` tokens at a time, and keeps the prompts."""
 
@@ -92,6 +99,30 @@ def test_questions_on_one_document_begin_with_it_and_come_at_once() -> None:
     questions = engine.asked[-SMALL.requests(64) :]
     assert all(prompt[: len(document)] == document for prompt, _ in questions)
     assert engine.most_open >= len(questions)
+
+
+def test_nested_prefixes_share_instructions_and_each_document() -> None:
+    """Scale 1 but for the tokens: 16 documents of 64 questions, that come at once when all of them were read."""
+    engine = Engine()
+    bench = Bench(timed(engine.generate), 500, FewTokens())
+    row = asyncio.run(CASES["nested_prefixes"](bench))  # type: ignore[arg-type]
+    prompts = [prompt for prompt, _ in engine.asked]
+    first, reads, questions = prompts[0], prompts[1:17], prompts[17:]
+    common, document, own = (FewTokens().tokens(n) for n in (4096, 8192, 256))
+    assert [len(prompt) for prompt in (first, reads[0], questions[0])] == [
+        common + 16,
+        common + document + 16,
+        common + document + own,
+    ]
+    assert len({tuple(prompt[:common]) for prompt in prompts}) == 1
+    documents = [tuple(prompt[: common + document]) for prompt in questions]
+    assert len(questions) == 64
+    assert len(set(documents)) == 16
+    assert {documents.count(one) for one in documents} == {4}
+    assert set(documents) == {tuple(prompt[: common + document]) for prompt in reads}
+    assert engine.most_open == 64
+    assert {out for _, out in engine.asked[17:]} == {128}
+    assert {"out_tok_s", "itl_p50", "doc_s", "ttft_p50"} <= row.keys()
 
 
 def test_an_answer_of_another_length_fails_its_case_and_no_other() -> None:
