@@ -6,9 +6,9 @@ FlashInfer and FlexAttention, and our goals, computed from what was timed.
     python benchmarks/attention.py --peers       which peers can be imported here
 
 Sections: forward, backward, decode, latency, paged, chunk, varlen, padding, shared_prefix, fp8_kv, fp8_forward,
-fp8_error, block_sparse, dropout; all of them by default. Peers that are packages of their own (flash_attn_interface,
-flash_attn.cute, flashinfer) are timed when they can be imported; they cannot all be in one process, so a run times
-those of its PYTHONPATH, and ratios are within a run.
+fp8_error, block_sparse, dropout, shapes, features, patterns; all of them by default. Peers that are packages of their
+own (flash_attn_interface, flash_attn.cute, flashinfer) are timed when they can be imported; they cannot all be in one
+process, so a run times those of its PYTHONPATH, and ratios are within a run.
 
 Contenders take turns on the same random inputs in the same run; a time is the median of CUDA-event timings with the L2
 flushed before each call. Calls are queued while the GPU waits, so the host's time to launch is in no time. Each

@@ -4,13 +4,15 @@ from dataclasses import asdict, dataclass, replace
 from math import isqrt
 from typing import Any
 
-_BYTES = 2  # of a bf16
+from benchmarks import attention_masks
+
+_BYTES = 2  # of a bf16 or fp16
 _TILE = 128  # rows and keys of a block; twins have lengths of whole ones
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One bf16 problem: q `[batch, seqlen_q, heads, head_dim]`, k and v `[batch, seqlen_k, kv_heads, head_dim]`.
+    """One problem: q `[batch, seqlen_q, heads, head_dim]`, k and v `[batch, seqlen_k, kv_heads, head_dim]`.
 
     varlen: q, k and v `[sum(lengths), *, head_dim]`; seqlen_q and seqlen_k are the largest length.
     """
@@ -30,6 +32,9 @@ class Cell:
     shared: int = 0  # leading keys that all sequences have in the same pages
     density: float = 1.0  # share of the 128 x 128 blocks that are visible
     dropout: float = 0.0
+    dtype: str = "bfloat16"  # as torch calls it; of two bytes
+    option: str = ""  # of attention_masks, on a square that is causal but for a prefix
+    amount: int = 0  # the option's
     calls: int = 1  # in one CUDA graph, each on inputs of its own
 
     @property
@@ -39,6 +44,8 @@ class Cell:
             return sum(n * n for n in self.lengths) // (2 if self.causal else 1)
         if self.section == "padding":  # rows in the padding are computed under a full mask, and see nothing causally
             return sum(n * n for n in self.lengths) // 2 if self.causal else self.seqlen_q * sum(self.lengths)
+        if self.option:
+            return self.batch * attention_masks.pairs(self.option, self.amount, self.seqlen_q)
         pairs = self.seqlen_q * self.seqlen_k - (self.seqlen_q * self.seqlen_q // 2 if self.causal else 0)
         return round(self.batch * pairs * self.density)
 
@@ -71,6 +78,11 @@ class Cell:
     def mask(self) -> str:
         return "causal" if self.causal else "full"
 
+    @property
+    def options(self) -> str:
+        """The option in words; "" where there is none."""
+        return f"{self.option} {self.amount}" if self.amount else self.option
+
     def facts(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -89,6 +101,8 @@ class Cell:
             f"{self.shared} shared" if self.shared else "",
             f"density {self.density:g}" if self.density < 1 else "",
             f"dropout {self.dropout:g}" if self.dropout else "",
+            self.dtype if self.dtype != "bfloat16" else "",
+            self.options,
             f"{self.calls} calls" if self.calls > 1 else "",
         ]
         return " ".join([self.section, f"d={self.head_dim}", self.mask, keys, f"heads {heads}", *filter(None, extras)])
@@ -100,7 +114,8 @@ def dense_twin(cell: Cell) -> Cell:
     * varlen: equal lengths, of the mean over tokens, so that tokens and FLOPs are both the same;
     * padding: fewer sequences, all of them full;
     * chunk, paged: the square without a mask that has as many pairs;
-    * block_sparse, dropout, fp8: the same shape without the option (block_sparse: of more FLOPs).
+    * block_sparse, dropout, fp8, features, patterns: the same shape without the option (of more FLOPs where a mask is
+      the option).
     """
     if cell.section == "varlen":
         tokens = sum(cell.lengths)
@@ -113,4 +128,4 @@ def dense_twin(cell: Cell) -> Cell:
     if cell.section in ("chunk", "paged"):
         side = max(_TILE, round(isqrt(cell.pairs // cell.batch) / _TILE) * _TILE)
         return replace(cell, section="forward", seqlen_q=side, seqlen_k=side, causal=False, page=0)
-    return replace(cell, section="forward", density=1.0, dropout=0.0)
+    return replace(cell, section="forward", density=1.0, dropout=0.0, option="", amount=0)

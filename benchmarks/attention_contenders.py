@@ -1,6 +1,13 @@
 """All contenders: importing this registers them."""
 
-from benchmarks import attention_backward, attention_fp8, attention_ours, attention_peers, attention_torch
+from benchmarks import (
+    attention_backward,
+    attention_features,
+    attention_fp8,
+    attention_ours,
+    attention_peers,
+    attention_torch,
+)
 from benchmarks.attention_registry import REGISTRY, Call, Contender, chosen, peer_versions, peers_found
 
 __all__ = [
@@ -8,6 +15,7 @@ __all__ = [
     "Call",
     "Contender",
     "attention_backward",
+    "attention_features",
     "attention_fp8",
     "attention_ours",
     "attention_peers",

@@ -7,6 +7,7 @@ from random import Random
 from statistics import NormalDist
 
 from benchmarks.attention_cells import Cell
+from benchmarks.attention_masks import ALIBI, DOCUMENTS, GLOBAL_WINDOW, PREFIX_LM, SINKS, SOFTCAP, WINDOW
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -130,6 +131,34 @@ def dropout_cells(head_dims: Dims = (64, 128)) -> Iterator[Cell]:
         yield Cell("dropout", 4, 4096, 4096, heads, heads, head_dim, causal, dropout=0.1)
 
 
+def shapes_cells(head_dims: Dims = (80, 96, 192, 128)) -> Iterator[Cell]:
+    """Head dims that the forward's grid has not, and float16."""
+    for head_dim, dtype in ((80, "bfloat16"), (96, "bfloat16"), (192, "bfloat16"), (128, "float16")):
+        if head_dim in head_dims:
+            heads = _HIDDEN // head_dim
+            yield Cell("shapes", 1, _TOKENS, _TOKENS, heads, heads, head_dim, True, dtype=dtype)
+
+
+def features_cells(head_dims: Dims = (128,)) -> Iterator[Cell]:
+    """Options of the forward, each alone on the same causal square."""
+    for head_dim in head_dims:
+        heads = _HIDDEN // head_dim
+        plain = Cell("features", 1, _TOKENS, _TOKENS, heads, heads, head_dim, True)
+        for option, amount in ((WINDOW, 4096), (SOFTCAP, 50), (SINKS, 0), (ALIBI, 0)):
+            yield replace(plain, option=option, amount=amount)
+        yield replace(plain, dropout=0.1)
+
+
+def patterns_cells(head_dims: Dims = (128,)) -> Iterator[Cell]:
+    """Block lists of what models see: a window of 1,024 keys and 64 global ones, a prefix of 4,096 keys that every row
+    sees, 16 documents."""
+    for head_dim in head_dims:
+        heads = _HIDDEN // head_dim
+        for option, amount in ((GLOBAL_WINDOW, 1024), (PREFIX_LM, 4096), (DOCUMENTS, 16)):
+            causal = option != PREFIX_LM
+            yield Cell("patterns", 1, _TOKENS, _TOKENS, heads, heads, head_dim, causal, option=option, amount=amount)
+
+
 #: Every section with its cells, in the order they are timed.
 GRID: dict[str, Callable[..., Iterator[Cell]]] = {
     "forward": forward_cells,
@@ -146,6 +175,9 @@ GRID: dict[str, Callable[..., Iterator[Cell]]] = {
     "fp8_error": fp8_error_cells,
     "block_sparse": block_sparse_cells,
     "dropout": dropout_cells,
+    "shapes": shapes_cells,
+    "features": features_cells,
+    "patterns": patterns_cells,
 }
 SECTIONS = tuple(GRID)
 _QUICK_DECODE = ((1, 8192), (8, 32768), (16, 131072))

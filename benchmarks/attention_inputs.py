@@ -1,5 +1,6 @@
 """Random inputs of a cell, in the layouts that contenders take. Knows no contender."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -7,10 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_cells import Cell
+from benchmarks.attention_masks import SOFTCAP
 
 BLOCK = 128  # rows and keys of a block of a sparse pattern
 K_SCALE, V_SCALE = 0.5, 0.25  # of float8 keys and values: powers of two, so that bf16 holds the same numbers
 _OUTLIERS, _OUTLIER_SIZE = 1e-3, 10.0  # N(0, 1) + N(0, 100) * Bernoulli(0.001), as FlashAttention-3's paper has it
+
+_CAPPED_SIZE = 4.0  # of queries under a softcap: a cap of 50 changes scores of N(0, 16), and hardly any of N(0, 1)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Tensors:
     @classmethod
     def random(cls, cell: Cell, device: torch.device) -> "Tensors":
         def normal(*shape: int) -> Tensor:
-            x = torch.randn(shape, dtype=torch.bfloat16, device=device)
+            x = torch.randn(shape, dtype=getattr(torch, cell.dtype), device=device)
             if cell.section == "fp8_error":
                 outliers = torch.rand(shape, device=device) < _OUTLIERS
                 x += outliers * _OUTLIER_SIZE * torch.randn(shape, dtype=torch.bfloat16, device=device)
@@ -39,6 +43,8 @@ class Tensors:
             cu = torch.tensor([0, *cell.lengths], device=device).cumsum(0).int()
             return cls(q, normal(cell.rows, *shape), normal(cell.rows, *shape), cu=cu)
         q = normal(cell.batch, cell.seqlen_q, cell.heads, cell.head_dim)
+        if cell.option == SOFTCAP:
+            q *= _CAPPED_SIZE
         if not cell.page:
             lens = torch.tensor(cell.lengths, dtype=torch.int32, device=device) if cell.lengths else None
             k, v = (normal(cell.batch, cell.seqlen_k, *shape) for _ in range(2))
@@ -69,6 +75,17 @@ class Tensors:
     def grad_out(self) -> Tensor:
         """Random, shaped like q: what a backward begins with."""
         return torch.randn_like(self.q)
+
+    @cached_property
+    def sinks(self) -> Tensor:
+        """float32 `[heads]`, random, each about as heavy as all keys, so that a result without them is wrong."""
+        return math.log(self.k.shape[1]) + torch.randn(self.q.shape[2], device=self.q.device)
+
+    @cached_property
+    def slopes(self) -> Tensor:
+        """float32 `[heads]`: 2^(-8 / heads) and its powers (https://arxiv.org/abs/2108.12409)."""
+        heads = self.q.shape[2]
+        return 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=self.q.device) / heads)
 
     @property
     def table(self) -> Tensor:

@@ -50,8 +50,8 @@ def _paged_args(cell: Cell, t: Tensors) -> AttentionArgs:
 
 @contender(OURS_CONTIGUOUS, "decode", "paged", "chunk")
 @contender(OURS_BF16, "fp8_forward")
-@contender(OURS_DENSE, "varlen", "padding", "chunk", "block_sparse", "dropout", twin=True)
-@contender(OURS, "forward")
+@contender(OURS_DENSE, "varlen", "padding", "chunk", "block_sparse", "dropout", "features", "patterns", twin=True)
+@contender(OURS, "forward", "shapes")
 def contiguous(cell: Cell, t: Tensors) -> Call:
     return _run(_contiguous_args(cell, t))
 

@@ -15,16 +15,16 @@ _FLOAT8_MAX = 448.0
 _PAGED = ("decode", "latency", "paged", "chunk", "shared_prefix")
 
 
-def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+def first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     """Some versions return the log-sum-exp too."""
     return result[0] if isinstance(result, tuple) else result
 
 
-@contender(FA3, "forward")
+@contender(FA3, "forward", "shapes")
 def fa3(cell: Cell, t: Tensors) -> Call:
     from flash_attn_interface import flash_attn_func
 
-    return lambda: _first(flash_attn_func(t.q, t.k, t.v, causal=cell.causal))
+    return lambda: first(flash_attn_func(t.q, t.k, t.v, causal=cell.causal))
 
 
 @contender(FA3, "varlen")
@@ -32,7 +32,7 @@ def fa3_varlen(cell: Cell, t: Tensors) -> Call:
     from flash_attn_interface import flash_attn_varlen_func
 
     most = cell.seqlen_q, cell.seqlen_k
-    return lambda: _first(flash_attn_varlen_func(t.q, t.k, t.v, t.cu, t.cu, *most, causal=cell.causal))
+    return lambda: first(flash_attn_varlen_func(t.q, t.k, t.v, t.cu, t.cu, *most, causal=cell.causal))
 
 
 @contender(FA3, *_PAGED)
@@ -52,7 +52,7 @@ def fa3_paged(cell: Cell, t: Tensors) -> Call:
         page_size=cell.page,
         causal=True,
     )
-    return lambda: _first(
+    return lambda: first(
         flash_attn_with_kvcache(
             t.q,
             k,
@@ -74,7 +74,7 @@ def fa3_float8(cell: Cell, t: Tensors) -> Call:
     quantised, scales = zip(*(_per_head_float8(x) for x in (t.q, t.k, t.v)), strict=True)
     names = ("q_descale", "k_descale", "v_descale")
     kwargs = dict(zip(names, scales, strict=True))
-    return lambda: _first(flash_attn_func(*quantised, causal=cell.causal, **kwargs))
+    return lambda: first(flash_attn_func(*quantised, causal=cell.causal, **kwargs))
 
 
 def _per_head_float8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def _per_head_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 def fa4(cell: Cell, t: Tensors) -> Call:
     from flash_attn.cute import flash_attn_func
 
-    return lambda: _first(flash_attn_func(t.q, t.k, t.v, causal=cell.causal))
+    return lambda: first(flash_attn_func(t.q, t.k, t.v, causal=cell.causal))
 
 
 @contender(FA4, "varlen")
@@ -95,7 +95,7 @@ def fa4_varlen(cell: Cell, t: Tensors) -> Call:
     from flash_attn.cute import flash_attn_varlen_func
 
     kwargs = {"cu_seqlens_q": t.cu, "cu_seqlens_k": t.cu, "max_seqlen_q": cell.seqlen_q, "max_seqlen_k": cell.seqlen_k}
-    return lambda: _first(flash_attn_varlen_func(t.q, t.k, t.v, **kwargs, causal=cell.causal))
+    return lambda: first(flash_attn_varlen_func(t.q, t.k, t.v, **kwargs, causal=cell.causal))
 
 
 @contender(FA4, "decode")
@@ -104,7 +104,7 @@ def fa4_decode(cell: Cell, t: Tensors) -> Call:
 
     k, v = t.token_major_pages
     kwargs = {"seqused_k": t.used, "page_table": t.table, "max_seqlen_k": cell.seqlen_k}
-    return lambda: _first(flash_attn_varlen_func(t.q, k, v, **kwargs, causal=True, num_splits=0))
+    return lambda: first(flash_attn_varlen_func(t.q, k, v, **kwargs, causal=True, num_splits=0))
 
 
 def _workspace(t: Tensors) -> Tensor:

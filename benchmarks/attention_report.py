@@ -19,6 +19,8 @@ _UNITS = {
 }
 #: Sections whose calls' memory is measured.
 MEASURED = ("backward",)
+#: Sections whose ratios are of times, as their dense twins have more to compute.
+_TIMES = ("block_sparse", "features", "patterns")
 _TFLOPS = ("tflops", "TFLOP/s", 1)
 
 
@@ -146,7 +148,7 @@ class Report:
         memory = [f"{name} MiB" for name in names] if section in MEASURED else []
         head = ["d", "mask", "q", "keys", "batch", "heads", "", *names, *share, *(f"/{p}" for p in others), *memory]
         rows = [[*_shape(r.cell), *self._numbers(r, names, others)] for r in records]
-        what = "how many times as fast" if unit(section)[0] == "us" else "over the others"
+        what = "how many times as fast" if unit(section)[0] == "us" or section in _TIMES else "over the others"
         return f"{section}, {unit(section)[1]}; the last columns are {OURS}, {what}\n{plain_table(head, rows)}"
 
     def _numbers(self, record: Record, names: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -155,7 +157,7 @@ class Report:
         if record.cell.section == "decode":
             speed = record.number(OURS)
             numbers.append(_text(speed / self.copy_tb_per_s if speed and self.copy_tb_per_s else None, 2))
-        compare = record.times_as_fast if record.cell.section == "block_sparse" else record.ratio
+        compare = record.times_as_fast if record.cell.section in _TIMES else record.ratio
         numbers += [_text(compare(OURS, name), 2) for name in others]
         if record.cell.section in MEASURED:
             extra = (r.extra_bytes if (r := record.results.get(name)) else None for name in names)
@@ -178,9 +180,11 @@ def _shape(cell: Cell) -> list[str]:
     extras = {
         "page": cell.page,
         "density": cell.density if cell.density < 1 else 0,
+        "dropout": cell.dropout,
         "calls": cell.calls - 1 and cell.calls,
     }
-    extra = ", ".join(f"{name} {value:g}" for name, value in extras.items() if value)
+    words = [cell.options, cell.dtype if cell.dtype != "bfloat16" else ""]
+    extra = ", ".join(filter(None, [*(f"{name} {value:g}" for name, value in extras.items() if value), *words]))
     return [str(cell.head_dim), cell.mask, str(cell.seqlen_q), str(cell.seqlen_k), str(cell.batch), heads, extra]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_goal import Goal
 from benchmarks.attention_goals import goals
-from benchmarks.attention_registry import OURS
+from benchmarks.attention_registry import OURS, OURS_DENSE
 from benchmarks.attention_report import Report
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,6 +38,7 @@ class Row:
     share_of_copy: float | None
     ratios: dict[str, float]  # ours / peer: the least of the runs
     extra_bytes: int | None = None  # of ours, where memory was measured
+    dense: float | None = None  # ours' time over that of its dense twin, where that was timed
 
     def peer(self, name: str) -> float | None:
         """The peer's speed, had ours been in its run what it is in this row."""
@@ -65,8 +66,8 @@ def rows(reports: Sequence[Report], section: str) -> list[Row]:
             ours = record.number(OURS)
             if ours is None:
                 continue
-            extra = record.results[OURS].extra_bytes
-            row = found.setdefault(record.cell, Row(record.cell, ours, _share(ours, report), {}, extra))
+            extra, dense = record.results[OURS].extra_bytes, record.times_as_fast(OURS_DENSE, OURS)
+            row = found.setdefault(record.cell, Row(record.cell, ours, _share(ours, report), {}, extra, dense))
             for name in record.peers():
                 ratio = record.ratio(OURS, name)
                 if ratio is not None:

@@ -115,7 +115,8 @@ def decode(results: Path) -> str | None:
 
 def goals(results: Path) -> str | None:
     """Every goal of the attention kernels that a run measured."""
-    reports = attention_results.runs(results)
+    runs = attention_results.runs(results)
+    reports = [report for report in runs if attention_results.all_goals([report])]
     calls = [first_call.Report.read(path) for path in results.glob("first_call_h200.json")]
     lines = [
         [

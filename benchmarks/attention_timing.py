@@ -139,7 +139,8 @@ def first_calls(cells: Sequence[Cell], contenders: Sequence[Contender]) -> list[
                 continue
             seen.add(key)
             if problem.input_bytes <= _AHEAD_BYTES:
-                kernel = (contender.name, section, problem.head_dim, problem.causal, problem.page)
+                shape = (problem.head_dim, problem.causal, problem.page)
+                kernel = (contender.name, section, *shape, problem.dtype, problem.option)
                 ranked.append((alike[kernel], (section, problem, contender)))
                 alike[kernel] += 1
     return [call for _, call in sorted(ranked, key=lambda x: x[0])]

@@ -1,6 +1,7 @@
 """Peers inside torch: SDPA's cuDNN, FlashAttention-2 and memory-efficient attention; FlexAttention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def key_padding_mask(cell: Cell, t: Tensors) -> Tensor:
 
 
 for _name, _backend in _BACKENDS.items():
-    contender(_name, "forward", "decode", "latency", optional=_name == MEM_EFF)(sdpa(_backend))
+    contender(_name, "forward", "shapes", "decode", "latency", optional=_name == MEM_EFF)(sdpa(_backend))
 for _name in (CUDNN, MEM_EFF):
     contender(_name, "padding")(sdpa(_BACKENDS[_name], key_padding_mask))
 for _name in (CUDNN, FA2):
@@ -75,6 +76,14 @@ def chunk(cell: Cell, t: Tensors) -> Call:
 def _ragged(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, cell: Cell) -> Tensor:
     most = cell.seqlen_q, cell.seqlen_k
     out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, cu_q, cu_k, *most, 0.0, cell.causal, False)[0]
+    return out
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> Tensor:
+    """Causal, of the `cell.amount` keys up to the row's own."""
+    most, window = (cell.seqlen_q, cell.seqlen_k), {"window_size_left": cell.amount - 1, "window_size_right": 0}
+    flash = torch.ops.aten._flash_attention_forward
+    out: Tensor = flash(q, k, v, None, None, *most, 0.0, True, False, **window)[0]
     return out
 
 
@@ -119,22 +128,44 @@ def flex(cell: Cell, t: Tensors) -> Call:
 
     device = str(t.q.device)
     mask = create_block_mask(causal, None, None, cell.seqlen_q, cell.seqlen_k, device) if cell.causal else None
-    return _compiled_flex(cell, t, mask)
+    return compiled_flex(cell, t, mask)
 
 
 @contender(FLEX, "block_sparse", optional=True)
 def sparse_flex(cell: Cell, t: Tensors) -> Call:
-    return _compiled_flex(cell, t, flex_block_mask(cell, t.q.device))
+    return compiled_flex(cell, t, flex_block_mask(cell, t.q.device))
 
 
-def _compiled_flex(cell: Cell, t: Tensors, mask) -> Call:  # type: ignore[no-untyped-def]  # BlockMask | None
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def compiled_flex(  # type: ignore[no-untyped-def]  # mask: BlockMask | None
+    cell: Cell, t: Tensors, mask, score_mod: ScoreMod | None = None, sinks: Tensor | None = None
+) -> Call:
+    torch._dynamo.reset()  # past its limit of shapes a function is run uncompiled, which is no peer
+    attend = _flex_attention() if sinks is None else _flex_with_sinks(sinks)
+    compiled = torch.compile(attend, dynamic=False)
+    q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
+    options = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": cell.heads != cell.kv_heads}
+    return lambda: compiled(q, k, v, **options).transpose(1, 2)
+
+
+def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # past its limit of shapes a function is run uncompiled, which is no peer
-    compiled = torch.compile(flex_attention, dynamic=False)
-    q, k, v = (x.transpose(1, 2) for x in (t.q, t.k, t.v))
-    gqa = cell.heads != cell.kv_heads
-    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=gqa).transpose(1, 2)
+    return flex_attention
+
+
+def _flex_with_sinks(sinks: Tensor) -> Callable[..., Tensor]:
+    """`sinks` `[heads]` join the denominator: the result is scaled by what they leave of it."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out, aux = flex_attention(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        assert aux.lse is not None
+        return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(out.dtype)
+
+    return attend
 
 
 @contender(PER_TENSOR, "fp8_error")

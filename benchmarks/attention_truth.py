@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_inputs import BLOCK, Tensors, block_pattern
+from benchmarks.attention_masks import ALIBI, SINKS, SOFTCAP, sees
 
 _ROWS = 64
 _TOLERANCE = 1e-2  # relative; two bf16 implementations differ by about 3e-3
@@ -87,12 +88,24 @@ def visible(cell: Cell, b: int, rows: Tensor, num_keys: int) -> Tensor:
     row, key = rows[:, None], torch.arange(num_keys, device=rows.device)[None, :]
     if cell.density < 1:
         return block_pattern(cell).to(rows.device)[row // BLOCK, key // BLOCK]
+    if cell.option:
+        return sees(cell.option, cell.amount, cell.seqlen_k, rows.device)(row, key)
     if cell.section == "padding":
         if cell.causal:
             return (key >= cell.seqlen_k - cell.lengths[b]) & (key <= row)
         return (key < cell.lengths[b]).expand(len(rows), -1)
     num_rows = cell.lengths[b] if cell.section == "varlen" else cell.seqlen_q
     return key <= row + num_keys - num_rows if cell.causal else torch.ones_like(key <= row)
+
+
+def changed(cell: Cell, t: Tensors, kv_head: int, rows: Tensor, scores: Tensor) -> Tensor:
+    """Scores `[rows, group, keys]` of a key head under the cell's option."""
+    if cell.option == SOFTCAP:
+        return cell.amount * (scores / cell.amount).tanh()
+    if cell.option == ALIBI:
+        distance = (rows[:, None] - torch.arange(scores.shape[2], device=rows.device)).abs()
+        return scores - t.slopes.view(cell.kv_heads, -1)[kv_head][:, None] * distance[:, None]
+    return scores
 
 
 def _attention(cell: Cell, t: Tensors, b: int, rows: Tensor) -> Tensor:
@@ -103,7 +116,11 @@ def _attention(cell: Cell, t: Tensors, b: int, rows: Tensor) -> Tensor:
     heads = []
     for h in range(cell.kv_heads):
         scores = q[:, h] @ k[:, h].float().T * cell.head_dim**-0.5  # [rows, group, keys]
-        weights = scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
+        scores = changed(cell, t, h, rows, scores).masked_fill_(hidden[:, None], -torch.inf)
+        if cell.option == SINKS:  # a column that has no value
+            sink = t.sinks.view(cell.kv_heads, -1)[h].expand(len(rows), -1)
+            scores = torch.cat([scores, sink[:, :, None]], dim=2)
+        weights = scores.softmax(-1)[..., : k.shape[0]]
         if cell.section == "backward":
             grad = rows_of(cell, t.grad_out, b)[rows].float().unflatten(1, (cell.kv_heads, -1))[:, h]
             change = grad @ v[:, h].float().T

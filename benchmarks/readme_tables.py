@@ -1,7 +1,8 @@
-"""Writes the README's measured tables from the files in benchmarks/results, between their markers.
+"""Writes the measured tables of the README and of pages in docs from the files in benchmarks/results, between their
+markers.
 
-    python benchmarks/readme_tables.py            rewrites README.md
-    python benchmarks/readme_tables.py --check    exit code 1 when README.md says something else
+    python benchmarks/readme_tables.py            rewrites the pages
+    python benchmarks/readme_tables.py --check    exit code 1 when one of them says something else
 
 Knows the result files' names and no device.
 """
@@ -12,17 +13,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from benchmarks import attention_tables, cpu_tables, engine_tables, fault_tables
+from benchmarks import attention_feature_tables, attention_tables, cpu_tables, engine_tables, fault_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 
 TABLES: dict[str, Callable[[Path], str | None]] = {
     "forward": attention_tables.forward,
     "backward": attention_tables.backward,
     "decode": attention_tables.decode,
     "goals": attention_tables.goals,
+    "shapes": attention_feature_tables.shapes,
+    "features": attention_feature_tables.features,
+    "patterns": attention_feature_tables.patterns,
     "linear": attention_tables.linear,
     "serving": engine_tables.serving,
     "longcontext": engine_tables.longcontext,
@@ -33,26 +38,28 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
 }
 
 
-def rewritten(readme: str) -> str:
+def rewritten(page: str) -> str:
     """With every table between its markers; one whose markers are not there, or that has no results, is left out."""
     for name, make in TABLES.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-        before, found, rest = readme.partition(begin)
+        before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if bool(found) != bool(closed):
-            raise SystemExit(f"README.md has no whole {begin.strip()} ... {end.strip()}")
+            raise SystemExit(f"a page has no whole {begin.strip()} ... {end.strip()}")
         text = make(RESULTS) if found else None
         if text is not None:
-            readme = f"{before}{begin}{text}\n{end}{after}"
-    return readme
+            page = f"{before}{begin}{text}\n{end}{after}"
+    return page
 
 
 def main() -> None:
-    text = README.read_text()
-    wanted = rewritten(text)
+    texts = {page: page.read_text() for page in PAGES}
+    wanted = {page: rewritten(text) for page, text in texts.items()}
     if "--check" in sys.argv[1:]:
-        sys.exit(int(wanted != text))
-    README.write_text(wanted)
+        sys.exit(int(wanted != texts))
+    for page, text in wanted.items():
+        if text != texts[page]:
+            page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ RECORDINGS = (
     Recording("attention_decode", "attention", 90, ("decode", "fp8_kv", "latency"), "fa3"),
     Recording("attention_decode_flashinfer", "attention", 90, ("decode", "shared_prefix"), "flashinfer"),
     Recording("attention_options", "attention", 150, _OPTIONS, "fa3"),
+    Recording("attention_features", "attention", 240, ("shapes", "features", "patterns", "--flex"), "fa3"),
     Recording("serving", "serving", 560, ("--vllm-args", '{"max_num_batched_tokens": 8192}'), "vllm"),
     Recording("serving_http", "serving", 560, _HTTP, "vllm"),
     Recording("serving_transformers", "serving", 400, _BESIDE_TRANSFORMERS, devices=CPU),

@@ -16,6 +16,7 @@ from benchmarks import attention_timing, attention_torch
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_contenders import REGISTRY
 from benchmarks.attention_inputs import Tensors
+from benchmarks.attention_masks import SOFTCAP, WINDOW
 from benchmarks.attention_truth import Truth, acceptable
 
 FORWARD = Cell("forward", 2, 24, 24, 4, 2, 16, True)
@@ -23,14 +24,20 @@ DECODE = Cell("decode", 3, 1, 128, 4, 2, 16, False, page=32)
 CHUNK = Cell("chunk", 2, 40, 128, 4, 2, 16, True, page=32)
 VARLEN = Cell("varlen", 3, 150, 150, 4, 4, 16, True, lengths=(70, 150, 20))
 SHARED = Cell("shared_prefix", 4, 1, 150, 4, 2, 16, False, page=16, shared=96)
+WINDOWED = replace(FORWARD, section="features", option=WINDOW, amount=7)
+CAPPED = replace(FORWARD, section="features", option=SOFTCAP, amount=5)
 FLOAT8 = Cell("fp8_forward", 2, 64, 64, 2, 2, 64, False)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int = -1, softcap: float = 0.0) -> Tensor:
     """`[rows, heads, head_dim]` over `[keys, kv_heads, head_dim]`, bottom-right aligned."""
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if window >= 0:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).tril(-1 - window), -torch.inf)
     if causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -50,10 +57,19 @@ def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, causal: 
     return torch.stack(outs)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, **descale: Tensor) -> Tensor:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    **descale: Tensor,
+) -> Tensor:
+    assert window_size[1] in (-1, 0)
     scales = [descale.get(f"{name}_descale") for name in "qkv"]
     q, k, v = (x if s is None else x.float() * s[:, None, :, None] for x, s in zip((q, k, v), scales, strict=True))
-    return torch.stack([attention(*x, causal) for x in zip(q, k, v, strict=True)])
+    return torch.stack([attention(*x, causal, window_size[0], softcap) for x in zip(q, k, v, strict=True)])
 
 
 def scheduler_metadata(
@@ -211,10 +227,13 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(CHUNK, section="paged"),
             SHARED,
             FLOAT8,
+            replace(FORWARD, section="shapes", head_dim=80),
+            WINDOWED,
+            CAPPED,
         )
         if cell.section in REGISTRY[name].makes
     ],
-    ids=lambda x: x if isinstance(x, str) else f"{x.section}-{x.mask}",
+    ids=lambda x: x if isinstance(x, str) else f"{x.section}-{x.option or x.mask}",
 )
 def test_a_peer_gets_the_cells_problem(name: str, cell: Cell) -> None:
     tensors = Tensors.random(cell, torch.device("cpu"))

@@ -16,6 +16,7 @@ from benchmarks.attention_cells import Cell
 from benchmarks.attention_contenders import REGISTRY, Contender, chosen
 from benchmarks.attention_grid import select
 from benchmarks.attention_inputs import Tensors, block_pattern
+from benchmarks.attention_masks import ALIBI, DOCUMENTS, GLOBAL_WINDOW, PREFIX_LM, SINKS, SOFTCAP, WINDOW
 from benchmarks.attention_registry import FLEX, OURS, found
 from benchmarks.attention_report import Result
 from benchmarks.attention_torch import key_padding_mask
@@ -31,6 +32,15 @@ PADDING = Cell("padding", 3, 40, 40, 4, 4, 16, False, lengths=(40, 7, 25))
 SHARED = Cell("shared_prefix", 4, 1, 150, 4, 2, 16, False, page=16, shared=96)
 SPARSE = Cell("block_sparse", 1, 512, 512, 2, 2, 16, False, density=0.5)
 DROPOUT = Cell("dropout", 2, 256, 256, 4, 4, 16, True, dropout=0.1)
+SHAPES = Cell("shapes", 1, 64, 64, 2, 2, 80, True, dtype="float16")
+FEATURES = [
+    Cell("features", 1, 512, 512, 4, 2, 64, True, option=option, amount=amount)
+    for option, amount in ((WINDOW, 200), (SOFTCAP, 50), (SINKS, 0), (ALIBI, 0))
+]
+PATTERNS = [
+    Cell("patterns", 1, 512, 512, 2, 2, 64, option != PREFIX_LM, option=option, amount=amount)
+    for option, amount in ((GLOBAL_WINDOW, 150), (PREFIX_LM, 200), (DOCUMENTS, 4))
+]
 FLOAT8_FORWARD = Cell("fp8_forward", 1, 200, 200, 2, 2, 64, True)
 FLOAT8 = Cell("fp8_kv", 2, 1, 128, 4, 2, 16, False, page=64)
 CELLS = [
@@ -49,6 +59,10 @@ CELLS = [
     SPARSE,
     DROPOUT,
     FLOAT8,
+    SHAPES,
+    *FEATURES,
+    replace(DROPOUT, section="features"),
+    *PATTERNS,
     FLOAT8_FORWARD,
     replace(FLOAT8_FORWARD, section="fp8_error", causal=False),
 ]
@@ -62,7 +76,7 @@ def ours_of(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
 @pytest.mark.parametrize(
     ("name", "cell"),
     [(n, c) for n, c in ours_of(CELLS) if n not in CUDA_ONLY],
-    ids=lambda x: x if isinstance(x, str) else f"{x.section}-{x.mask}",
+    ids=lambda x: x if isinstance(x, str) else f"{x.section}-{x.option or x.mask}",
 )
 def test_our_contenders_are_right_on_cpu(name: str, cell: Cell) -> None:
     contender = REGISTRY[name]
@@ -118,7 +132,7 @@ def test_padding_masks_of_users_are_what_ours_sees(causal: bool) -> None:
         assert torch.equal(visible(cell, b, torch.arange(40), 40), mask[b, 0])
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.section}-{c.mask}")
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.section}-{c.option or c.mask}")
 def test_every_sampled_row_sees_something(cell: Cell) -> None:
     for b in range(cell.batch):
         rows = sampled_rows(cell, b)
@@ -135,6 +149,9 @@ def test_visible_pairs_are_those_that_are_counted() -> None:
             pairs += int(visible(cell, b, torch.arange(rows), keys).sum())
         half_diagonals = sum(cell.lengths or (cell.seqlen_q,)) / 2 if cell.causal else 0  # a square's half has none
         assert pairs == cell.pairs + half_diagonals
+    for cell in (*FEATURES, *PATTERNS):
+        seen = int(visible(cell, 0, torch.arange(512), 512).sum())
+        assert seen - 512 // 2 <= cell.pairs <= seen  # a half's diagonal is whole
 
 
 def test_the_error_of_a_wrong_mask_is_large_and_of_nan_is_nan() -> None:
