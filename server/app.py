@@ -30,7 +30,7 @@ from server.files.body import StreamedBody
 from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
-from server.middleware import Authentication, OriginForm, RequestContext
+from server.middleware import Authentication, NoWebSocket, OriginForm, RequestContext
 from server.training import Training
 
 
@@ -118,6 +118,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     blocks = settings.kv_offload_dir
     salts = None if blocks is None else block_files.secret(blocks)  # None: new ones each time
     app.add_middleware(Authentication, keys=keys, secret=salts)
+    app.add_middleware(NoWebSocket)
     app.add_middleware(RequestContext, metrics=lifecycle.metrics)
     app.add_middleware(OriginForm)
     return app

@@ -12,13 +12,14 @@ import sys
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from server.errors import InvalidRequest, LongwaveError, ServerOverloaded
+from server.errors import HeadersTooLarge, InvalidRequest, LongwaveError, ServerOverloaded
 
 logger = logging.getLogger("longwave")
 
 OWN_FILES = 128  # what this process opens that is no client's connection: databases, uploads, pipes, libraries
 MOST_FILES = 65_536  # more than anybody's clients need
 BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
+HEADER_BYTES = 16 * 2**10  # of a request line and headers that have not wholly come
 TURNS = 4  # of the event loop, from a connection that is accepted to its end when it is refused: asyncio's
 TELL_SECONDS = 60.0  # between two lines in the log about one thing that lasts
 
@@ -86,8 +87,18 @@ class ImpatientProtocol(H11Protocol):
         self._was_read()
         super().connection_lost(exc)
 
+    def _get_upgrade(self) -> bytes | None:
+        """To nothing: RFC 9110, 7.8, lets a server go on in HTTP/1.1, where uvicorn would write two warnings."""
+        return None
+
     def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest(msg))
+        """Called where h11's error is handled, which knows the status."""
+        failure = sys.exception()
+        if isinstance(failure, h11.RemoteProtocolError) and failure.error_status_hint == HeadersTooLarge.status:
+            message = f"The request line and headers, or a chunk's header, are longer than {HEADER_BYTES} bytes."
+            self._refuse(HeadersTooLarge(message))
+        else:
+            self._refuse(InvalidRequest(msg))
 
     def _refuse(self, error: LongwaveError) -> None:
         """What came is no request, or too many have come: told as every failure is, and the connection is closed. An

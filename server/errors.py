@@ -20,7 +20,8 @@ LongwaveError
 │   ├── TrainingDiverged      400  training_diverged
 │   ├── RequestTimeout        408  request_timeout
 │   ├── PayloadTooLarge       413  payload_too_large
-│   └── UnsupportedMediaType  415  unsupported_media_type
+│   ├── UnsupportedMediaType  415  unsupported_media_type
+│   └── HeadersTooLarge       431  headers_too_large
 ├── QuotaExceeded             429  insufficient_quota
 ├── InsufficientStorage       507  insufficient_storage
 ├── ServerOverloaded          503  server_is_overloaded   (+ Retry-After)
@@ -191,6 +192,11 @@ class PayloadTooLarge(InvalidRequest):
 class UnsupportedMediaType(InvalidRequest):
     status = 415
     code = "unsupported_media_type"
+
+
+class HeadersTooLarge(InvalidRequest):
+    status = 431
+    code = "headers_too_large"
 
 
 class QuotaExceeded(LongwaveError):  # noqa: N818

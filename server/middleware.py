@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from server.asgi import BODY_METHODS, ASGIApp, Message, Receive, Scope, Send, header, send_error, unread
-from server.errors import InvalidApiKey, RequestFailedError
+from server.errors import InvalidApiKey, InvalidRequest, RequestFailedError
 from server.metrics import Metrics
 
 access_log = logging.getLogger("longwave.access")
@@ -88,6 +88,20 @@ class RequestContext:
             level = logging.DEBUG if self._last_polled.get(route, 200) == status else logging.INFO
             self._last_polled[route] = status
         access_log.log(level, "%s %s %d %.3fs %s", scope["method"], route, status, seconds, request_id)
+
+
+class NoWebSocket:
+    """Says so to whoever asks for one: the answer to the plain GET would tell nothing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (header(scope, b"upgrade") or "").strip().lower() != "websocket":
+            return await self.app(scope, receive, send)
+        message = 'WebSocket is not served: send plain HTTP requests; with `"stream": true` answers come as events.'
+        rest = unread(scope, receive) if scope["method"] in BODY_METHODS else None
+        return await send_error(send, InvalidRequest(message), unread=rest)
 
 
 class Authentication:

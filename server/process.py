@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from server.connections import BACKLOG, ImpatientProtocol, connection_limits, raise_file_limit
+from server.connections import BACKLOG, HEADER_BYTES, ImpatientProtocol, connection_limits, raise_file_limit
 from server.errors import EngineUnavailable
 from server.lifecycle import Lifecycle, Phase
 from server.settings import Settings
@@ -80,6 +80,7 @@ def uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
         app,
         http=type("Protocol", (ImpatientProtocol,), {"header_timeout": settings.header_timeout, "most": most}),
         backlog=backlog,
+        h11_max_incomplete_event_size=HEADER_BYTES,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -12,9 +12,10 @@ import pytest
 from scripted_engine import LIMIT, live_server, wait_until
 
 from server import process
-from server.connections import MOST_FILES, TURNS, connection_limits, raise_file_limit
+from server.connections import HEADER_BYTES, MOST_FILES, TURNS, connection_limits, raise_file_limit
 
 ASK = b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n"
+CLOSE = ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 FILES, MANY = 64, 300
 #: A server that may open few files, and says its port and nothing else.
 SERVER = f"""
@@ -68,6 +69,32 @@ def test_what_is_no_http_is_refused_in_openai_s_shape(sent: bytes) -> None:
     assert b"\r\nx-request-id: " in head
     error = json.loads(body)["error"]
     assert error == {"message": error["message"], "type": "invalid_request_error", "param": None, "code": None}
+
+
+@pytest.mark.parametrize("start", [b"GET /", b"GET /v1/models HTTP/1.1\r\nHost: here\r\nX-Large: "])
+def test_headers_without_end_are_refused_with_their_limit(start: bytes) -> None:
+    with live_server() as server, connect(server.port) as client:
+        client.sendall(start + b"a" * HEADER_BYTES)
+        head, body = whole(client)
+    assert head.startswith(b"HTTP/1.1 431 ")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "headers_too_large")
+    assert f"{HEADER_BYTES} bytes" in error["message"]
+
+
+def test_a_websocket_is_refused_by_name_and_other_upgrades_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    websocket = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    http_2 = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n"
+    with live_server() as server, connect(server.port) as client:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n" + http_2)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"GET /v1/realtime HTTP/1.1\r\nHost: here\r\n" + websocket + CLOSE)
+        head, body = whole(client)
+    assert head.startswith(b"HTTP/1.1 400 ")
+    answer, _, last = body.partition(b"HTTP/1.1 ")
+    assert "WebSocket is not served" in json.loads(answer)["error"]["message"]
+    assert last.startswith(b"200 ")
+    assert [record.message for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
 def test_a_connection_too_many_is_told_to_come_again_and_the_rest_are_served(
