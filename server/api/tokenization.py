@@ -15,7 +15,7 @@ router = APIRouter(route_class=StrictJSONRoute, tags=["tokenization"])
 async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: OriginDep) -> Response:
     """The tokens of a text, or of a conversation in the model's chat template."""
     generator = lifecycle.accepting(body.model, origin.owner)
-    tokens = await generator.encode(body.text(), add_special_tokens=body.add_special_tokens is not False)
+    tokens = await generator.tokenize(body.text(), add_special_tokens=body.add_special_tokens is not False)
 
     def reply() -> str:
         strings = [generator.tokenizer.vocabulary_piece(token) for token in tokens] if body.return_token_strs else None

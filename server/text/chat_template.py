@@ -45,13 +45,16 @@ def any_length(_pieces: Pieces) -> None:
 
 
 async def encode_chat(
-    tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None] = any_length
+    tokenizer: TextTokenizer,
+    prompt: ChatPrompt,
+    check_length: Callable[[Pieces], None] = any_length,
+    *,
+    fits: bool = True,
 ) -> list[int]:
-    """`check_length` is called in a thread with the rendered text, and may raise before that is encoded. With
-    any_length the thread is that of what need not fit the model's context.
-    Raises InvalidRequest when the model has no template or its template refuses the messages."""
+    """`check_length` is called in a thread with the rendered text, and may raise before that is encoded. `fits`
+    is in_thread's. Raises InvalidRequest when the model has no template or its template refuses the messages."""
     encode = partial(_encode, tokenizer, prompt, check_length)
-    return await tokenizer.in_thread(encode, prompt.num_characters, fits=check_length is not any_length)
+    return await tokenizer.in_thread(encode, prompt.num_characters, fits=fits)
 
 
 def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None]) -> list[int]:

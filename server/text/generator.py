@@ -9,13 +9,14 @@ from functools import partial
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady
 from server.engine.token_ids import TokenIds
-from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError
+from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError, PayloadTooLarge
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt, Pieces, any_length, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
 from server.text.tokenizer import TextTokenizer
 
 LIKELY_CHARACTERS = 8  # of a token: texts have about four, and one that is longer is rarely one that fits
+MOST_TOKENIZED = 2**18  # tokens that are given of a text, or as many as the context has, where that is longer
 COUNTED_TOO_MANY = 1.25  # times what fits, counted in pieces: however they were cut, the whole does not fit
 
 
@@ -88,19 +89,39 @@ class Generator:
         for generation in list(self._open):
             generation.fail(error)
 
+    async def tokenize(self, prompt: ChatPrompt | str, *, add_special_tokens: bool) -> Sequence[int]:
+        """Of a text that need not fit the context. Raises PayloadTooLarge, InvalidRequest."""
+        limit = max(MOST_TOKENIZED, self.ready.max_model_len)
+
+        def check(at_least: int) -> None:
+            if at_least > limit:
+                message = (
+                    f"The text has at least {at_least} tokens: {limit} are given at most. Please send it in pieces."
+                )
+                raise PayloadTooLarge(message, param="prompt" if isinstance(prompt, str) else "messages")
+
+        def check_length(pieces: Pieces) -> None:
+            check(self._fewest_tokens(limit, pieces))
+
+        tokens = await self.encode(prompt, add_special_tokens=add_special_tokens, check_length=check_length, fits=False)
+        check(len(tokens))
+        return tokens
+
     async def encode(
         self,
         prompt: Prompt,
         *,
         add_special_tokens: bool = True,
         check_length: Callable[[Pieces], None] = any_length,
+        fits: bool = True,
     ) -> Sequence[int]:
-        """`check_length` is called with a text before that is encoded, where that is encoded, and may raise."""
+        """`check_length` is called with a text before that is encoded, where that is encoded, and may raise. `fits`:
+        whether that is for what fits the model's context."""
         if isinstance(prompt, ChatPrompt):
-            return await encode_chat(self.tokenizer, prompt, check_length)
+            return await encode_chat(self.tokenizer, prompt, check_length, fits=fits)
         if isinstance(prompt, str):
             encode = partial(self._encode_text, prompt, add_special_tokens, check_length)
-            return await self.tokenizer.in_thread(encode, len(prompt), fits=check_length is not any_length)
+            return await self.tokenizer.in_thread(encode, len(prompt), fits=fits)
         if prompt and prompt.largest() >= self.ready.vocab_size:
             raise self._beyond_vocabulary("prompt")
         return prompt
@@ -157,18 +178,24 @@ class Generator:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_text(self, job: Job, pieces: Pieces) -> None:
-        """Megabytes that cannot fit are not encoded: not whatever tokens they are, and not where they have many more
-        than fit as far as one has counted."""
-        limit = self.ready.max_model_len
         with _about(job.prompt_field):
-            self._admission.check_at_least(sum(self.tokenizer.fewest_tokens(text) for text, _ in pieces))
-            if sum(len(text) for text, _ in pieces) <= LIKELY_CHARACTERS * limit:
-                return
-            counted, enough = 0, int(limit * COUNTED_TOO_MANY) + 1
-            for text, plain in pieces:
-                counted += self.tokenizer.count_up_to(enough - counted, text, plain=plain)
-            if counted >= enough:
-                self._admission.check_at_least(int(counted / COUNTED_TOO_MANY))
+            self._admission.check_at_least(self._fewest_tokens(self.ready.max_model_len, pieces))
+
+    def _fewest_tokens(self, limit: int, pieces: Pieces) -> int:
+        """So many tokens, or more, they have. Megabytes that have more than `limit` are not encoded: not whatever
+        tokens they are, and not where they have many more as far as one has counted. That takes as long as encoding:
+        texts of a usual length are counted only where samples of them have too many."""
+        fewest = sum(self.tokenizer.fewest_tokens(text) for text, _ in pieces)
+        characters = sum(len(text) for text, _ in pieces)
+        if fewest > limit or characters <= limit:
+            return fewest
+        usual = characters <= LIKELY_CHARACTERS * limit
+        if usual and sum(self.tokenizer.estimate(text, plain=plain) for text, plain in pieces) <= limit:
+            return fewest
+        counted, enough = 0, int(limit * COUNTED_TOO_MANY) + 1
+        for text, plain in pieces:
+            counted += self.tokenizer.count_up_to(enough - counted, text, plain=plain)
+        return int(counted / COUNTED_TOO_MANY) if counted >= enough else fewest
 
     def _check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.ready.vocab_size):

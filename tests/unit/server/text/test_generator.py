@@ -9,15 +9,17 @@ import pytest
 from scripted_engine import MAX_MODEL_LEN, LiveServer, wait_until
 
 from models.batch import SamplingParams
+from server.text import generator
 from server.text.generation import Job
 from server.text.tokenizer import INLINE_CHARACTERS
 
 NUM_PROMPTS = 32
+USER = {"role": "user"}
 
 
 def test_many_short_prompts_leave_the_event_loop_its_turns(server: LiveServer) -> None:
-    generator = server.lifecycle.generator
-    assert generator is not None
+    opened = server.lifecycle.generator
+    assert opened is not None
     job = Job("job", ("hi",) * NUM_PROMPTS, SamplingParams(), max_tokens=1, arrival_time=time.monotonic())
 
     async def turns_while_opening() -> int:
@@ -30,7 +32,7 @@ def test_many_short_prompts_leave_the_event_loop_its_turns(server: LiveServer) -
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        generation = await generator.open(job)
+        generation = await opened.open(job)
         counting.cancel()
         await generation.aclose()
         return turns
@@ -58,6 +60,36 @@ def test_a_text_that_no_tokens_could_make_fit_is_refused_before_it_is_encoded(
     assert (reply.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     assert "at least" in error["message"]
     assert not encoded
+
+
+def test_tokens_are_given_of_texts_beyond_the_context_up_to_a_limit(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "MOST_TOKENIZED", 2 * MAX_MODEL_LEN)
+    with server.client() as client:
+        assert client.post("/tokenize", json={"prompt": "x" * 2 * MAX_MODEL_LEN}).json()["count"] == 2 * MAX_MODEL_LEN
+        for field, text in (("prompt", "x" * (2 * MAX_MODEL_LEN + 1)), ("messages", [USER | {"content": "x" * 10**6}])):
+            reply = client.post("/tokenize", json={field: text})
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"], error["param"]) == (413, "payload_too_large", field)
+            assert f"{2 * MAX_MODEL_LEN} are given" in error["message"]
+
+
+@pytest.mark.parametrize("text", ["x" * 2**18, "<|im_end|>" * 2**16])
+def test_a_text_of_usual_length_with_too_many_tokens_is_refused_before_it_is_encoded(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    assert server.lifecycle.generator is not None
+    tokenizer = server.lifecycle.generator.tokenizer
+    encoded: list[str] = []
+    for name in ("encode", "encode_plain"):
+        monkeypatch.setattr(tokenizer, name, lambda text, **_: encoded.append(text) or [1])
+    monkeypatch.setattr(generator, "MOST_TOKENIZED", 2**17)
+    with server.client() as client:
+        assert client.post("/tokenize", json={"messages": [USER | {"content": text}]}).status_code == 413
+        assert not encoded
+        assert client.post("/tokenize", json={"messages": [USER | {"content": "he" * 2**16}]}).json()["count"] == 1
+    assert len(encoded) == 1
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])

@@ -7,7 +7,7 @@ from scripted_engine import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from server.text.tokenizer import INLINE_CHARACTERS, PIECE_CHARACTERS, TextTokenizer
+from server.text.tokenizer import INLINE_CHARACTERS, PIECE_CHARACTERS, SAMPLE_EVERY, TextTokenizer
 
 
 @pytest.mark.parametrize("text", ["hello", "héllo 🙂 日本", "<|im_end|>", "a\x00b", ""])
@@ -41,6 +41,12 @@ def test_tokens_are_counted_no_further_than_one_wants_to_know(tokenizer: TextTok
     assert tokenizer.count_up_to(PIECE_CHARACTERS + 1, text, plain=True) == 2 * PIECE_CHARACTERS
     assert tokenizer.count_up_to(0, text, plain=True) == 0
     assert tokenizer.count_up_to(10**9, "<|im_end|>" * 9, plain=False) == 9
+
+
+def test_tokens_are_estimated_by_samples(tokenizer: TextTokenizer) -> None:
+    text = "he" * (20 * SAMPLE_EVERY) + "<|im_end|>" * (4 * SAMPLE_EVERY)
+    for plain, tokens in ((True, 60 * SAMPLE_EVERY), (False, 24 * SAMPLE_EVERY)):
+        assert tokenizer.estimate(text, plain=plain) == pytest.approx(tokens, rel=0.1)
 
 
 def test_nothing_is_known_of_lengths_where_a_token_may_take_more_than_it_spells() -> None:
