@@ -70,28 +70,40 @@ class StepGraphs:
 
     def record_one(self) -> bool:
         """Records one graph more: the largest of every kind first, then those of few rows, and of one level before
-        those of several. False: there are all."""
+        those of several; then one for which there was no memory, where it is time. False: nothing is to be done now."""
         for key in [*self.largest(), *sorted(self._keys, key=_in_turn)]:
             if key not in self._recorded and key not in self._without:
                 self.record(key)
                 return self.refusal is None
-        return False
+        missing = [key for key in self._keys if key in self._without]
+        if not missing or self.refusal is not None or self._clock() < self._again:
+            return False
+        self._try(min(missing, key=self._without.__getitem__))  # how often each was tried
+        return True
 
-    @torch.inference_mode()
+    @property
+    def num_missing(self) -> int:
+        """Graphs for which there was no memory."""
+        return len(self._without)
+
     def record(self, key: GraphKey) -> bool:
         """If need be (0.1 s). Returns whether the graph is there: not where it found no memory (somebody may give some
-        back: one of those is tried again after a while), nor for a model that waits for the device in the middle of a
-        step."""
+        back: one of those is tried again after a while, for a step only where no moment was quiet for as long again),
+        nor for a model that waits for the device in the middle of a step."""
         if key in self._recorded:
             return True
-        if self.refusal is not None or (key in self._without and self._clock() < self._again):
+        if self.refusal is not None or (key in self._without and self._clock() < self._again + self._wait):
             return False
+        return self._try(key)
+
+    @torch.inference_mode()
+    def _try(self, key: GraphKey) -> bool:
         try:
             self._recorded[key] = self._recorder.record(key)
             if key in self._without:
                 logger.info("there is memory again: the graph of %s is recorded", key)
                 del self._without[key]
-                self._again, self._wait = self._clock(), FIRST_WAIT
+                self._again, self._wait = self._clock() - FIRST_WAIT, FIRST_WAIT
         except torch.OutOfMemoryError:
             self._set_back(key)
         except HostWaitsError as error:

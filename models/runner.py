@@ -146,8 +146,12 @@ class ModelRunner(StepLauncher):
                 self._stages.end("graphs")
 
     def prepare(self) -> bool:
-        """Records one kind of steps more (0.1 s), for moments without requests. False: there is nothing left to do."""
+        """Records one kind of steps more (0.1 s), for moments without requests. False: nothing is to be done now."""
         return self._graphs is not None and self._graphs.record_one()
+
+    def missing_graphs(self) -> int:
+        """Kinds of steps that are not recorded for want of memory."""
+        return 0 if self._graphs is None else self._graphs.num_missing
 
     def _make_graphs(self) -> StepGraphs:
         return StepGraphs(

@@ -47,6 +47,7 @@ class EngineCollector(Collector):
             ("num_requests_waiting", "Requests waiting for their first step.", stats.num_waiting),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
             ("last_step_tokens", "Tokens of the engine's last step.", stats.step_tokens),
+            ("cuda_graphs_missing", "CUDA graphs for which there was no memory.", stats.missing_graphs),
         ):
             gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
             gauge.add_metric(self._labels, value)

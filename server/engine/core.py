@@ -61,7 +61,7 @@ class EngineCore:
         self._next_stats = 0.0
         self._longest_turn = longest_turn
         self._checked = True  # integrity, since the last step
-        self._prepared = False  # whether nothing is left to do in quiet moments
+        self._prepared = False  # whether nothing was left to do in the last quiet moment
 
     def ready(self) -> EngineReady:
         loaded = self.loaded
@@ -110,7 +110,7 @@ class EngineCore:
         outbox += self.loading.finished()
         outbox += self.scheduler.open.expire()
         outbox += self._step()
-        if not self._prepared and not self.has_work:
+        if not self.has_work and (not self._prepared or self.clock() >= self._next_stats):
             self._prepared = not self.loaded.prepare()
         now = self.clock()
         self._longest_turn = max(self._longest_turn, now - begin)
@@ -148,6 +148,7 @@ class EngineCore:
             num_drafts=drafts.num_drafts,
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
+            missing_graphs=self.loaded.missing_graphs(),
             longest_turn=self._longest_turn,
         )
 

@@ -37,7 +37,9 @@ class Lives:
 
 def _of_nobody(stats: EngineStats) -> EngineStats:
     offload = None if stats.offload is None else replace(stats.offload, num_held=0)
-    changes = dict.fromkeys(("num_running", "num_waiting", "num_blocks", "num_free_blocks", "step_tokens"), 0)
+    changes = dict.fromkeys(
+        ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "step_tokens", "missing_graphs"), 0
+    )
     return msgspec.structs.replace(
         stats, **changes, running_adapters=(), waiting_adapters=(), offload=offload, longest_turn=0.0
     )

@@ -103,6 +103,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     num_drafts: int = 0  # counters since start: sequences of steps with guessed tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    missing_graphs: int = 0  # CUDA graphs for which there was no memory
     longest_turn: float = 0.0  # seconds that a step has kept it silent, or is expected to
 
 

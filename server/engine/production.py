@@ -88,6 +88,7 @@ def _make(
         probe=torch.cuda.synchronize if on_gpu else _host_is_there,
         free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,
         prepare=runner.prepare,
+        missing_graphs=runner.missing_graphs,
         kernel_calls=dispatch.calls,
         host_memory=runner.host_memory,
         fingerprint=runner.fingerprint,

@@ -97,7 +97,8 @@ class LoadedRunner:
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more
     free_memory: Callable[[], None] = _nothing  # gives cached memory back before a retry
-    prepare: Callable[[], bool] = _nothing_left  # of later steps, one thing at a time (0.1 s); False: all is there
+    prepare: Callable[[], bool] = _nothing_left  # of later steps, one thing at a time (0.1 s); False: nothing now
+    missing_graphs: Callable[[], int] = int  # for which there was no memory
     kernel_calls: Callable[[], dict[str, int]] = dict
     host_memory: HostMemory | None = None  # for blocks that the device gives up
     fingerprint: Callable[[], bytes] = bytes  # of what keys and values depend on besides tokens: 32 bytes

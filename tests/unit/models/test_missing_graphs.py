@@ -50,13 +50,15 @@ def test_a_graph_is_tried_again_once_memory_may_have_been_given_back(
     caplog.set_level(logging.INFO, "models.graphs")
     assert not made.graphs.record(FIRST)
     made.recorder.is_full = False
-    made.now += FIRST_WAIT - 1
+    assert made.graphs.num_missing == 1
+    made.now += 2 * FIRST_WAIT - 1
     assert not made.graphs.record(FIRST)
     assert made.recorder.asked == [FIRST]
     made.now += 1
     assert made.graphs.record(FIRST)
     assert made.graphs.record(FIRST)
     assert made.recorder.asked == [FIRST, FIRST]
+    assert made.graphs.num_missing == 0
     missing, found = caplog.messages
     assert "(time 1, 1 graphs are missing)" in missing
     assert "there is memory again" in found
@@ -74,8 +76,8 @@ def test_of_all_that_are_missing_one_is_tried_at_a_time_and_less_and_less_often(
                 assert not made.graphs.record(key)
         assert len(made.recorder.asked) == tried + 1
         waits.append(made.now - begin)
-    assert waits[:4] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, 8 * FIRST_WAIT]
-    assert waits[-1] == LONGEST_WAIT
+    assert waits[:4] == [2 * FIRST_WAIT, 4 * FIRST_WAIT, 8 * FIRST_WAIT, 16 * FIRST_WAIT]
+    assert waits[-1] == 2 * LONGEST_WAIT
 
 
 def test_one_that_was_never_tried_waits_for_nobody(made: Made) -> None:
@@ -87,15 +89,47 @@ def test_one_that_was_never_tried_waits_for_nobody(made: Made) -> None:
 def test_when_one_has_found_memory_the_others_are_tried_at_once(made: Made) -> None:
     for key in (FIRST, SECOND):
         assert not made.graphs.record(key)
-    made.now += FIRST_WAIT
+    made.now += 2 * FIRST_WAIT
     made.recorder.is_full = False
     assert made.graphs.record(FIRST)
     assert made.graphs.record(SECOND)
 
 
-def test_quiet_moments_are_not_spent_on_what_there_is_no_memory_for(made: Made) -> None:
-    tried = 0
+def all_are_missing(made: Made) -> None:
     while made.graphs.record_one():
-        tried += 1
-        made.now += LONGEST_WAIT
-    assert tried == len(SHAPES) == len(made.recorder.asked)
+        pass
+    assert made.graphs.num_missing == len(SHAPES) == len(made.recorder.asked)
+    made.recorder.asked.clear()
+
+
+def test_a_quiet_moment_is_spent_on_one_that_is_missing_once_it_is_time(made: Made) -> None:
+    all_are_missing(made)
+    for wait in (FIRST_WAIT, 2 * FIRST_WAIT):
+        made.now += wait - 1
+        assert not made.graphs.record_one()
+        made.now += 1
+        assert made.graphs.record_one()
+        assert not made.graphs.record_one()
+    first, second = made.recorder.asked
+    assert first != second
+
+
+def test_no_step_waits_for_what_a_quiet_moment_may_try(made: Made) -> None:
+    all_are_missing(made)
+    for _ in range(20):
+        made.now += FIRST_WAIT / 2
+        made.graphs.record_one()
+    tried = len(made.recorder.asked)
+    assert tried > 1
+    for shape in SHAPES:
+        assert not made.graphs.record(GraphKey(shape))
+    assert len(made.recorder.asked) == tried
+
+
+def test_quiet_moments_fill_all_gaps_once_there_is_memory(made: Made) -> None:
+    all_are_missing(made)
+    made.recorder.is_full = False
+    made.now += FIRST_WAIT
+    while made.graphs.record_one():
+        pass
+    assert made.graphs.num_missing == 0

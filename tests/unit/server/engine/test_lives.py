@@ -10,7 +10,7 @@ from server.engine.offload_stats import DiskStats, OffloadStats
 
 DISK_STATS = DiskStats(4, 5, 6, 1, is_full=True)
 OFFLOAD = OffloadStats(8, 3, 100, 9, 8, 7, 6, 5, 4, DISK_STATS)
-STATS = EngineStats(2, 1, 10, 4, 100, 50, 3, 40, 30, {"a": 7}, 5, 4, ("x",), ("y",), 6, OFFLOAD, 3, 2, 1, 0.5)
+STATS = EngineStats(2, 1, 10, 4, 100, 50, 3, 40, 30, {"a": 7}, 5, 4, ("x",), ("y",), 6, OFFLOAD, 3, 2, 1, 9, 0.5)
 
 
 def test_a_first_life_is_shown_as_it_is() -> None:
@@ -24,7 +24,7 @@ def test_counts_of_all_lives_add_up_and_nobody_runs_between_them() -> None:
     between = lives.end()
     assert between is not None
     assert between == lives.end()
-    assert (between.num_running, between.num_waiting, between.num_blocks, between.running_adapters) == (0, 0, 0, ())
+    assert (between.num_running, between.num_waiting, between.missing_graphs, between.running_adapters) == (0, 0, 0, ())
     assert [getattr(between, name) for name in STEPS] == [getattr(STATS, name) for name in STEPS]
     for _ in range(2):  # what one engine reports again is counted once
         shown = lives.report(msgspec.structs.replace(STATS, kernel_calls={"a": 1, "b": 2}))
@@ -40,7 +40,15 @@ def test_counts_of_all_lives_add_up_and_nobody_runs_between_them() -> None:
 
 
 def test_every_number_is_a_count_or_known_as_a_state() -> None:
-    states = {"num_running", "num_waiting", "num_blocks", "num_free_blocks", "step_tokens", "max_loras"}
+    states = {
+        "num_running",
+        "num_waiting",
+        "num_blocks",
+        "num_free_blocks",
+        "step_tokens",
+        "max_loras",
+        "missing_graphs",
+    }
     numbers = {field.name for field in msgspec.structs.fields(EngineStats) if field.type is int}
     assert numbers == states | set(STEPS)
     assert {field.name for field in fields(OffloadStats)} - set(BLOCKS) == {

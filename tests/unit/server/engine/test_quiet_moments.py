@@ -38,10 +38,17 @@ def test_one_thing_is_prepared_a_turn_without_waiting_until_all_is_there() -> No
     for turn in range(1, 8):
         engine.turn()
         assert len(calls) == min(turn, 4)
+        engine.now -= 1.0  # the next statistics are not due
     assert link.timeouts[:4] == [0.0] * 4
-    engine.now -= 7.0  # the next statistics are not due
-    engine.turn()
     assert link.timeouts[-1] > 0
+
+
+def test_whether_there_is_more_to_prepare_is_asked_with_each_sign_of_life() -> None:
+    engine, link, calls = engine_with(0)
+    for turn in range(1, 8):
+        engine.turn()
+        assert len(calls) == turn == len(engine.stats)
+    assert link.timeouts[1:] == [0.0] * 6
 
 
 def test_nothing_is_prepared_while_there_is_work() -> None:
