@@ -1,5 +1,6 @@
 """What clients do before there is a request, on real sockets: too many connections, and bytes that are no HTTP."""
 
+import asyncio
 import json
 import resource
 import socket
@@ -141,6 +142,23 @@ def test_more_connections_than_files_leave_files_for_everything_else(tmp_path: P
         finally:
             server.terminate()
     assert "Too many open files" not in log.read_text()
+
+
+def test_no_part_of_a_reply_waits_until_the_one_before_is_acknowledged() -> None:
+    async def nodelay() -> int:
+        accepted: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+
+        class Accepting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                accepted.set_result(transport.get_extra_info("socket"))
+
+        listener = process.listen("127.0.0.1", 0)
+        serving = await asyncio.get_running_loop().create_server(Accepting, sock=listener)
+        async with serving:
+            with socket.create_connection(listener.getsockname(), timeout=LIMIT):
+                return (await accepted).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    assert asyncio.run(nodelay())
 
 
 def connection_limits_of(files: int) -> int:
