@@ -90,17 +90,17 @@ class Generator:
             generation.fail(error)
 
     async def tokenize(self, prompt: ChatPrompt | str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Of a text that need not fit the context. Raises PayloadTooLarge, InvalidRequest."""
+        """Of a text that need not fit the context. Few tokens may be long work: megabytes of spaces are one word.
+        Raises PayloadTooLarge, InvalidRequest."""
         limit = max(MOST_TOKENIZED, self.ready.max_model_len)
 
-        def check(at_least: int) -> None:
-            if at_least > limit:
-                message = (
-                    f"The text has at least {at_least} tokens: {limit} are given at most. Please send it in pieces."
-                )
+        def check(at_least: int, most: int = limit, what: str = "tokens") -> None:
+            if at_least > most:
+                message = f"The text has at least {at_least} {what}; {most} are served at most. Send it in pieces."
                 raise PayloadTooLarge(message, param="prompt" if isinstance(prompt, str) else "messages")
 
         def check_length(pieces: Pieces) -> None:
+            check(sum(len(text) for text, _ in pieces), LIKELY_CHARACTERS * limit, "characters")
             check(self._fewest_tokens(limit, pieces))
 
         tokens = await self.encode(prompt, add_special_tokens=add_special_tokens, check_length=check_length, fits=False)

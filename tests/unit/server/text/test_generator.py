@@ -11,6 +11,7 @@ from scripted_engine import MAX_MODEL_LEN, LiveServer, wait_until
 from models.batch import SamplingParams
 from server.text import generator
 from server.text.generation import Job
+from server.text.generator import LIKELY_CHARACTERS
 from server.text.tokenizer import INLINE_CHARACTERS
 
 NUM_PROMPTS = 32
@@ -68,11 +69,27 @@ def test_tokens_are_given_of_texts_beyond_the_context_up_to_a_limit(
     monkeypatch.setattr(generator, "MOST_TOKENIZED", 2 * MAX_MODEL_LEN)
     with server.client() as client:
         assert client.post("/tokenize", json={"prompt": "x" * 2 * MAX_MODEL_LEN}).json()["count"] == 2 * MAX_MODEL_LEN
-        for field, text in (("prompt", "x" * (2 * MAX_MODEL_LEN + 1)), ("messages", [USER | {"content": "x" * 10**6}])):
+        for field, text in (
+            ("prompt", "x" * (2 * MAX_MODEL_LEN + 1)),
+            ("messages", [USER | {"content": "x" * 15 * MAX_MODEL_LEN}]),
+        ):
             reply = client.post("/tokenize", json={field: text})
             error = reply.json()["error"]
             assert (reply.status_code, error["code"], error["param"]) == (413, "payload_too_large", field)
-            assert f"{2 * MAX_MODEL_LEN} are given" in error["message"]
+            assert f"{2 * MAX_MODEL_LEN} are served" in error["message"]
+
+
+def test_the_tokens_of_a_text_are_not_sought_where_each_would_be_very_long(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "MOST_TOKENIZED", MAX_MODEL_LEN)
+    most = LIKELY_CHARACTERS * MAX_MODEL_LEN
+    text = "<|endoftext|>" * (most // len("<|endoftext|>"))
+    with server.client() as client:
+        assert client.post("/tokenize", json={"prompt": text}).json()["count"] < MAX_MODEL_LEN
+        reply = client.post("/tokenize", json={"prompt": text + "<|endoftext|>"})
+    assert reply.status_code == 413
+    assert f"{most} are served" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("text", ["x" * 2**18, "<|im_end|>" * 2**16])
