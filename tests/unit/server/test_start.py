@@ -26,6 +26,20 @@ from server.cli import app
 app(["serve", "--port", "0"])
 """
 
+SERVING = """
+import gc, os, signal
+from scripted_engine import ScriptedEngine, settings, tiny_tokenizer
+from server import process
+from server.app import create_app
+from server.lifecycle import Lifecycle
+def on_ready():
+    print(len(gc.get_objects()), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+lifecycle = Lifecycle(settings(), ScriptedEngine(), tiny_tokenizer)
+process.serve(lambda: create_app(lifecycle), lifecycle, process.listen("127.0.0.1", 0), on_ready)
+"""
+A_FEW_MILLISECONDS = 50_000  # objects: of what is imported there are ten times as many
+
 
 def test_the_engine_is_started_before_anything_slow_is_imported() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -33,6 +47,14 @@ def test_the_engine_is_started_before_anything_slow_is_imported() -> None:
         [sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_no_collection_looks_at_what_was_imported_once_the_server_serves() -> None:
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", SERVING], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+    )
+    assert int(done.stdout) < A_FEW_MILLISECONDS
 
 
 def test_a_process_knows_when_it_began() -> None:
