@@ -1,4 +1,4 @@
-"""What routes ask FastAPI for."""
+"""What routes ask FastAPI for. All of it is `async`: other functions are handed to threads, and the request waits."""
 
 import secrets
 import time
@@ -14,7 +14,7 @@ from server.lifecycle import Lifecycle
 from server.training import Training
 
 
-def _lifecycle(request: Request) -> Lifecycle:
+async def _lifecycle(request: Request) -> Lifecycle:
     lifecycle: Lifecycle = request.app.state.lifecycle
     return lifecycle
 
@@ -34,27 +34,27 @@ class Origin:
         return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def _origin(request: Request) -> Origin:
+async def _origin(request: Request) -> Origin:
     state = request.state
     return Origin(state.arrival_time, state.cache_salt, state.owner, int(time.time()))
 
 
-def _files(request: Request) -> FileStore:
+async def _files(request: Request) -> FileStore:
     files: FileStore = request.app.state.files
     return files
 
 
-def _fine_tuning(request: Request) -> FineTuning:
+async def _fine_tuning(request: Request) -> FineTuning:
     jobs: FineTuning = request.app.state.fine_tuning
     return jobs
 
 
-def _feeds(request: Request) -> EventFeeds:
+async def _feeds(request: Request) -> EventFeeds:
     feeds: EventFeeds = request.app.state.feeds
     return feeds
 
 
-def _training(request: Request) -> Training:
+async def _training(request: Request) -> Training:
     training: Training = request.app.state.training
     return training
 

@@ -28,16 +28,16 @@ def _reply(error: LongwaveError, headers: dict[str, str] | None = None) -> JSONR
     return JSONResponse(error.body(), status_code=error.status, headers={**error.headers(), **(headers or {})})
 
 
-def _on_longwave_error(_request: Request, error: Exception) -> Response:
+async def _on_longwave_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, LongwaveError)
     return _reply(error)
 
 
-def _on_disconnect(_request: Request, _error: Exception) -> Response:
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def _on_http_exception(request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return _reply(RouteNotFound("Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."))

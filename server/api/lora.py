@@ -16,7 +16,7 @@ from server.settings import FINE_TUNED, SAVED_WEIGHTS
 SUCCESS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
 
-def _only_where_allowed(lifecycle: LifecycleDep) -> None:
+async def _only_where_allowed(lifecycle: LifecycleDep) -> None:
     if not lifecycle.settings.allow_runtime_lora_updating:
         raise RouteNotFound(
             "Adapters are not loaded at run time here: the server was started without --allow-runtime-lora-updating."
