@@ -5,12 +5,11 @@ Headers go out at once; silence is broken by `:` lines; `[DONE]` is only ever wr
 reading is cut off: its place among the open requests is another's.
 """
 
-import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.disconnect import ClientDisconnected, until_disconnect
 from server.errors import LongwaveError
+from server.patience import Patience
 from server.text.choice import TextDelta
 from server.text.generation import Generation, Usage
 
@@ -79,10 +79,11 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(_events(self.generation, self.reply, self.ping_interval)) as events:
-            async for event in events:
-                async with asyncio.timeout(STALL_LIMIT):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        with closing(Patience()) as patience:
+            async with aclosing(_events(self.generation, self.reply, self.ping_interval)) as events:
+                async for event in events:
+                    with patience.limit(STALL_LIMIT):
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

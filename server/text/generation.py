@@ -16,6 +16,7 @@ from server.engine.messages import AddRequest, TokenDelta
 from server.engine.token_ids import TokenIds
 from server.errors import LongwaveError, RequestFailedError
 from server.metrics import Metrics
+from server.patience import Patience
 from server.text.chat_template import ChatPrompt
 from server.text.choice import ChoiceText, TextDelta
 from server.text.tokenizer import TextTokenizer
@@ -94,6 +95,7 @@ class Generation:
         self._cached = [0] * len(requests)
         self._unread: asyncio.Queue[TextDelta | LongwaveError | None] = asyncio.Queue()
         self._was_read = asyncio.Event()
+        self._patience = Patience()  # of the reader
         self._running = len(requests)
         self._ended = False  # the queue's last item is in it
         self._failed = False  # not by its reader, who may leave
@@ -111,8 +113,11 @@ class Generation:
 
     async def next(self, timeout: float | None = None) -> TextDelta | None:
         """The next piece of any choice; None when all are complete. Raises TimeoutError, or what made it fail."""
-        async with asyncio.timeout(timeout):
-            item = await self._unread.get()
+        if self._unread.empty():
+            with self._patience.limit(timeout):
+                item = await self._unread.get()
+        else:
+            item = self._unread.get_nowait()
         self._was_read.set()
         if isinstance(item, LongwaveError):
             raise item
@@ -131,6 +136,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self._patience.close()
         for task in self._tasks:
             task.cancel()
         try:
