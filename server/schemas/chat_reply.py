@@ -1,7 +1,7 @@
 """Text deltas -> /v1/chat/completions replies, whole or in chunks. Must not know sockets or SSE."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from server.schemas.chat import (
     AnswerMessage,
@@ -12,6 +12,7 @@ from server.schemas.chat import (
     ChatDelta,
     ChoiceLogprobs,
 )
+from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.usage import UsageInfo
 from server.text.choice import TextDelta
 from server.text.generation import Usage
@@ -25,6 +26,7 @@ class ChatReply:
     num_choices: int
     logprobs: bool
     include_usage: bool
+    _templates: dict[int, ChunkTemplate] = field(default_factory=dict)  # by choice
 
     def opening(self) -> Iterable[str]:
         for index in range(self.num_choices):
@@ -33,7 +35,9 @@ class ChatReply:
     def chunks(self, delta: TextDelta) -> Iterable[str]:
         """Text first, then a chunk of its own for the end, as OpenAI's."""
         logprobs = ChoiceLogprobs.of(delta.details) if self.logprobs and delta.details else None
-        if delta.text or logprobs:
+        if logprobs is None and delta.text:
+            yield self._template(delta.index).fill(delta.text)
+        elif logprobs is not None:
             said = ChatDelta(content=delta.text)
             yield self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)])
         if delta.finish_reason is not None:
@@ -60,6 +64,15 @@ class ChatReply:
             ],
             usage=UsageInfo.of(usage),
         ).model_dump_json()
+
+    def _template(self, index: int) -> ChunkTemplate:
+        known = self._templates.get(index)
+        if known is None:
+            known = ChunkTemplate(
+                lambda text: self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(content=text))])
+            )
+            self._templates[index] = known
+        return known
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageInfo | None = None) -> str:
         chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)

@@ -1,8 +1,9 @@
 """Text deltas -> /v1/completions replies, whole or in chunks. Must not know sockets or SSE."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
 from server.schemas.usage import UsageInfo
 from server.text.choice import TextDelta
@@ -17,6 +18,7 @@ class CompletionReply:
     echoes: Sequence[str]  # the prompt's text in front of each choice, or ""
     logprobs: bool
     include_usage: bool
+    _templates: dict[int, ChunkTemplate] = field(default_factory=dict)  # by choice
 
     def opening(self) -> Iterable[str]:
         for index, echo in enumerate(self.echoes):
@@ -24,7 +26,10 @@ class CompletionReply:
                 yield self._chunk([CompletionChoice(index=index, text=echo)])
 
     def chunks(self, delta: TextDelta) -> Iterable[str]:
-        if delta.text or delta.finish_reason is not None or (self.logprobs and delta.details):
+        if delta.finish_reason is None and not (self.logprobs and delta.details):
+            if delta.text:
+                yield self._template(delta.index).fill(delta.text)
+        else:
             choice = CompletionChoice(
                 index=delta.index,
                 text=delta.text,
@@ -56,6 +61,13 @@ class CompletionReply:
 
     def _logprobs(self, delta: TextDelta) -> CompletionLogprobs | None:
         return CompletionLogprobs.of(delta.details) if self.logprobs else None
+
+    def _template(self, index: int) -> ChunkTemplate:
+        known = self._templates.get(index)
+        if known is None:
+            known = ChunkTemplate(lambda text: self._chunk([CompletionChoice(index=index, text=text)]))
+            self._templates[index] = known
+        return known
 
     def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> str:
         chunk = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
