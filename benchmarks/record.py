@@ -116,6 +116,8 @@ RECORDINGS = (
     Recording("ladder", "ladder", 60),
     Recording("quick_start", "cpu_decode", 300, devices=CPU),
     Recording("faults", "faults", 900, _ALL_SERVERS, devices=CPU),
+    Recording("serving_client", "serving_client", 60, devices=CPU),
+    Recording("stream_path", "stream_path", 240, devices=CPU),
 )
 
 

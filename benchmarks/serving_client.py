@@ -9,8 +9,10 @@ Prints chunks per second, and the client's and the server's CPU time of a chunk 
 import asyncio
 import json
 import multiprocessing
+import statistics
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -81,27 +83,40 @@ async def read_all(port: int, streams: int, tokens: int) -> tuple[float, float]:
     return max(outcome.ended for outcome in outcomes) - begin, cpu
 
 
+def measure(streams: int, tokens: int) -> dict[str, float]:
+    """One round, with a server of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=server_process, args=(theirs, streams, tokens))
+    process.start()
+    seconds, cpu = asyncio.run(read_all(ours.recv(), streams, tokens))
+    server_cpu = ours.recv()
+    process.join()
+    total = streams * tokens
+    return {
+        "chunks_per_s": round(total / seconds),
+        "client_cpu_us_a_chunk": round(1e6 * cpu / total, 2),
+        "server_cpu_us_a_chunk": round(1e6 * server_cpu / total, 2),
+    }
+
+
 def main(
     streams: Annotated[int, typer.Option(min=1, max=4096)] = 256,
     tokens: Annotated[int, typer.Option(min=2, max=100_000, help="Of each stream.")] = 400,
-    rounds: Annotated[int, typer.Option(min=1, max=100)] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=100)] = 5,
+    out: Annotated[Path | None, typer.Option(help="Where the results go.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Recorded where there is no git.")] = None,
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    typer.echo(json.dumps(machine.facts()))
+    rows = []
     for _ in range(rounds):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=server_process, args=(theirs, streams, tokens))
-        process.start()
-        seconds, cpu = asyncio.run(read_all(ours.recv(), streams, tokens))
-        server_cpu = ours.recv()
-        process.join()
-        total = streams * tokens
-        row = {
-            "chunks_per_s": round(total / seconds),
-            "client_cpu_us_a_chunk": round(1e6 * cpu / total, 2),
-            "server_cpu_us_a_chunk": round(1e6 * server_cpu / total, 2),
-        }
-        typer.echo(json.dumps(row))
+        rows.append(measure(streams, tokens))
+        typer.echo(json.dumps(rows[-1]))
+    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    typer.echo(f"median: {json.dumps(median)}")
+    if out is not None:
+        options = {"streams": streams, "tokens": tokens, "rounds": rounds}
+        result = {"machine": machine.facts(commit), "options": options, "median": median, "rows": rows}
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

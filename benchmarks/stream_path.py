@@ -92,6 +92,7 @@ async def together(way: Way, turns: list[Turn]) -> Row:
         "way": way.name,
         "s": round(seconds, 3),
         "tokens_per_s": round(tokens / seconds),
+        "tokens": sum(outcome.output_tokens for outcome in outcomes),
         "chunks": sum(len(outcome.chunks) for outcome in outcomes),
         "first_token_s": round(firsts[0], 3),
         "ttft_p50_s": round(statistics.median(firsts), 3),
