@@ -53,21 +53,21 @@ class WindowDetokenizer:
         return "".join(self._feed_one(token) for token in token_ids if token not in skipped)
 
     def finish(self) -> str:
-        return self._show(self._tokenizer.decode(self._window)) if self._num_shown < len(self._window) else ""
+        return self._show() if self._num_shown < len(self._window) else ""
 
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
         may_wait = len(self._window) - self._num_shown < LONGEST_UNFINISHED
-        # In a run of byte tokens, one bad byte makes all of them U+FFFD: none is certain before the run ends.
-        if may_wait and self._tokenizer.is_byte_fallback(token_id):
-            return ""
-        text = self._tokenizer.decode(self._window)
-        return "" if may_wait and text.endswith(REPLACEMENT) else self._show(text)
+        return "" if may_wait and self._is_unfinished(token_id) else self._show()
 
-    def _show(self, decoded: str) -> str:
-        """`decoded`: the window."""
+    def _is_unfinished(self, token_id: int) -> bool:
+        """In a run of byte tokens, one bad byte makes all of them U+FFFD: none is certain before the run ends."""
+        is_byte = self._tokenizer.is_byte_fallback(token_id)
+        return is_byte or self._tokenizer.decode(self._window).endswith(REPLACEMENT)
+
+    def _show(self) -> str:
         before = self._tokenizer.decode(self._window[: self._num_shown])
-        text = decoded[len(before) :]
+        text = self._tokenizer.decode(self._window)[len(before) :]
         self._window = self._window[self._num_shown :]
         self._num_shown = len(self._window)
         return text

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 INLINE_CHARACTERS = 4096  # a text this short costs less on the event loop (about a millisecond) than a thread hop
-INLINE_TOKENS = 256  # the same for decoding
 SAMPLE_CHARACTERS, SAMPLE_EVERY = 2**10, 2**15  # of a text whose tokens are estimated: one part in 32
 PIECE_CHARACTERS = 2**16  # of a text whose tokens are only counted: about 30 milliseconds
 NUM_THREADS = 2
@@ -93,9 +92,7 @@ class TextTokenizer:
         return normalizer is not None and self._holds_control_text(normalizer.normalize_str(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        if len(token_ids) <= INLINE_TOKENS:
-            return str(self._tokens.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-        # The batch call is the one that releases the GIL, here too; but its threads take longer than a few tokens do.
+        # The batch call is the one that releases the GIL, here too.
         return str(self._tokens.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -7,19 +7,12 @@ from scripted_engine import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from server.text.tokenizer import INLINE_CHARACTERS, INLINE_TOKENS, PIECE_CHARACTERS, SAMPLE_EVERY, TextTokenizer
+from server.text.tokenizer import INLINE_CHARACTERS, PIECE_CHARACTERS, SAMPLE_EVERY, TextTokenizer
 
 
 @pytest.mark.parametrize("text", ["hello", "héllo 🙂 日本", "<|im_end|>", "a\x00b", ""])
 def test_plain_encoding_decodes_to_the_same_text(tokenizer: TextTokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode_plain(text), skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize("count", [INLINE_TOKENS, INLINE_TOKENS + 1])
-def test_few_tokens_and_many_are_decoded_alike(tokenizer: TextTokenizer, count: int) -> None:
-    tokens = [*tokenizer.encode("x" * (count - 1)), 258]
-    assert tokenizer.decode(tokens) == "x" * (count - 1)
-    assert tokenizer.decode(tokens, skip_special_tokens=False) == "x" * (count - 1) + "<|endoftext|>"
 
 
 def test_token_bytes_are_the_bytes_a_token_stands_for(tokenizer: TextTokenizer) -> None:
