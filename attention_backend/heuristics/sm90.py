@@ -32,7 +32,7 @@ MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
-_TILE_BYTES = 2 * 88  # two descriptions of tiles (parts/forward_work.cuh)
+_TILE_BYTES = 2 * 96  # two descriptions of tiles (parts/forward_work.cuh)
 _LISTED_BYTES = 8  # of a stage: its key and bits
 
 
@@ -47,13 +47,13 @@ class HopperConfig:
     stages: int = 2
     raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
 
-    def registers(self) -> tuple[int, int]:
-        """Of a producer's and of a consumer's thread."""
+    def registers(self, *, roomy: bool) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
         if self.raw_stages:
             return 32, 224  # those that convert have as many as producers
         if self.block_m == 192:
             return 32, 160
-        return 40, 232
+        return (40, 232) if roomy else (24, 240)
 
     @property
     def threads(self) -> int:

@@ -72,7 +72,7 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
 def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = False) -> KernelVariant:
     options, layout = which.options, hopper_layout(which)
     config, (tile, tile_v) = layout.config, layout.tiles
-    producer, consumer = config.registers()
+    producer, consumer = config.registers(roomy=pack or split or which.sparse or options.extras)
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
         ("HEAD_DIM", tile),

@@ -49,9 +49,6 @@ __device__ __forceinline__ void for_tiles(const Shared& shared, Load load) {
 }
 
 __device__ __forceinline__ void load_queries(const Shared& shared, const TensorMap* map, const HopperParams& p) {
-#if SKIPS
-  Nothing nothing;
-#endif
   for_tiles(shared, [&](const Tile& tile, int t) {
     if (threadIdx.x % 32 == 0) {
       const uint32 full = shared.full_q + 8 * stage<Q_STAGES>(t), to = shared.q + stage<Q_STAGES>(t) * kBytesQ;
@@ -69,12 +66,9 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const TensorM
     }
     __syncwarp();
 #if SKIPS
-    nothing.write(2 * tile.steps, p);  // about as long as the tile's steps take
+    write_nothing(tile, p);
 #endif
   });
-#if SKIPS
-  nothing.write(kNoEnd, p);
-#endif
 }
 
 // Fills the ring of key tiles, or of value tiles.

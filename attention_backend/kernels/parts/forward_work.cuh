@@ -16,11 +16,12 @@ struct Tile {
   int batch, head;  // head: of the queries, or of the keys when rows are packed
   int split, num_splits;  // the part of the keys, and how many parts the sequence's are cut into
   int first_row, end_row;
+  int skipped, drawn;  // tiles of the sequence's rows, of one head: those before all others that see nothing, the others
   int held_low, held_high;  // slots that hold data; others may hold anything
   int list;                 // block-sparse: the row of the lists
   Sequence seq;
 };
-static_assert(sizeof(Tile) == 88, "_TILE_BYTES in heuristics/sm90.py");
+static_assert(sizeof(Tile) == 96, "_TILE_BYTES in heuristics/sm90.py");
 
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
@@ -31,13 +32,6 @@ __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams&
 
 // Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see.
 #define SKIPS (!SPLIT && !PACK && !SPARSE)
-
-// What the first row and the first key of tiles are a multiple of: dropout is drawn for 16 by 16, copies from pages are of whole ones.
-constexpr int kRowUnit = DROPOUT ? 16 : 1, kKeyUnit = PAGED ? PAGE_ROWS : kRowUnit;
-// Rows from a sequence's first one on that see nothing, and are in no tile.
-__device__ __forceinline__ int rows_without_keys(const Sequence& seq) {
-  return SKIPS ? max(seq.first_row_with_keys(), 0) / kRowUnit * kRowUnit : 0;
-}
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py
@@ -84,15 +78,17 @@ class WorkLine {
     return (seqlen_q * rows_packed(p) + rows_per_tile(p) - 1) / rows_per_tile(p);
   }
 
-  // Where a sequence's tiles of keys begin: where its keys do, so that padding on the left is in none.
-  static __device__ __forceinline__ int first_key(const Sequence& seq) { return seq.start / kKeyUnit * kKeyUnit; }
+  // Tiles of rows that see nothing, from a sequence's first one on: they are not drawn. One is, if no row sees anything.
+  static __device__ __forceinline__ int skipped_tiles(const Sequence& seq, const HopperParams& p) {
+    if (!SKIPS || seq.seqlen_q <= 0) return 0;
+    return min(seq.first_row_with_keys() / rows_per_tile(p), row_tiles(seq.seqlen_q, p) - 1);
+  }
 
   // Key tiles that the last tile of rows of a sequence sees: the most.
   static __device__ __forceinline__ int most_steps(const Sequence& seq, const HopperParams& p) {
     if (seq.seqlen_q <= 0) return 0;
     const int first_row = (row_tiles(seq.seqlen_q, p) - 1) * rows_per_tile(p);
-    const int origin = first_key(seq);
-    const int low = seq.low(first_row / rows_packed(p)) - origin, high = seq.high(seq.seqlen_q - 1) - origin;
+    const int low = seq.low(first_row / rows_packed(p)), high = seq.high(seq.seqlen_q - 1);
     return high > low ? (high + BLOCK_N - 1) / BLOCK_N - low / BLOCK_N : 0;
   }
 
@@ -145,7 +141,7 @@ class WorkLine {
         if (p.work.chosen) splits = min(static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f)), splits);
         splits = max(1, min(splits, steps));  // rows of nobody, that see no keys, are one part
       }
-      sum = row_tiles(seq.seqlen_q - rows_without_keys(seq), p) * p.work.heads * splits;
+      sum = (row_tiles(seq.seqlen_q, p) - skipped_tiles(seq, p)) * p.work.heads * splits;
     }
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -163,7 +159,9 @@ class WorkLine {
     }
     __syncwarp();
     const Sequence& seq = tile.seq;
-    const int unseeing = rows_without_keys(seq), m_tiles = row_tiles(seq.seqlen_q - unseeing, p), units = m_tiles * splits;
+    if (lane == 0) tile.skipped = skipped_tiles(seq, p), tile.drawn = row_tiles(seq.seqlen_q, p) - tile.skipped;
+    __syncwarp();
+    const int m_tiles = tile.drawn, units = m_tiles * splits;
     // Halves of halves, so sections are even, and none of less than one and a half tiles a block: a small last one would
     // leave its longest tiles to run beside idle blocks.
     const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
@@ -176,8 +174,8 @@ class WorkLine {
     index -= section * together * units;
     const int heads = min(together, p.work.heads - section * together), unit = index / heads;
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
-    const int m = m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
-    const int first_row = unseeing + m * rows_per_tile(p);
+    const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
+    const int first_row = m * rows_per_tile(p);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {
       tile.head = section * together + index - unit * heads;
@@ -199,8 +197,7 @@ class WorkLine {
 #if SPARSE
     describe_list(tile, p, m);
 #else
-    const int origin = first_key(seq);
-    int begin = (low - origin) / BLOCK_N, end = any_high > low ? (any_high - origin + BLOCK_N - 1) / BLOCK_N : begin;
+    int begin = low / BLOCK_N, end = any_high > low ? (any_high + BLOCK_N - 1) / BLOCK_N : begin;
     if (SPLIT) {
       const int all = end - begin;
       end = begin + all * (split + 1) / splits;
@@ -208,10 +205,10 @@ class WorkLine {
     }
     const bool nothing = begin >= end;  // to see: one step, wholly masked
     if (nothing) end = begin + 1;
-    const int steps = end - begin, masked_end = min(max(end - (high - origin) / BLOCK_N, 0), steps);
-    tile.end_key = origin + end * BLOCK_N;
+    const int steps = end - begin, masked_end = min(max(end - high / BLOCK_N, 0), steps);
+    tile.end_key = end * BLOCK_N;
     tile.masked_end = nothing ? 1 : masked_end;
-    tile.whole_end = min(max(end - (whole_low - origin + BLOCK_N - 1) / BLOCK_N, masked_end), steps);
+    tile.whole_end = min(max(end - (whole_low + BLOCK_N - 1) / BLOCK_N, masked_end), steps);
     if (nothing) tile.seq.stop = -1;
     tile.steps = steps;
 #endif

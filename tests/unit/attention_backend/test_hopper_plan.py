@@ -23,7 +23,7 @@ def test_every_tile_fits_a_multiprocessor(tiles: tuple[int, int], flags: tuple[b
     config = config_of(tiles, flags)
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
     consumers = config.block_m // 64
-    producer, consumer = config.registers()
+    producer, consumer = config.registers(roomy=flags[1])
     # What is handed from the producers to the consumers must have been the block's at its launch.
     at_launch = 65536 // config.threads // 8 * 8
     assert 128 * (producer + consumers * consumer) <= at_launch * config.threads
@@ -35,7 +35,7 @@ def test_every_tile_over_float8_pages_fits_a_multiprocessor(tiles: tuple[int, in
     config = hopper_config(*tiles, short=False, long=True, paged=True, sparse=False, extras=False, fp8=True)
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
     assert config.threads == 128 * (config.block_m // 64 + 2)
-    lowered, raised = config.registers()
+    lowered, raised = config.registers(roomy=True)
     assert 128 * (2 * lowered + config.block_m // 64 * raised) <= 65536 // config.threads // 8 * 8 * config.threads
     assert config.block_n % 16 == 0
 
