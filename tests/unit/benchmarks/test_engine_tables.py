@@ -84,7 +84,13 @@ def test_only_the_engines_alone_are_compared_and_each_once(tmp_path: Path) -> No
         serving_table(tmp_path, rows, version, again)
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("serving*.json")), ids=lambda file: file.name)
+def recorded_servings() -> list[Path]:
+    return [
+        file for file in sorted(RESULTS.glob("*.json")) if json.loads(file.read_text()).get("benchmark") == "serving"
+    ]
+
+
+@pytest.mark.parametrize("file", recorded_servings(), ids=lambda file: file.name)
 def test_recorded_chats_name_gaps_as_gaps(file: Path) -> None:
     """Files of before had the gaps' percentiles under the name of the time per token."""
     chats = [
