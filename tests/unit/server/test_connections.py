@@ -53,8 +53,9 @@ def whole(client: socket.socket) -> tuple[bytes, bytes]:
     return head, body
 
 
-def is_answered(client: socket.socket) -> bool:
-    client.sendall(ASK)
+def is_answered(client: socket.socket, ask: bytes = ASK) -> bool:
+    """Whether 200 comes, with a body of JSON; all of it has come then. A reply may come in several pieces."""
+    client.sendall(ask)
     received = b""
     while not received.endswith(b"}") and (piece := client.recv(65536)):
         received += piece
@@ -87,8 +88,7 @@ def test_a_websocket_is_refused_by_name_and_other_upgrades_are_ignored(caplog: p
     websocket = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
     http_2 = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n"
     with live_server() as server, connect(server.port) as client:
-        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\n" + http_2)
-        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert is_answered(client, b"GET /v1/models HTTP/1.1\r\nHost: here\r\n" + http_2)
         client.sendall(b"GET /v1/realtime HTTP/1.1\r\nHost: here\r\n" + websocket + CLOSE)
         head, body = whole(client)
     assert head.startswith(b"HTTP/1.1 400 ")
