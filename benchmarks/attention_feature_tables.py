@@ -14,7 +14,7 @@ Names = tuple[list[str], Callable[[Cell], list[str]]]
 
 
 def shapes(results: Path) -> str | None:
-    """Head dims and a dtype that the README's tables have not."""
+    """Head dims and a dtype that the usual tables have not."""
     names: Names = (["head_dim", "heads", "dtype"], lambda cell: [str(cell.head_dim), str(cell.heads), cell.dtype])
     return _beside(results, "shapes", "Forward, causal", names)
 

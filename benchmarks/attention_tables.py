@@ -1,7 +1,8 @@
-"""The README's tables of attention functions beside their peers. Every function takes the folder of results."""
+"""The measured tables of attention functions beside their peers. Every function takes the folder of results."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from benchmarks import attention_results, first_call
 from benchmarks.attention_goal import Rule, number
@@ -10,9 +11,17 @@ from benchmarks.attention_report import Report
 from benchmarks.markdown import load, origin, table
 
 FORWARD_SEQLENS = (512, 2048, 16384)
+SUMMARY_PEERS = ("cudnn", "fa2", "fa3", "fa4", "flex", "flashinfer", "flashinfer-cascade")
 DECODE_PEERS = ("flashinfer", "fa3", "fa4", "cudnn", "fa2")
 LINEAR_HEAD_DIM, LINEAR_FROM = 128, 8192
 TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
+SUMMARY = {
+    "forward": "forward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
+    "padding": "forward, half of the keys padding",
+    "backward": "backward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
+    "decode": "decode over shuffled pages, 1,024 to 131,072 tokens",
+    "shared_prefix": "decode, 64 requests that share 100,000 tokens",
+}
 GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
 
 
@@ -53,6 +62,26 @@ def untimed(reports: Sequence[Report], section: str) -> str:
 
 def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def kernels(results: Path) -> str | None:
+    """How many times as fast ours is as each peer: the geometric mean of all cells in which that one was timed."""
+    runs = attention_results.runs(results)
+    found = {section: attention_results.rows(runs, section) for section in SUMMARY}
+    timed = {name for rows in found.values() for row in rows for name in row.ratios}
+    peers = [name for name in SUMMARY_PEERS if name in timed]
+    lines = []
+    for section, what in SUMMARY.items():
+        ratios = {peer: [row.ratios[peer] for row in found[section] if peer in row.ratios] for peer in peers}
+        if any(ratios.values()):
+            means = [times(geometric_mean(each)) if each else "-" for each in ratios.values()]
+            lines.append([what, str(len(found[section])), *means])
+    if not lines:
+        return None
+    reports = [run for run in runs if any(run.of_section(section) for section in SUMMARY)]
+    header = ["our speed over that of", "cells", *(attention_results.LABELS[peer] for peer in peers)]
+    what = "Geometric means, above 1 where ours is faster; bfloat16"
+    return f"{what}; peers: {named(peers, reports)}\n({origins(reports)}):\n\n" + table(header, lines)
 
 
 def forward(results: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""The README's tables of a CPU, where the bundled model runs. Every function takes the folder of results."""
+"""The measured tables of a CPU, where the bundled model runs. Every function takes the folder of results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The README's tables of whole models on a GPU: served, trained. Every function takes the folder of results."""
+"""The measured tables of whole models on a GPU: served, trained. Every function takes the folder of results."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The README's table of how servers fail, from the results of benchmarks/faults.py."""
+"""The measured table of how servers fail, from the results of benchmarks/faults.py."""
 
 import textwrap
 from pathlib import Path

@@ -21,6 +21,7 @@ README = ROOT / "README.md"
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
 
 TABLES: dict[str, Callable[[Path], str | None]] = {
+    "kernels": attention_tables.kernels,
     "forward": attention_tables.forward,
     "backward": attention_tables.backward,
     "decode": attention_tables.decode,

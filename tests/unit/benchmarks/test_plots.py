@@ -50,6 +50,14 @@ def test_goals_of_several_runs_are_one_line_each(results: Path) -> None:
     assert over.met is False
 
 
+def test_the_summary_has_the_mean_over_each_peer_of_its_own_run(results: Path) -> None:
+    text = attention_tables.kernels(results)
+    assert text is not None
+    assert "| our speed over that of | cells | cuDNN | FA3 | FA4 | FlashInfer |" in text
+    assert "| 48 | 0.95 | 1.10 | 1.10 | 1.30 |" in text  # forward
+    assert "backward" not in text
+
+
 def test_plots_are_drawn_at_800_pixels_twice_over(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
