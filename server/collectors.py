@@ -3,6 +3,7 @@ not know how anything is counted, nor requests' texts."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,6 +17,29 @@ from server.training.stats import TrainingStats
 
 ENGINE: Final = "0"
 LABELS: Final = ("model_name", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    ready: bool  # as /health/ready says
+    engine_deaths: int  # engine processes that ended by themselves, or were ended as they hung
+
+
+class ServerCollector(Collector):
+    """Whether there is a server to send work to; exported from the first moment on, without an engine too."""
+
+    def __init__(self, model_name: str, health: Callable[[], ServerHealth]) -> None:
+        self._health = health
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        health = self._health()
+        ready = GaugeMetricFamily("longwave:server_ready", "1: the server takes work.", labels=LABELS)
+        ready.add_metric(self._labels, float(health.ready))
+        yield ready
+        deaths = CounterMetricFamily("longwave:engine_deaths", "Engine processes that ended.", labels=LABELS)
+        deaths.add_metric(self._labels, health.engine_deaths)
+        yield deaths
 
 
 class EngineCollector(Collector):

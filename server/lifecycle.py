@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from models.errors import ModelLoadError
 from models.stages import Stages
 from server.answering import AnsweringSign
+from server.collectors import ServerHealth
 from server.daemon_thread import in_daemon_thread
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.admission import Admission
@@ -43,6 +44,8 @@ class Engine(Protocol):
     def alive(self) -> bool: ...
     @property
     def heartbeat_age(self) -> float: ...
+    @property
+    def num_deaths(self) -> int: ...
 
     async def start(self) -> None: ...
     async def ready(self) -> EngineReady: ...
@@ -83,6 +86,7 @@ class Lifecycle:
         self._load_tokenizer = load_tokenizer
         self._began = time.monotonic() if began is None else began
         self._engine_started = 0.0  # when its process did; 0: it has not
+        self.metrics.watch_server(lambda: ServerHealth(self.is_ready, engine.num_deaths))
         engine.times = self.metrics.observe_times
 
     async def start_engine(self) -> None:

@@ -10,7 +10,15 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from server.collectors import ENGINE, LABELS, EngineCollector, FineTuningCollector, TrainingCollector
+from server.collectors import (
+    ENGINE,
+    LABELS,
+    EngineCollector,
+    FineTuningCollector,
+    ServerCollector,
+    ServerHealth,
+    TrainingCollector,
+)
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import EngineReady, EngineStats, RequestTimes
 from server.finetune.stats import FineTuningStats
@@ -68,6 +76,9 @@ class Metrics:
 
     def learn(self, ready: EngineReady) -> None:
         self._engine.ready = ready
+
+    def watch_server(self, health: Callable[[], ServerHealth]) -> None:
+        self.registry.register(ServerCollector(self._model_name, health))
 
     def watch_fine_tuning(self, stats: FineTuningStats) -> None:
         self.registry.register(FineTuningCollector(self._model_name, stats))

@@ -43,6 +43,7 @@ class AbsentEngine:
     is_ready: bool = False
     alive: bool = False
     heartbeat_age: float = 0.0
+    num_deaths: int = 0
 
     async def start(self) -> None: ...
     async def shutdown(self, timeout: float = 0.0) -> None: ...

@@ -4,6 +4,7 @@ from collections import Counter
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.collectors import ServerHealth
 from server.engine.messages import EngineReady, EngineStats
 from server.engine.offload_stats import OffloadStats
 from server.finetune import FineTuningStats
@@ -25,6 +26,7 @@ def exported_families() -> dict[str, set[str]]:
             block_size=16, num_blocks=2, kernels={},
         )
     )  # fmt: skip
+    metrics.watch_server(lambda: ServerHealth(ready=True, engine_deaths=0))
     metrics.watch_fine_tuning(FineTuningStats(jobs={"running": 1}, ended=Counter({"succeeded": 1})))
     metrics.watch_training(TrainingStats(calls=Counter({("Compute", "succeeded"): 1})))
     metrics.finished("stop")

@@ -3,9 +3,10 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PROMTOOL = shutil.which("promtool")
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -239,10 +241,49 @@ def test_prometheus_scrapes_the_server_with_its_key(tmp_path: Path) -> None:
     assert environment("prometheus")["LONGWAVE_API_KEY"].startswith("${LONGWAVE_API_KEY:?")
 
 
+def metrics_of(queries: str) -> set[str]:
+    return set(re.findall(r"(?:longwave:\w+|http_\w+)", queries))
+
+
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     dashboard = json.loads((DOCKER / "grafana" / "dashboards" / "longwave.json").read_text())
-    queries = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
-    asked = set(re.findall(r"(?:longwave:\w+|http_\w+)", queries))
+    asked = metrics_of(" ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"]))
 
     assert asked
     assert asked <= set().union(*exported_families().values())
+
+
+class TestAlerts:
+    RULES: ClassVar = [
+        rule
+        for group in yaml.safe_load((DOCKER / "prometheus" / "alerts.yml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+
+    def test_prometheus_reads_them(self) -> None:
+        (file,) = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())["rule_files"]
+
+        assert f"./prometheus/{file}:/etc/prometheus/{file}:ro" in SERVICES["prometheus"]["volumes"]
+        assert (DOCKER / "prometheus" / file).exists()
+
+    def test_they_ask_for_metrics_that_exist(self) -> None:
+        exported = set().union(*exported_families().values())
+
+        for rule in self.RULES:
+            asked = metrics_of(rule["expr"])
+            assert asked <= exported, rule["alert"]
+            assert asked or rule["expr"].startswith("up{"), rule["alert"]
+
+    def test_each_says_how_urgent_it_is_and_what_helps(self) -> None:
+        page = (ROOT / "docs" / "operations.md").read_text()
+        explained = re.findall(r"^### (Longwave\w+)\n\n\S", page, flags=re.MULTILINE)
+
+        assert [rule["alert"] for rule in self.RULES] == explained
+        assert {rule["labels"]["severity"] for rule in self.RULES} == {"critical", "warning"}
+        assert all(rule["annotations"]["summary"] for rule in self.RULES)
+
+    @pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool (Debian's package prometheus)")
+    def test_they_fire_when_they_should(self) -> None:
+        command = [str(PROMTOOL), "test", "rules", "alerts_test.yml"]
+
+        subprocess.run(command, cwd=DOCKER / "prometheus", check=True)

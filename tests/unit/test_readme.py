@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 ATTENTION, CONFIGURATION = ((ROOT / "docs" / name).read_text() for name in ("attention.md", "configuration.md"))
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: Variables of other programs and of the kernel cache, which settings do not know.
-OTHER_VARIABLES = {"LONGWAVE_CACHE_DIR", "LONGWAVE_KERNEL_IMAGE_DIR"}
+#: Variables of the compose file and of the kernel cache, which settings do not know.
+OTHER_VARIABLES = {"LONGWAVE_CACHE_DIR", "LONGWAVE_KERNEL_IMAGE_DIR", "LONGWAVE_MEMORY"}
 #: Flags of other programs in the documents.
-OTHER_FLAGS = {"--env-file", "--profile", "--build", "--no-deps", "--strict"}
+OTHER_FLAGS = {"--env-file", "--profile", "--build", "--no-deps", "--since", "--strict"}
 
 
 def page_name(page: Path) -> str:

@@ -80,6 +80,7 @@ class ScriptedEngine:
         self.is_ready = False
         self.alive = True
         self.heartbeat_age = 0.0
+        self.num_deaths = 0
         self.was_shut_down = False
         self.shutdown_timeouts: list[float] = []
         self.uses_all_time = False  # to shut down

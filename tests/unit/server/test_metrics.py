@@ -1,5 +1,6 @@
 import re
 
+import pytest
 from scripted_engine import LiveServer, Script, wait_until
 
 # vLLM's names, which dashboards know, under our prefix.
@@ -55,6 +56,15 @@ def test_the_engines_state_is_what_it_last_reported(server: LiveServer) -> None:
     assert sample_of(text, "longwave:kv_cache_usage_perc") == 0.25
     assert sample_of(text, "longwave:num_requests_waiting") == 2
     assert sample_of(text, "longwave:prefix_cache_hits_total") == 30
+
+
+def test_a_server_that_takes_no_work_says_so(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sample_of(scrape(server), "longwave:server_ready") == 1
+    assert sample_of(scrape(server), "longwave:engine_deaths_total") == 0
+    monkeypatch.setattr(server.engine, "is_ready", False)
+    monkeypatch.setattr(server.engine, "num_deaths", 2)
+    assert sample_of(scrape(server), "longwave:server_ready") == 0
+    assert sample_of(scrape(server), "longwave:engine_deaths_total") == 2
 
 
 def test_one_request_is_observed_once_everywhere(server: LiveServer) -> None:
