@@ -12,6 +12,7 @@ import sys
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.asgi import LINGER_SECONDS
 from server.errors import HeadersTooLarge, InvalidRequest, LongwaveError, ServerOverloaded
 
 logger = logging.getLogger("longwave")
@@ -61,13 +62,17 @@ class ImpatientProtocol(H11Protocol):
         self.access_log = False  # uvicorn's would hold raw paths and queries; server.middleware writes ours
         self._asking: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
+        self._lingering: asyncio.TimerHandle | None = None  # a refused one: what still comes is thrown away
         if len(self.connections) > self.most:
             self._tell()
             self._refuse(ServerOverloaded("The server has too many open connections. Try again later."))
+            self.transport.close()  # at once: it is files that are few
         else:
             self._expect_request()
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering is not None:
+            return
         if self._asking is None and self._is_between_requests():
             self._expect_request()
         super().data_received(data)
@@ -85,6 +90,8 @@ class ImpatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._request_came()
         self._was_read()
+        if self._lingering is not None:
+            self._lingering.cancel()
         super().connection_lost(exc)
 
     def _get_upgrade(self) -> bytes | None:
@@ -96,13 +103,17 @@ class ImpatientProtocol(H11Protocol):
         failure = sys.exception()
         if isinstance(failure, h11.RemoteProtocolError) and failure.error_status_hint == HeadersTooLarge.status:
             message = f"The request line and headers, or a chunk's header, are longer than {HEADER_BYTES} bytes."
-            self._refuse(HeadersTooLarge(message))
+            error: LongwaveError = HeadersTooLarge(message)
         else:
-            self._refuse(InvalidRequest(msg))
+            error = InvalidRequest(msg)
+        if self._refuse(error):
+            self._linger()
+        else:
+            self.transport.close()
 
-    def _refuse(self, error: LongwaveError) -> None:
-        """What came is no request, or too many have come: told as every failure is, and the connection is closed. An
-        answer that has begun is broken off."""
+    def _refuse(self, error: LongwaveError) -> bool:
+        """What came is no request, or too many have come: told as every failure is, and the last that is said.
+        False in an answer that has begun: all that is left is to break it off."""
         body = json.dumps(error.body()).encode()
         headers = {
             "content-type": "application/json",
@@ -112,10 +123,23 @@ class ImpatientProtocol(H11Protocol):
             **error.headers(),
         }
         reply = h11.Response(status_code=error.status, headers=list(headers.items()))
-        with contextlib.suppress(h11.LocalProtocolError):
+        try:
             for event in (reply, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        except h11.LocalProtocolError:
+            return False
+        return True
+
+    def _linger(self) -> None:
+        """Closes once the client has, or soon: closing on unread bytes resets the connection, and the client may lose
+        what it was told."""
+        if self.cycle is not None and not self.cycle.response_complete:  # its own answer comes too late
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
+            self.cycle.message_event.set()
+        self._lingering = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self.flow.resume_reading()
+        with contextlib.suppress(OSError):  # the client has gone
+            self.transport.write_eof()
 
     def _tell(self) -> None:
         now = self.loop.time()
