@@ -17,4 +17,4 @@ def test_no_route_hands_what_it_depends_on_to_a_thread() -> None:
         assert client.post("/v1/completions", json=asked).status_code == 200
         assert client.get("/v1/files").status_code == 200
         assert client.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 404
-        assert workers() == before
+        assert workers() <= before  # those of servers that have ended may end, too
