@@ -1,5 +1,5 @@
-"""What every test shares: GPU tests skip without a GPU, the bundled model, and HTTP clients that are made at
-once."""
+"""What every test shares: GPU tests skip without a GPU, the bundled model, HTTP clients that are made at once, and
+hypothesis without a clock."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +7,14 @@ from pathlib import Path
 import certifi
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+
+# By default an example that takes 200 ms fails its test, and so do ten that take a second to be drawn: on a machine
+# that others use, too, any of them may.
+settings.register_profile("without a clock", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without a clock")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
