@@ -1,7 +1,6 @@
 """A tiny byte-level tokenizer, an engine that says what a test tells it to, and a real server on a real socket."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -19,7 +18,7 @@ from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
 from server.errors import AdapterExists, EngineUnavailable, LongwaveError, ModelNotFound
 from server.lifecycle import Lifecycle
-from server.process import Server, uvicorn_config
+from server.process import Server, listen, uvicorn_config
 from server.settings import Settings
 from server.text.tokenizer import BYTE_OF_CHARACTER
 
@@ -208,7 +207,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 def live_server(*, wait: bool = True, engine: ScriptedEngine | None = None, **changes: Any) -> Iterator[LiveServer]:
     engine = engine or ScriptedEngine()
     lifecycle = Lifecycle(settings(**changes), engine, tiny_tokenizer)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     server = Server(uvicorn_config(create_app(lifecycle), lifecycle.settings))
     loops: list[asyncio.AbstractEventLoop] = []
 

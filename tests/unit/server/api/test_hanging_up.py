@@ -44,7 +44,9 @@ def test_hanging_up_in_the_middle_aborts(server: LiveServer, stream: bool) -> No
     if stream:
         received = b""
         while b"hello" not in received.replace(b'"}', b"") and received.count(b"data: ") < 8:
-            received += connection.recv(65536)
+            piece = connection.recv(65536)
+            assert piece
+            received += piece
     else:
         wait_until(lambda: server.engine.requests)
     connection.close()
