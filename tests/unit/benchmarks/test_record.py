@@ -23,9 +23,10 @@ class Script(Recording):
         return [sys.executable, "-c", self.arguments[0], str(out)]
 
 
-def scripts(monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
+def scripts(monkeypatch: pytest.MonkeyPatch, seconds: int = 60, **texts: str) -> None:
+    """`seconds`: that each of them may take."""
     monkeypatch.setattr(
-        record, "RECORDINGS", tuple(Script(n, "", 2, (t,), devices=record.CPU) for n, t in texts.items())
+        record, "RECORDINGS", tuple(Script(n, "", seconds, (t,), devices=record.CPU) for n, t in texts.items())
     )
     monkeypatch.setattr(record, "device_name", lambda: "cpu")
 
@@ -61,10 +62,10 @@ def test_what_fails_stays_a_partial_result_beside_the_older_one(
 
 def test_what_does_not_end_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beats = tmp_path / "beats"
-    child = f"import time\\nwhile True: open({str(beats)!r}, 'a').write('.'); time.sleep(0.02)"
-    scripts(monkeypatch, stuck=f"import subprocess, sys; subprocess.run([sys.executable, '-c', \"{child}\"])")
+    forks = "import os, time\nif os.fork(): os.wait()\n"
+    scripts(monkeypatch, 3, stuck=f"{forks}while True: open({str(beats)!r}, 'a').write('.'); time.sleep(0.02)")
     code, output = ran(tmp_path)
-    assert (code, "stuck: cut short after 2 s" in output) == (1, True)
+    assert (code, "stuck: cut short after 3 s" in output) == (1, True)
     size = beats.stat().st_size
     assert size > 0
     time.sleep(0.2)

@@ -30,7 +30,7 @@ TEMPLATE = (
 )
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 4096
-LIMIT = 20.0  # seconds for anything to happen: generous, since the machine may be busy
+LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -128,7 +128,7 @@ def test_all_of_a_prompt_that_comes_back_by_reading_counts_for_it(folder: Path) 
 
 def test_the_worker_takes_computing_from_the_steps_that_it_measured(tmp_path: Path) -> None:
     runner = FakeRunner(256, 64, 2048)
-    config = EngineConfig(model="m", kv_offload_gb=1, kv_offload_dir=str(tmp_path))
+    config = EngineConfig(model="m", kv_offload_gb=0.01, kv_offload_dir=str(tmp_path), kv_offload_disk_gb=0.01)
     loaded = LoadedRunner(
         runner, "m", "cpu", "float32", 4096, 2048, 32_000, (2,), fingerprint=lambda: FINGERPRINT,
         host_memory=SlowOffload(torch.from_numpy(runner.memory), 10, turns=0),
