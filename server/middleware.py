@@ -19,9 +19,8 @@ from server.metrics import Metrics
 access_log = logging.getLogger("longwave.access")
 logger = logging.getLogger("longwave")
 
-OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/startup", "/", "/web/app.js", "/web/style.css"}
-)
+PAGE = frozenset({"/", "/web/app.js", "/web/attachments.js", "/web/style.css"})
+OPEN_PATHS = PAGE | {"/health", "/health/live", "/health/ready", "/health/startup"}
 POLLED = ("/health", "/metrics")  # asked every few seconds: logged when the answer is another than before
 ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?(?P<host>[^/@]+)(?P<path>/.*)?", re.IGNORECASE)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

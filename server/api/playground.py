@@ -1,4 +1,4 @@
-"""The playground page and its two files. They hold no secret, so they are served without a key."""
+"""The playground page and its three files. They hold no secret, so they are served without a key."""
 
 from importlib.resources import files
 
@@ -29,6 +29,11 @@ async def page() -> Response:
 @router.get("/web/app.js")
 async def script() -> Response:
     return _file("app.js", "text/javascript")
+
+
+@router.get("/web/attachments.js")
+async def attachments() -> Response:
+    return _file("attachments.js", "text/javascript")
 
 
 @router.get("/web/style.css")

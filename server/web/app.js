@@ -1,5 +1,7 @@
 // The playground: one conversation with this server over its public API. Text is only ever set as text, never as HTML.
 
+import { described as file, inFrontOf, putBack, take } from "./attachments.js";
+
 const $ = (id) => document.getElementById(id);
 const messages = [];
 let apiKey = sessionStorage.getItem("longwave-key") ?? "";
@@ -174,8 +176,9 @@ function showMeasures(start, first, usage, reason) {
 async function send(text) {
   const mine = conversation;
   for (const old of document.querySelectorAll(".turn.failed")) old.remove();
-  messages.push({ role: "user", content: text });
-  const question = addTurn("user", text);
+  const files = take();
+  messages.push({ role: "user", content: inFrontOf(text, files) });
+  const question = addTurn("user", [...files.map(file), text].join("\n"));
   const turn = addTurn("assistant", "");
   const log = $("conversation");
   log.scrollTop = log.scrollHeight;
@@ -199,6 +202,7 @@ async function send(text) {
     turn.remove();
     question.remove();
     $("message").value ||= text;
+    putBack(files);
   }
   if (failed instanceof TypeError) connect();
   if (failed) addTurn("failed", described(failed)).scrollIntoView({ block: "nearest" });

@@ -1,5 +1,6 @@
 """The playground page as a person uses it, in a real browser; skipped where there is none."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from chromium import CHROMIUM, Page, open_page
-from scripted_engine import LiveServer, Script, ScriptedEngine, live_server, wait_until
+from scripted_engine import LiveServer, Script, ScriptedEngine, live_server, tiny_tokenizer, wait_until
 
 pytestmark = [
     pytest.mark.browser,
@@ -16,6 +17,8 @@ pytestmark = [
 
 TURNS = "[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])"
 STATUS = "document.querySelector('#status')?.textContent"
+ATTACHED = "[...document.querySelectorAll('#attached li')].map((chip) => chip.firstChild.textContent)"
+REFUSED = "document.querySelector('#attached-refused').textContent"
 MEASURES = "document.querySelector('#measures').textContent"
 
 ESCAPE = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', bubbles: true }))"
@@ -86,6 +89,45 @@ def test_a_question_is_answered_and_measured(page: Page, server: LiveServer) -> 
     wait_until(lambda: "generated" in page.evaluate(MEASURES))
     assert len(page.evaluate(TURNS)) == 4
     assert page.problems() == []
+
+
+def choose(page: Page, **contents: str) -> None:
+    files = json.dumps({name.replace("_", "."): text for name, text in contents.items()})
+    page.evaluate(f"""{{
+        const chosen = new DataTransfer();
+        for (const [name, text] of Object.entries({files}))
+            chosen.items.add(new File([Uint8Array.from(text, (byte) => byte.charCodeAt(0))], name));
+        document.querySelector('#files').files = chosen.files;
+        document.querySelector('#files').dispatchEvent(new Event('change'));
+    }}""")
+
+
+def test_files_go_in_front_of_the_question(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    choose(page, a_txt="one\n", b_md="```\ntwo\n```", c_bin="\xff\xfe", d_txt="three")
+    wait_until(lambda: len(page.evaluate(ATTACHED)) == 3)
+    assert page.evaluate(REFUSED) == "Not a text file in UTF-8: c.bin"
+    page.evaluate("document.querySelector('#attached li:last-child button').click()")
+    assert page.evaluate(ATTACHED) == ["a.txt (4 characters)", "b.md (11 characters)"]
+    asked = len(server.engine.requests)
+    ask(page, "what?")
+    wait_until(lambda: "generated" in page.evaluate(MEASURES))
+    assert page.evaluate(TURNS)[0] == ["user", "a.txt (4 characters)\nb.md (11 characters)\nwhat?"]
+    assert page.evaluate(ATTACHED) == []
+    sent = tiny_tokenizer().decode(server.engine.requests[asked].prompt_token_ids)
+    assert "a.txt:\n```\none\n```\n\nb.md:\n````\n```\ntwo\n```\n````\n\nwhat?" in sent
+    assert page.problems() == []
+
+
+def test_files_of_a_refused_question_are_still_there(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    page.evaluate("document.querySelector('#temperature').value = 3")
+    choose(page, a_txt="one\n")
+    wait_until(lambda: page.evaluate(ATTACHED))
+    ask(page, "hot")
+    wait_until(lambda: page.evaluate("document.querySelector('.turn.failed') !== null"))
+    assert page.evaluate(ATTACHED) == ["a.txt (4 characters)"]
+    assert page.evaluate("document.querySelector('#message').value") == "hot"
 
 
 @pytest.mark.parametrize("stop", ["document.querySelector('#stop').click()", ESCAPE], ids=["button", "escape"])
