@@ -192,6 +192,7 @@ def test_what_stays_quantised_is_foretold_without_weights(tmp_path: Path, kind: 
     assert told.unfused == {
         "packed QKV": "they are QuantizedLinear (2 of 3)",
         "packed gate/up": "they are QuantizedLinear",
+        "layers' chain of few rows": "they are QuantizedLinear",
     }
     plain = {name for name, layer in load(source).model.named_modules() if type(layer) is nn.Linear}
     assert plain == {"lm_head", *(f"model.layers.1.self_attn.{part}_proj" for part in "qkvo")}
