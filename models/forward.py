@@ -60,7 +60,8 @@ class PagedForward:
     def _run(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         if self._decoder is not None and self._decoder.intact():
             return self._decoder.logits(step, kv_caches, rows)
-        some = {"logits_to_keep": rows} if rows is not None and self._selects_rows else {}
+        # One row where none is wanted: a quantised head may fail on no rows.
+        some = {} if rows is None or not self._selects_rows else {"logits_to_keep": rows if len(rows) else 1}
         logits: Tensor = self._model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,
@@ -69,4 +70,4 @@ class PagedForward:
             kv_caches=kv_caches,
             **some,
         ).logits[0]
-        return logits if rows is None or self._selects_rows else logits[rows]
+        return logits if rows is None or (self._selects_rows and len(rows)) else logits[rows]

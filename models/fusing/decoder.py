@@ -89,6 +89,9 @@ class FusedDecoder:
                 projected = layer.attention.projections(normed)
                 queries = layer.attention.queries(projected, tables[layer.attention.layer_type], pages, metadata)
             assert residual is not None
+            if i == last and rows is not None and not len(rows) and queries.k is None:
+                # Keys and values are in their pages, and nobody asks for more. (Some quantised layers fail on no rows.)
+                return x.new_empty(0, self._model.lm_head.out_features)
             if i == last and rows is not None and step.sampled is not None and queries.k is None:
                 queries, residual, metadata, rows = Queries(queries.q[rows]), residual[rows], step.sampled, None
             whole = i < last or rows is None  # every row goes on

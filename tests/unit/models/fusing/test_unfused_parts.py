@@ -9,8 +9,12 @@ from tiny_models import random_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GraniteConfig, PreTrainedModel
 
+from models.attention_sites import find_attention_sites
+from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
 from models.fusing import NotFusedError, foretell, fuse
+from models.inputs import StepInputs
+from models.kv_pool import allocate
 from models.packed_linear import pack_linears
 
 CUDA = torch.device("cuda")
@@ -27,6 +31,29 @@ def same(model: PreTrainedModel, forward: PagedForward) -> None:
 
 def doubled(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return 2 * output
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_samples_no_row_asks_no_layer_for_no_rows(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU bitsandbytes' 4-bit layers end the process then, and torchao's int8 layers raise TypeError."""
+    model, seen = made("qwen3"), []
+    whole = nn.Linear.forward
+
+    def watched(layer: nn.Linear, x: Tensor) -> Tensor:
+        seen.append(x.numel())
+        return whole(layer, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", watched)
+    seq = ScheduledSeq(0, [5, 6, 7], 0, [1], sample=False)
+    step = StepInputs(
+        max_num_seqs=1, max_num_batched_tokens=8, max_blocks_per_seq=1, block_size=16, device=model.device
+    ).build(StepBatch((seq,)))
+    caches = allocate(find_attention_sites(model), 2, 16, model.dtype, model.device)
+    with torch.inference_mode():
+        nothing = PagedForward(model, fused=fused).sampled_rows(step, caches)
+    assert nothing.shape == (0, model.config.vocab_size)
+    assert 0 not in seen
+    assert all(layer.k[1, :, :3].abs().sum(-1).all() for layer in caches)
 
 
 @pytest.mark.parametrize(
