@@ -29,6 +29,7 @@ from models.training.examples import Example, Preference
 from models.training.pacing import Pacer
 from models.training.plan import LoraSettings, TrainingPlan
 from models.training.report import Outcome, StepReport, Verdict
+from models.unused_packages import without_hub_kernels
 
 if TYPE_CHECKING:
     from models.training.datum import Datum
@@ -40,7 +41,8 @@ _WITH_TORCH = {"Datum": "datum", "LossReport": "session", "Trainer": "trainer", 
 
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:
-        return getattr(import_module(f"models.training.{_WITH_TORCH[name]}"), name)
+        with without_hub_kernels():  # PEFT imports bitsandbytes
+            return getattr(import_module(f"models.training.{_WITH_TORCH[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -33,7 +33,7 @@ def load(config: EngineConfig, stages: Stages) -> LoadedRunner:
         source, pool_memory = _begin_pool(config, source, device)
     except (ModelLoadError, HostMemoryError) as error:
         raise CannotServeError(str(error)) from error
-    leave_out()
+    leave_out(source.folder)
     from server.engine.production import make
 
     gc.freeze()  # modules stay: no collection needs to look at them
