@@ -7,8 +7,9 @@ kernels transformers would download from the hub is dequantised or refused. Know
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from packaging.version import Version
@@ -19,11 +20,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from models.errors import ModelLoadError
+from models.patching import UnsupportedModelError
+from models.unused_packages import without_hub_kernels
 
 #: Methods whose layers stay quantised -> the package that computes them.
 _KEPT = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 #: Methods that are dequantised -> the package that knows the format, if it is not transformers.
 _DEQUANTISED = {"compressed-tensors": "compressed-tensors", "fp8": None, "mxfp4": None}
+#: Names of bitsandbytes' linear layers.
+_BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
 #: Versions of transformers before these leave a dequantised model's layers wrapped.
 _TRANSFORMERS = {"compressed-tensors": "5.23"}
 #: Methods that compute with kernels from the hub, fetched by the package `kernels` when a layer first runs.
@@ -42,9 +47,9 @@ class Quantization:
         return f"{self.method}, {'kept' if self.stays else 'dequantised while loading'}"
 
     def refuse_uses(self, *, dummy: bool, training: bool) -> None:
-        """Of layers that stay quantised. Raises ModelLoadError."""
+        """Of layers that stay quantised. Raises UnsupportedModelError (training) or ModelLoadError (random weights)."""
         if training:
-            raise ModelLoadError(
+            raise UnsupportedModelError(
                 f"the weights are quantised ({self.method}), and nothing trains on quantised weights: "
                 "train on the model that they were made from"
             )
@@ -70,6 +75,12 @@ class QuantizedLinear(nn.Linear):
     """
 
 
+def is_quantized_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it computes y = x W^T + b with a quantised W: ours, or one of bitsandbytes (which is not imported)."""
+    kind = type(module)
+    return kind is QuantizedLinear or (kind.__module__.startswith("bitsandbytes.") and kind.__name__ in _BITSANDBYTES)
+
+
 def prepare(config: PretrainedConfig, device: torch.device) -> Quantization | None:
     """None for weights that are not quantised. Otherwise leaves in the config what transformers must know to load.
 
@@ -88,8 +99,11 @@ def prepare(config: PretrainedConfig, device: torch.device) -> Quantization | No
         settings["dequantize"] = True
         settings.pop("run_compressed", None)  # compressed-tensors' old word for it
     try:
-        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
-        quantizer.validate_environment(device_map={"": device}, weights_only=True)
+        with without_hub_kernels():
+            if method in _KEPT:
+                import_module(_KEPT[method])
+            quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+            quantizer.validate_environment(device_map={"": device}, weights_only=True)
     except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
         raise ModelLoadError(f"the weights are quantised ({method}), which cannot run on {device}: {error}") from error
     holder.quantization_config = settings

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from models.packed_linear import PackedLinear
+from models.quantization import is_quantized_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def find_linears(model: PreTrainedModel) -> Mapping[str, LinearLayer]:
 
 def _shape(module: nn.Module) -> tuple[int, int] | None:
     """(in, out). Subclasses compute something else, of which only those known here are y = x W^T + b."""
-    if type(module) is nn.Linear or type(module) is PackedLinear:
+    if type(module) is nn.Linear or type(module) is PackedLinear or is_quantized_linear(module):
         return module.in_features, module.out_features
     if type(module) is Conv1D:  # GPT-2's: W is [in, out]
         return module.nx, module.nf

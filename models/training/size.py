@@ -32,7 +32,7 @@ def check_size(source: ModelSource, most: int) -> None:
     from models import descriptions  # of transformers, seconds to import: not for those that ask nothing
 
     if getattr(descriptions.read_config(source.fetch(weights=False)), "quantization_config", None) is not None:
-        raise PlanError("the base model is quantised: LoRA adapters can be trained on it, and not all of its weights")
+        raise PlanError("the base model is quantised: not all of its weights can be trained")
     parameters = num_parameters(source)
     if parameters > most:
         raise PlanError(
