@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -34,22 +35,24 @@ class ServerProcess:
     """`with ServerProcess("--api-key", "k") as server:` is ready to answer when the block begins."""
 
     def __init__(self, *flags: str, api_key: str | None = None, device: str = "cpu") -> None:
-        self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self.api_key = api_key
         self._device = device
         self._flags = [*flags, *(["--api-key", api_key] if api_key else [])]
 
     def __enter__(self) -> Self:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="longwave-", suffix=".log")
-        command = [sys.executable, "-m", "server", "serve", "--port", str(self.port), "--device", self._device]
-        command += self._flags
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT)
-        try:
-            wait_until(self._is_ready, "the server is ready", START_SECONDS)
-        except BaseException:
-            self._stop()
-            raise
+        with _held_port() as port:
+            self.url = f"http://127.0.0.1:{port}"
+            command = [sys.executable, "-m", "server", "serve", "--port", str(port), "--device", self._device]
+            command += self._flags
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+            )
+            try:
+                wait_until(self._is_ready, "the server is ready", START_SECONDS)
+            except BaseException:
+                self._stop()
+                raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -130,7 +133,11 @@ class ServerProcess:
         self._log.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """A free one, which nobody else is given meanwhile, to listen or to connect from: it is bound. Who reuses addresses
+    as the server does may listen there, since nobody else does."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

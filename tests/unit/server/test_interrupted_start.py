@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -90,11 +89,8 @@ def test_sigterm_ends_the_command_before_it_serves() -> None:
 
 
 def test_a_port_is_taken_before_anybody_accepts_there() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with process.listen("127.0.0.1", port), pytest.raises(OSError):
-        process.listen("127.0.0.1", port)
+    with process.listen("127.0.0.1", 0) as first, pytest.raises(OSError):
+        process.listen(*first.getsockname())
 
 
 def lifecycle(engine: ScriptedEngine) -> Lifecycle:
