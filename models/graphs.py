@@ -75,10 +75,9 @@ class StepGraphs:
             if key not in self._recorded and key not in self._without:
                 self.record(key)
                 return self.refusal is None
-        missing = [key for key in self._keys if key in self._without]
-        if not missing or self.refusal is not None or self._clock() < self._again:
+        if not self._without or self.refusal is not None or self._clock() < self._again:
             return False
-        self._try(min(missing, key=self._without.__getitem__))  # how often each was tried
+        self._try(min(self._without, key=self._without.__getitem__))  # how often each was tried
         return True
 
     @property

@@ -114,6 +114,20 @@ def test_a_quiet_moment_is_spent_on_one_that_is_missing_once_it_is_time(made: Ma
     assert first != second
 
 
+def test_one_of_adapters_that_a_step_missed_is_tried_in_a_quiet_moment_too(made: Made) -> None:
+    made.recorder.is_full = False
+    while made.graphs.record_one():
+        pass
+    made.recorder.is_full = True
+    adapted = GraphKey(SHAPES[0], adapted=True)
+    assert not made.graphs.record(adapted)
+    made.recorder.is_full = False
+    made.now += FIRST_WAIT
+    assert made.graphs.record_one()
+    assert made.recorder.asked[-2:] == [adapted, adapted]
+    assert made.graphs.num_missing == 0
+
+
 def test_no_step_waits_for_what_a_quiet_moment_may_try(made: Made) -> None:
     all_are_missing(made)
     for _ in range(20):
