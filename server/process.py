@@ -32,11 +32,11 @@ _STAT = Path("/proc/self/stat")
 
 def began() -> float:
     """When this process did, on time.monotonic()'s clock; now, where the system does not say."""
-    now = time.monotonic()
     if not _STAT.is_file():
-        return now
+        return time.monotonic()
     ticks = int(_STAT.read_text().rpartition(")")[2].split()[19])  # proc(5): starttime, after the boot
-    return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    boot = time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)  # read side by side: this process may be held up
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Server(uvicorn.Server):
