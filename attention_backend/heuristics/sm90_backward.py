@@ -1,6 +1,7 @@
 """Problem -> tiles of the Hopper backward, and the order of its work. Pure arithmetic: no device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 #: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
@@ -16,9 +17,17 @@ _KEY_BYTES = 8  # a KeyRows
 _CONSUMERS = 2
 
 
+class Overlap(IntEnum):
+    """Which arithmetic of a step flash_bwd_sm90 does while a product of the same warpgroup runs."""
+
+    NONE = 0  # ptxas moves the wait for dP in front of the exponentials
+    PROBABILITIES = 1  # the exponentials, while dP's product runs
+    GRADIENTS = 2  # those, and dS while dV's sum runs
+
+
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """Tile of a kernel: `block_n` keys, tiles of `block_m` query rows, rings of stages."""
+    """Tile of a kernel: `block_n` keys, tiles of `block_m` query rows in steps of `step_rows`, rings of stages."""
 
     kernel: str
     head_dim: int
@@ -31,6 +40,11 @@ class BackwardTile:
     handover: int  # chunks of 64 x 64 floats
     kept_k: int = 0  # slices of 16 columns of keys and of values that consumers keep in registers
     kept_v: int = 0
+    step_rows: int = 64
+    overlap: Overlap = Overlap.NONE
+
+    def __str__(self) -> str:
+        return f"rows{self.step_rows}-overlap{self.overlap:d}-kept{self.kept_k}+{self.kept_v}"
 
     @property
     def threads(self) -> int:
@@ -65,15 +79,27 @@ class BackwardTile:
 
 
 def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """Both widths are padded to the larger one's tile, but for MIXED_TILES."""
+    """The tile that is used where no other is asked for."""
+    return backward_tiles(head_dim, head_dim_v)[0]
+
+
+def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
+    """The tiles that serve a head_dim, the default first; the others are what `benchmarks/tiles.py` times beside it.
+
+    Both widths are padded to the larger one's tile, but for MIXED_TILES.
+    """
     tile, tile_v = (next(t for t in HEAD_DIM_TILES if t >= d) for d in (head_dim, head_dim_v))
     if (tile, tile_v) not in MIXED_TILES:
         tile = tile_v = max(tile, tile_v)
+    if tile > 128:
+        return (BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1),)
+    overlaps = (Overlap.PROBABILITIES, Overlap.GRADIENTS)
     if tile == 64:
-        return BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, kept_k=4, kept_v=4)
-    if tile <= 128:
-        return BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, kept_k=4 if tile == 96 else 2)
-    return BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1)
+        default = BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, kept_k=4, kept_v=4)
+        long_steps = replace(default, kept_k=0, kept_v=0, step_rows=128)
+        return (default, *(replace(x, overlap=overlap) for x in (default, long_steps) for overlap in overlaps))
+    default = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, kept_k=4 if tile == 96 else 2)
+    return (default, *(replace(default, overlap=overlap) for overlap in overlaps))
 
 
 def section_lines(

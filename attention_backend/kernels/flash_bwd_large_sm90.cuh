@@ -4,7 +4,7 @@
 // registers: their way through shared memory would be its largest load. While one warpgroup does arithmetic the other has
 // the tensor cores. Everything else is as in flash_bwd_sm90.cuh.
 //
-// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES (2),
+// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M, BLOCK_N and STEP_ROWS (64), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES (2),
 // HANDOVER (1: P), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #define LARGE 1
@@ -51,11 +51,7 @@ class First : Half<0> {
   template <bool MORE>
   __device__ __forceinline__ void step(float (&dv)[HEAD_DIM_V / 2], float (&s)[kRows / 2]) {
     uint32 probs[kRows / 16][4];
-#if DROPOUT
     pack_kept(probs, s, kept_of(now));
-#else
-    pack_tile(probs, s);
-#endif
     const uint32 rows_o = shared.o + o.at * kBytesO;
     o.wait_full(shared.full_o);
     if (is_masked()) clear_dead_rows(rows_o, kSlabsV, shared.lse2 + q.at * kBytesTerms);

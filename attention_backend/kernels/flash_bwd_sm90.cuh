@@ -9,9 +9,15 @@
 // So slices of K and V stay in registers, and no register is spent on starting the next scores early, which costs dK its
 // operand from registers and was slower.
 //
+// ptxas moves a wait for a product up to the start of its basic block: with OVERLAP 0 that for dP stands in front of nearly
+// all exponentials, and nothing of a warpgroup's own runs on the tensor cores meanwhile. OVERLAP 1 puts the wait behind a
+// branch, which it does not pass. OVERLAP 2 starts dV's sum in front of it, which holds it back too, and dS is computed
+// while that runs.
+//
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS,
-// KEPT_K and KEPT_V (slices of 16 columns of K and V in registers), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
+// HEAD_DIM 64), BLOCK_N (128), STEP_ROWS (64, or BLOCK_M), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2),
+// PRODUCER_REGISTERS, CONSUMER_REGISTERS, KEPT_K and KEPT_V (slices of 16 columns of K and V in registers), OVERLAP,
+// DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #define LARGE 0
 #include "parts/backward_handover.cuh"
@@ -22,7 +28,10 @@
 #include "parts/uniform.cuh"
 
 static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
-static_assert(kTileSteps == 2 ? kSlabsK == 1 : kSlabsK == 2, "dQ of a tile of rows is two chunks");
+static_assert(kTileChunks * kSlabsK == 2, "dQ of a tile of rows is two chunks");
+
+constexpr bool kSumsEarly = OVERLAP == 2;
+constexpr bool kPacksLate = !kSumsEarly && kRows > 64;  // P, for which there are no registers beside S and dP
 
 class Consumer {
  public:
@@ -110,7 +119,7 @@ class Consumer {
     for (int i = 0; i < WIDTH / 16; i++) {
       const uint64 columns = b + i / 4 * (kSlabQ >> 4) + i % 4 * 2;
       if (i < KEPT)
-        wgmma_kept(s, kept[i < KEPT ? i : 0], columns, i != 0);
+        Wgmma<kRows>::mixed(s, kept[i < KEPT ? i : 0], columns, i != 0);
       else
         Wgmma<kRows>::shared(s, a + i / 4 * (kSlabKv >> 4) + i % 4 * 2, columns, i != 0);
     }
@@ -127,15 +136,20 @@ class Consumer {
     wgmma_commit();
   }
 
-  // This warpgroup's chunk of dQ: of two steps' rows its 64, else its 64 columns.
+  // This warpgroup's chunk of dQ: of 128 rows its 64, else its 64 columns.
   __device__ __forceinline__ void start_dq(float (&dq)[32], uint32 tile_ds) const {
-    const uint32 step_ds = tile_ds + (kTileSteps == 2 ? group * kSlabKv : 0);
+    const uint32 step_ds = tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0);
     const uint64 a = wgmma_descriptor(uniform(step_ds), kSlabKv);
-    const uint64 b = wgmma_descriptor(uniform(shared.k + (kTileSteps == 2 ? 0 : group * kSlabKv)), kSlabKv);
+    const uint64 b = wgmma_descriptor(uniform(shared.k + (kTileChunks == 2 ? 0 : group * kSlabKv)), kSlabKv);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 16; i++) wgmma_transposed(dq, a + i * 128, b + i * 128, i != 0);
     wgmma_commit();
+  }
+
+  static __device__ __forceinline__ void clear_dead_rows(uint32 rows_q, uint32 rows_o, uint32 lse2) {
+    ::clear_dead_rows(rows_o, kSlabsV, lse2);
+    ::clear_dead_rows(rows_q, kSlabsK, lse2);
   }
 
   // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
@@ -161,20 +175,25 @@ class Consumer {
 #if DROPOUT
     const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
     const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);
-    pack_kept(probs, s, kept);
 #else
     const Kept kept;
-    pack_tile(probs, s);
 #endif
-    wgmma_wait<0>();  // dP
-    if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v);
-    if (masked) {
-      clear_dead_rows(rows_o, kSlabsV, lse2);
-      clear_dead_rows(rows_q, kSlabsK, lse2);
+    if (!kPacksLate) pack_kept(probs, s, kept);
+    if (kSumsEarly) {
+      if (masked) clear_dead_rows(rows_q, rows_o, lse2);
+      start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
+      wgmma_wait<1>();  // dP
+    } else if (OVERLAP == 1) {
+      wgmma_wait_between<0>(p.batch > 0);
+    } else {
+      wgmma_wait<0>();
     }
+    if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v);
+    if (!kSumsEarly && masked) clear_dead_rows(rows_q, rows_o, lse2);
     to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
     pack_tile(ds, dp);
-    start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
+    if (kPacksLate) pack_kept(probs, s, kept);
+    if (!kSumsEarly) start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
     fence_async_proxy();
     float dq[32];

@@ -56,9 +56,15 @@ def refusals(args: AttentionArgs) -> Iterator[str]:
 
 
 def backward(
-    args: AttentionArgs, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None = None
+    args: AttentionArgs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None = None,
+    tile: BackwardTile | None = None,
 ) -> Gradients:
-    """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out.
+    """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out. `tile` is
+    one of the problem's `backward_tiles`, by default the first.
 
     Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
     row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
@@ -75,10 +81,10 @@ def backward(
         dq.zero_()
     index = args.q.device.index
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
-    shape = backward_tile(args.head_dim, args.head_dim_v)
-    key_tiles, num_sms = -(-seqlen_k // shape.block_n), device.num_sms(index)
+    tile = tile or backward_tile(args.head_dim, args.head_dim_v)
+    key_tiles, num_sms = -(-seqlen_k // tile.block_n), device.num_sms(index)
     parts = query_parts(
-        shape,
+        tile,
         seqlen_q=args.seqlen_q,
         key_tiles=key_tiles,
         lines=lines,
@@ -87,7 +93,8 @@ def backward(
         tapered=tapered(args),
         deterministic=args.deterministic,
     )
-    variant, tile = backward_variant(BackwardOptions.of(args, deterministic=args.deterministic, parts=parts > 1))
+    options = BackwardOptions.of(args, deterministic=args.deterministic, parts=parts > 1)
+    variant, tile = backward_variant(options, tile)
     blocks = min(key_tiles * lines * parts, num_sms)
 
     rows = padded_rows(args)

@@ -3,10 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 
-from attention_backend.heuristics.sm90_backward import HEAD_DIM_TILES, MIXED_TILES, BackwardTile, backward_tile
+from attention_backend.heuristics.sm90_backward import (
+    HEAD_DIM_TILES,
+    MIXED_TILES,
+    BackwardTile,
+    backward_tile,
+    backward_tiles,
+)
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.problem import AttentionArgs
 
@@ -45,8 +52,16 @@ class BackwardOptions:
 
 
 @cache
-def backward_variant(options: BackwardOptions) -> tuple[KernelVariant, BackwardTile]:
-    tile = backward_tile(options.head_dim, options.head_dim_v)
+def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None) -> tuple[KernelVariant, BackwardTile]:
+    """Of the tile that is given, one of `backward_tiles`, or of the default; and the tile that it has become.
+
+    Options that change scores have no registers for steps of more than 64 rows.
+    """
+    default = backward_tile(options.head_dim, options.head_dim_v)
+    if tile is None:
+        tile = default
+    if options.extras and tile.step_rows > default.step_rows:
+        tile = replace(default, overlap=tile.overlap)
     producer, consumer = tile.registers
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
@@ -54,6 +69,7 @@ def backward_variant(options: BackwardOptions) -> tuple[KernelVariant, BackwardT
         ("HEAD_DIM_V", tile.head_dim_v),
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
+        ("STEP_ROWS", tile.step_rows),
         ("TILE_SLOTS", tile.tile_slots),
         ("Q_STAGES", tile.q_stages),
         ("O_STAGES", tile.o_stages),
@@ -61,6 +77,7 @@ def backward_variant(options: BackwardOptions) -> tuple[KernelVariant, BackwardT
         ("HANDOVER", tile.handover),
         ("KEPT_K", tile.kept_k),
         ("KEPT_V", tile.kept_v),
+        ("OVERLAP", tile.overlap),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
         ("DETERMINISTIC", int(options.deterministic)),
@@ -80,7 +97,7 @@ def postprocess_variant(dtype: torch.dtype, slabs: int) -> KernelVariant:
 
 
 def covering_set() -> Iterator[KernelVariant]:
-    """Every tile width and dtype, and every option once."""
+    """Every tile width and dtype, and every option once; of tiles that are not the default what must not spill."""
     for width in HEAD_DIM_TILES:
         plain = BackwardOptions(torch.bfloat16, width, width)
         for options in (
@@ -96,5 +113,9 @@ def covering_set() -> Iterator[KernelVariant]:
             variant, tile = backward_variant(options)
             yield variant
             yield postprocess_variant(options.dtype, tile.slabs)
+        for tile in backward_tiles(width, width)[1:]:
+            for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
+                yield backward_variant(BackwardOptions(dtype, width, width, deterministic), tile)[0]
+            yield backward_variant(replace(plain, parts=True), tile)[0]
     for width, width_v in MIXED_TILES:
         yield backward_variant(BackwardOptions(torch.bfloat16, width, width_v))[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
+from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import workspace
 from attention_backend.problem import AttentionArgs
 from tests.kernels import (
@@ -174,6 +175,14 @@ def test_backward(settings: Settings) -> None:
         args = build(replace(SMALL, layout="varlen", mask="sliding"), CPU)
         for kernel in backward_oracle.kernels_for(args):
             backward_oracle.check(args, kernel, with_lse=True)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
+    args = build(Case(330, 200, batch=1, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen"), CPU)
+    for tile in backward_tiles(dim, dim)[1:]:
+        with left_at_zero(HOPPER):
+            backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
 
 
 def test_deterministic_backward_of_shared_out_groups() -> None:

@@ -4,12 +4,14 @@ Written out rather than by autograd, which makes NaN of rows that see nothing. `
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from attention_backend import backward
+from attention_backend.heuristics.sm90_backward import BackwardTile
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference import dropout
 
@@ -84,9 +86,10 @@ def gradients(
     return Gradients(dq, dk, dv, torch.cat(dsinks_terms, dim=1) if args.sinks is not None else None)
 
 
-def check(args: AttentionArgs, kernel: str, *, with_lse: bool = False) -> None:
+def check(args: AttentionArgs, kernel: str, *, with_lse: bool = False, tile: BackwardTile | None = None) -> None:
     """The gradients of `args` by a kernel of `backward.TABLE`, held to FlashAttention's rule.
 
+    `tile` is one that flash_bwd_sm90 does not choose by itself.
     What the kernel does not write comes back as NaN; so do rows of q and dO that see nothing.
     """
     from attention_backend import dispatch
@@ -99,9 +102,16 @@ def check(args: AttentionArgs, kernel: str, *, with_lse: bool = False) -> None:
     grad_out[dead.transpose(-1, -2)] = torch.nan
     truth = gradients(args, grad_out, grad_lse)
     same_dtype = gradients(args, grad_out, grad_lse, args.dtype, reorder=True)
-    results = {"as called": backward.run(args, out, lse, grad_out, grad_lse, kernel=kernel)}
+    implementation = backward.implementation(kernel)
+    if tile is None:
+        results = {"as called": backward.run(args, out, lse, grad_out, grad_lse, kernel=kernel)}
+    else:
+        from attention_backend.kernels import flash_bwd_sm90
+
+        implementation = partial(flash_bwd_sm90.backward, tile=tile)
+        results = {f"as called, {tile}": implementation(args, out, lse, grad_out, grad_lse)}
     with poisoned_memory():  # not by backward.run, to which it would be a wish for deterministic sums
-        results["into NaN"] = backward.implementation(kernel)(args, out, lse, grad_out, grad_lse)
+        results["into NaN"] = implementation(args, out, lse, grad_out, grad_lse)
     rtol = 3.0 if args.softcap else 2.0
     for (how, result), name in product(results.items(), ("dq", "dk", "dv", "dsinks")):
         got = getattr(result, name)

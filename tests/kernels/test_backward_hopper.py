@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention_backend import backward, dispatch
-from attention_backend.heuristics.sm90_backward import backward_tile, query_parts
+from attention_backend.heuristics.sm90_backward import BackwardTile, backward_tile, backward_tiles, query_parts
 from attention_backend.kernels import workspace
 from attention_backend.problem import AttentionArgs
 
@@ -46,6 +46,30 @@ def test_a_group_is_shared_out_where_tiles_are_few(dim: int, deterministic: bool
     )
     assert parts > 1
     check(replace(build(case, hopper), deterministic=deterministic), KERNEL)
+
+
+OTHER_TILES = [tile for dim in (64, 96, 128) for tile in backward_tiles(dim, dim)[1:]]
+#: Steps with and without a mask, tiles that end in the middle of a step, rows and keys that see nothing.
+FEW_TILES = (
+    Case(330, 300, batch=2, heads=4, kv_heads=2, layout="varlen"),
+    Case(261, 390, batch=2, heads=4, kv_heads=1, mask="sliding", dtype="fp16"),
+    Case(200, 300, batch=1, heads=4, kv_heads=4, layout="bhsd", mask="full", keys="key_mask", score="softcap"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FEW_TILES, ids=str)
+@pytest.mark.parametrize("tile", OTHER_TILES, ids=lambda tile: f"d{tile.head_dim}-{tile}")
+def test_tiles_that_are_not_the_default(tile: BackwardTile, case: Case, hopper: torch.device) -> None:
+    args = build(replace(case, dim=tile.head_dim, dim_v=tile.head_dim_v), hopper)
+    for deterministic in (False, True):
+        check(replace(args, deterministic=deterministic), KERNEL, with_lse=True, tile=tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", OTHER_TILES, ids=lambda tile: f"d{tile.head_dim}-{tile}")
+def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: torch.device) -> None:
+    check(build(many_tiles(tile.head_dim, tile.head_dim_v), hopper), KERNEL, tile=tile)
 
 
 @pytest.mark.gpu

@@ -6,9 +6,9 @@
 // Of a thread's scores of a step, a bit each. Without dropout there is nothing in it.
 struct Kept {
 #if DROPOUT
-  uint32 bits = 0;
+  uint32 bits[kRows / 64] = {};
 
-  __device__ __forceinline__ bool operator()(int x) const { return bits >> x & 1; }
+  __device__ __forceinline__ bool operator()(int x) const { return bits[x / 32] >> x % 32 & 1; }
 
   // `key_block` is key / 16 of the warp's first key, `row_block` row / 16 of the step's first row. All lanes must call.
   __device__ __forceinline__ Kept(const Dropout& dropout, uint32 threshold, int row_block, int key_block) {
@@ -30,7 +30,7 @@ struct Kept {
           other |= (odd ? even_kept : odd_kept) << x;
         }
       const uint32 given = __shfl_xor_sync(~0u, other, 4);
-      bits |= ((odd ? given : mine) | (odd ? mine : given) << 8) << i * 8;
+      bits[i / 4] |= ((odd ? given : mine) | (odd ? mine : given) << 8) << i % 4 * 8;
     }
   }
 #else

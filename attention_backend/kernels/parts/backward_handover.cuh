@@ -15,7 +15,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     Step step(tile);
 #pragma unroll 1
     for (int left = tile.tiles; left > 0; left--) {
-      const int rows = (step.head * p.padded_rows + tile.padded_row) / kRows + step.m;
+      const int rows = (step.head * p.padded_rows + tile.padded_row) / kChunkRows + step.m * (kRows / kChunkRows);
 #if DETERMINISTIC
       if (first_lane) await_turn_relaxed(p.turns + rows * 2ll, turn_of(tile, step.m));
       __syncwarp();

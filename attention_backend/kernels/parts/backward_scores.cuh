@@ -92,7 +92,7 @@ __device__ __forceinline__ void pack_tile(uint32 (&to)[kRows / 16][4], const flo
     for (int j = 0; j < 4; j++) to[i][j] = pack2(x[i * 8 + j * 2], x[i * 8 + j * 2 + 1]);
 }
 
-#if DROPOUT
+// The same of probabilities, without those that were dropped.
 __device__ __forceinline__ void pack_kept(uint32 (&to)[kRows / 16][4], const float (&x)[kRows / 2], const Kept& kept) {
 #pragma unroll
   for (int i = 0; i < kRows / 16; i++)
@@ -102,15 +102,14 @@ __device__ __forceinline__ void pack_kept(uint32 (&to)[kRows / 16][4], const flo
       to[i][j] = pack2(kept(at) ? x[at] : 0.f, kept(at + 1) ? x[at + 1] : 0.f);
     }
 }
-#endif
 
-// Writes dS^T: a row of 64 query rows per key.
+// Writes dS^T: a row of 64 query rows per key, those of the next 64 a slab further.
 __device__ __forceinline__ void store_ds(uint32 ds, const uint32 (&x)[kRows / 16][4], int first_key) {
   const int lane = threadIdx.x % 32, r = first_key + threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
   for (int i = 0; i < kRows / 16; i++) {
-    const int c = i * 2 + lane / 16;
-    store_matrices(ds + r * 128 + ((c ^ r & 7) << 4), x[i]);
+    const int c = i % 4 * 2 + lane / 16;
+    store_matrices(ds + i / 4 * kSlabKv + r * 128 + ((c ^ r & 7) << 4), x[i]);
   }
 }
 

@@ -5,8 +5,10 @@
 #include "parts/backward_hopper_params.cuh"
 #include "parts/padded_rows.cuh"
 
-constexpr int kRows = 64;                  // of a step
+constexpr int kRows = STEP_ROWS;
 constexpr int kTileSteps = BLOCK_M / kRows;  // steps of a tile of query rows
+constexpr int kChunkRows = 64;               // of a chunk of dQ
+constexpr int kTileChunks = BLOCK_M / kChunkRows;
 constexpr int kEveryRow = 1 << 30;
 
 // First row that may see a key from `start` on.

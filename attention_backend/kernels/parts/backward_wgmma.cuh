@@ -1,4 +1,4 @@
-// Products of the Hopper backward with other layouts than the forward's: dQ = dS K from dS^T, S^T = K Q^T of keys in registers.
+// The product of the Hopper backward with another layout than the forward's, dQ = dS K from dS^T; waits between blocks.
 #pragma once
 
 #include "parts/wgmma_sm90.cuh"
@@ -9,15 +9,6 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[32], uint64 a, uint6
   asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" LIST_4 "}, %32, %33, p, 1, 1, 1, 1;}"
                : OUT_4 : "l"(a), "l"(b), "r"(accumulate));
-  // clang-format on
-}
-
-// d = a * b (+ d) of m64 n64 k16; a in registers, b with K contiguous.
-__device__ __forceinline__ void wgmma_kept(float (&d)[32], const uint32 (&a)[4], uint64 b, int accumulate) {
-  // clang-format off
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" LIST_4 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
-               : OUT_4 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
   // clang-format on
 }
 

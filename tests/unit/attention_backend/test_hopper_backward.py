@@ -1,6 +1,7 @@
 """The Hopper backward's tiles, order of work and parts of a group: arithmetic only."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_backend.heuristics import sm90_backward
-from attention_backend.heuristics.sm90_backward import backward_tile, query_parts, section_lines
+from attention_backend.heuristics.sm90_backward import (
+    BackwardTile,
+    Overlap,
+    backward_tile,
+    backward_tiles,
+    query_parts,
+    section_lines,
+)
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
 from attention_backend.kernels.hopper_backward_variants import BackwardOptions, backward_variant, covering_set
 
@@ -16,11 +24,14 @@ _SHARED_MEMORY = 227 * 1024
 _TILES = [(t, t) for t in sm90_backward.HEAD_DIM_TILES] + list(sm90_backward.MIXED_TILES)
 
 
-@pytest.mark.parametrize(("width", "width_v"), _TILES)
-def test_every_tile_fits_a_multiprocessor(width: int, width_v: int) -> None:
-    tile = backward_tile(width, width_v)
-    tiles = tile.block_n * 128 * (tile.slabs + -(-width_v // 64))
-    rings = tile.block_m * 128 * (tile.q_stages * tile.slabs + tile.o_stages * -(-width_v // 64))
+_ALL_TILES = [tile for widths in _TILES for tile in backward_tiles(*widths)]
+
+
+@pytest.mark.parametrize("tile", _ALL_TILES, ids=lambda tile: f"{tile.head_dim}-{tile.head_dim_v}-{tile}")
+def test_every_tile_fits_a_multiprocessor(tile: BackwardTile) -> None:
+    slabs_v = -(-tile.head_dim_v // 64)
+    tiles = tile.block_n * 128 * (tile.slabs + slabs_v)
+    rings = tile.block_m * 128 * (tile.q_stages * tile.slabs + tile.o_stages * slabs_v)
     least = tiles + rings + tile.ds_stages * tile.block_n * tile.block_m * 2 + tile.handover * 64 * 64 * 4
     assert least < tile.smem_bytes <= _SHARED_MEMORY
     producer, consumer = tile.registers
@@ -37,6 +48,29 @@ def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
     assert tile.head_dim_v >= 8 * eighths_v
     # dQ of a step, or of two, is a chunk of 64 x 64 a warpgroup; the large kernel shares slabs out instead.
     assert tile.kernel == "flash_bwd_large_sm90" or tile.block_m // 64 * tile.slabs == 2
+
+
+def test_the_default_tile_is_the_first() -> None:
+    for widths in _TILES:
+        first, *others = backward_tiles(*widths)
+        assert backward_tile(*widths) == first
+        assert (first.step_rows, first.overlap) == (64, Overlap.NONE)
+        assert first not in others
+        assert all((x.kernel, x.head_dim, x.head_dim_v) == (first.kernel, *widths) for x in others)
+
+
+def test_tiles_are_told_apart_by_their_names() -> None:
+    for widths in _TILES:
+        names = [str(tile) for tile in backward_tiles(*widths)]
+        assert len(set(names)) == len(names)
+    assert str(backward_tile(64, 64)) == "rows64-overlap0-kept4+4"
+
+
+def test_steps_of_128_rows_are_offered_for_narrow_heads_alone() -> None:
+    assert {x.step_rows for x in backward_tiles(64, 64)} == {64, 128}
+    assert {x.step_rows for width in (96, 128, 256) for x in backward_tiles(width, width)} == {64}
+    for tile in _ALL_TILES:
+        assert tile.block_m % tile.step_rows == 0
 
 
 def section_of(seqlen: int, lines: int, group: int = 1, *, deterministic: bool = False) -> int:
@@ -128,6 +162,29 @@ def test_options_choose_the_kernel_and_what_is_compiled_in() -> None:
     assert dict(large.defines)["BF16"] == 0
     assert dict(large.defines)["DETERMINISTIC"] == 1
     assert small.hot
+
+
+@pytest.mark.parametrize("option", ["key_mask", "softcap", "alibi", "dropout"])
+def test_options_that_need_registers_keep_short_steps(option: str) -> None:
+    plain = BackwardOptions(torch.bfloat16, 64, 64)
+    tile = next(x for x in backward_tiles(64, 64) if x.step_rows == 128 and x.overlap == Overlap.GRADIENTS)
+    variant, used = backward_variant(plain, tile)
+    assert used == tile
+    assert (dict(variant.defines)["STEP_ROWS"], dict(variant.defines)["OVERLAP"]) == (128, 2)
+    _, used = backward_variant(replace(plain, **{option: True}), tile)
+    assert (used.step_rows, used.overlap, used.kept_k) == (64, Overlap.GRADIENTS, 4)
+    assert backward_variant(plain)[1] == backward_tile(64, 64)
+
+
+def test_the_covering_set_has_every_tile() -> None:
+    variants = set(covering_set())
+    for width in sm90_backward.HEAD_DIM_TILES:
+        for tile in backward_tiles(width, width):
+            for dtype in (torch.bfloat16, torch.float16):
+                assert backward_variant(BackwardOptions(dtype, width, width), tile)[0] in variants
+            assert (
+                backward_variant(BackwardOptions(torch.bfloat16, width, width, deterministic=True), tile)[0] in variants
+            )
 
 
 def test_the_covering_set_has_every_kernel_and_option() -> None:
