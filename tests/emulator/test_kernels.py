@@ -14,6 +14,10 @@ from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages,
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import workspace
 from attention_backend.problem import AttentionArgs
+from benchmarks.attention_cells import Cell
+from benchmarks.attention_inputs import Tensors
+from benchmarks.attention_truth import Truth, acceptable
+from benchmarks.backward_tiles import contenders_of
 from tests.kernels import (
     backward_oracle,
     error_rule,
@@ -183,6 +187,16 @@ def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
     for tile in backward_tiles(dim, dim)[1:]:
         with left_at_zero(HOPPER):
             backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
+
+
+def test_the_benchmark_of_backward_tiles_runs_each_on_the_cells_inputs() -> None:
+    cell = Cell("backward", 1, 140, 140, 2, 2, 64, True)
+    with left_at_zero(HOPPER):
+        tensors = Tensors.random(cell, CPU)
+        truth = Truth.of(cell, tensors)
+        for contender in contenders_of(64, None):
+            call = contender.makes[cell.section](cell, tensors)
+            assert acceptable(cell, truth.error(call())), contender.name
 
 
 def test_deterministic_backward_of_shared_out_groups() -> None:
