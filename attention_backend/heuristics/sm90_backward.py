@@ -23,6 +23,7 @@ class Overlap(IntEnum):
     NONE = 0  # ptxas moves the wait for dP in front of the exponentials
     PROBABILITIES = 1  # the exponentials, while dP's product runs
     GRADIENTS = 2  # those, and dS while dV's sum runs
+    SCORES = 3  # the same; the next step's scores are started before dS is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,11 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
     if tile == 64:
         default = BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, kept_k=4, kept_v=4)
         long_steps = replace(default, kept_k=0, kept_v=0, step_rows=128)
-        return (default, *(replace(x, overlap=overlap) for x in (default, long_steps) for overlap in overlaps))
+        return (
+            default,
+            *(replace(x, overlap=overlap) for x in (default, long_steps) for overlap in overlaps),
+            replace(default, kept_v=0, overlap=Overlap.SCORES),
+        )
     default = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, kept_k=4 if tile == 96 else 2)
     return (default, *(replace(default, overlap=overlap) for overlap in overlaps))
 

@@ -6,13 +6,14 @@
 //
 // All products of scores are transposed (keys are rows), so that P^T and dS^T feed dV and dK from registers. Reads of
 // shared memory are what limits the products: those of 64 x 64 scores need as long for their operands as for themselves.
-// So slices of K and V stay in registers, and no register is spent on starting the next scores early, which costs dK its
-// operand from registers and was slower.
+// So slices of K and V stay in registers, and at HEAD_DIM 128 no register is spent on starting the next scores early, which
+// costs dK its operand from registers and was slower.
 //
 // ptxas moves a wait for a product up to the start of its basic block: with OVERLAP 0 that for dP stands in front of nearly
 // all exponentials, and nothing of a warpgroup's own runs on the tensor cores meanwhile. OVERLAP 1 puts the wait behind a
 // branch, which it does not pass. OVERLAP 2 starts dV's sum in front of it, which holds it back too, and dS is computed
-// while that runs.
+// while that runs. OVERLAP 3 (HEAD_DIM 64) starts the next step's scores there as well, and waits for dK's sum only behind
+// them.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
 // HEAD_DIM 64), BLOCK_N (128), STEP_ROWS (64, or BLOCK_M), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2),
@@ -27,11 +28,12 @@
 #include "parts/mma_sm80.cuh"
 #include "parts/uniform.cuh"
 
-static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
-static_assert(kTileChunks * kSlabsK == 2, "dQ of a tile of rows is two chunks");
-
-constexpr bool kSumsEarly = OVERLAP == 2;
+constexpr bool kSumsEarly = OVERLAP >= 2, kScoresEarly = OVERLAP == 3;
 constexpr bool kPacksLate = !kSumsEarly && kRows > 64;  // P, for which there are no registers beside S and dP
+
+static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
+static_assert(!kScoresEarly || kTileSteps == 2, "the scores of two steps lie in registers of their own");
+static_assert(kTileChunks * kSlabsK == 2, "dQ of a tile of rows is two chunks");
 
 class Consumer {
  public:
@@ -85,10 +87,20 @@ class Consumer {
       keep<KEPT_K>(kept.k, shared.k);
       keep<KEPT_V>(kept.v, shared.v);
       Step now(tile);
+      float even[kRows / 2], odd[kRows / 2];  // scores
+      if (kScoresEarly) {
+        rings.q.wait_full(shared.full_q);
+        start_product<HEAD_DIM, KEPT_K>(even, kept.k, shared.k, shared.q + rings.q.at * kBytesQ);
+        wgmma_wait<0>();
+      }
 #pragma unroll 1
       for (int left = tiles; left > 0; left--) {
-        if (kTileSteps == 2) step<0>(sums, kept, false, tile, now, rings);
-        step<kTileSteps - 1>(sums, kept, left == 1, tile, now, rings);
+        if (kTileSteps == 2) step<0>(sums, even, odd, kept, left == tiles, false, tile, now, rings);
+        step<kTileSteps - 1>(sums, odd, even, kept, left == tiles, left == 1, tile, now, rings);
+      }
+      if (kScoresEarly) {
+        wgmma_wait<0>();  // dK
+        if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.before());
       }
       rings.keys.next();
     }
@@ -152,10 +164,26 @@ class Consumer {
     ::clear_dead_rows(rows_q, kSlabsK, lse2);
   }
 
-  // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
+  // The scores of the step behind step PART. The last one of a tile of keys has none: its own are computed again, as a
+  // branch around a product would have ptxas wait for each.
   template <int PART>
-  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const KeyTile& tile, Step& now,
-                                       Rings& rings) const {
+  __device__ __forceinline__ void start_next_scores(float (&s)[kRows / 2], const KeptKeys& kept_keys, bool last,
+                                                    const Rings& rings) const {
+    RingPlace<Q_STAGES> place = rings.q;
+    if (PART == kTileSteps - 1 && !last) {
+      place.next();
+      place.wait_full(shared.full_q);
+    }
+    const uint32 rows_q = shared.q + place.at * kBytesQ + (PART + 1) % kTileSteps * kRows * 128;
+    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
+  }
+
+  // Step PART of a tile of rows, of the last one of the tile of keys with `last`. Where scores are computed early, its own
+  // are in `early` before and the next ones in `next` afterwards.
+  template <int PART>
+  __device__ __forceinline__ void step(Sums& sums, float (&early)[kRows / 2], float (&next)[kRows / 2],
+                                       const KeptKeys& kept_keys, bool first, bool last, const KeyTile& tile,
+                                       Step& now, Rings& rings) const {
     constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
     constexpr int kOffset = PART * kRows * 128;
     const uint32 lse2 = shared.lse2 + rings.q.at * kBytesTerms + PART * kRows * 4;
@@ -163,14 +191,17 @@ class Consumer {
     const uint32 rows_q = shared.q + rings.q.at * kBytesQ + kOffset, rows_o = shared.o + rings.o.at * kBytesO + kOffset;
     const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
     const bool masked = is_masked(tile, now.m);
-    float s[kRows / 2], dp[kRows / 2];
+    float own[kRows / 2], dp[kRows / 2];
+    float(&s)[kRows / 2] = kScoresEarly ? early : own;
     uint32 probs[kRows / 16][4], ds[kRows / 16][4];
 
-    if (PART == 0) rings.q.wait_full(shared.full_q);
-    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
+    if (!kScoresEarly) {
+      if (PART == 0) rings.q.wait_full(shared.full_q);
+      start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
+    }
     if (PART == 0) rings.o.wait_full(shared.full_o);
     start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v, rows_o);
-    wgmma_wait<1>();  // the scores
+    wgmma_wait<kScoresEarly ? 2 : 1>();  // the scores; dP and, where they were started before it, the last dK go on
     to_probabilities(s, tile, p, lse2, now, masked, lane);
 #if DROPOUT
     const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
@@ -182,7 +213,9 @@ class Consumer {
     if (kSumsEarly) {
       if (masked) clear_dead_rows(rows_q, rows_o, lse2);
       start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
-      wgmma_wait<1>();  // dP
+      if (kScoresEarly) start_next_scores<PART>(next, kept_keys, last, rings);
+      wgmma_wait<kScoresEarly ? 2 : 1>();  // dP
+      if (kScoresEarly && PART == 0 && !first && first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.before());
     } else if (OVERLAP == 1) {
       wgmma_wait_between<0>(p.batch > 0);
     } else {
@@ -215,8 +248,10 @@ class Consumer {
                     dq[j * 4 + 2], dq[j * 4 + 3]);
     fence_async_proxy();
     named_arrive(4 + group, 160);
-    wgmma_wait<0>();  // dK
-    if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);
+    if (!kScoresEarly) {
+      wgmma_wait<0>();  // dK
+      if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);
+    }
     rings.q.next();
     rings.o.next();
     rings.ds.next();

@@ -11,6 +11,7 @@ from attention_backend.heuristics.sm90_backward import (
     HEAD_DIM_TILES,
     MIXED_TILES,
     BackwardTile,
+    Overlap,
     backward_tile,
     backward_tiles,
 )
@@ -55,13 +56,13 @@ class BackwardOptions:
 def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None) -> tuple[KernelVariant, BackwardTile]:
     """Of the tile that is given, one of `backward_tiles`, or of the default; and the tile that it has become.
 
-    Options that change scores have no registers for steps of more than 64 rows.
+    Options that change scores have no registers for steps of more than 64 rows, nor for the next step's scores.
     """
     default = backward_tile(options.head_dim, options.head_dim_v)
     if tile is None:
         tile = default
-    if options.extras and tile.step_rows > default.step_rows:
-        tile = replace(default, overlap=tile.overlap)
+    if options.extras and (tile.step_rows > default.step_rows or tile.overlap == Overlap.SCORES):
+        tile = replace(default, overlap=Overlap(min(tile.overlap, Overlap.GRADIENTS)))
     producer, consumer = tile.registers
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),

@@ -67,7 +67,11 @@ def test_tiles_are_told_apart_by_their_names() -> None:
 
 
 def test_steps_of_128_rows_are_offered_for_narrow_heads_alone() -> None:
-    assert {x.step_rows for x in backward_tiles(64, 64)} == {64, 128}
+    assert {(x.step_rows, int(x.overlap)) for x in backward_tiles(64, 64)} == {
+        *((64, overlap) for overlap in Overlap),
+        (128, Overlap.PROBABILITIES),
+        (128, Overlap.GRADIENTS),
+    }
     assert {x.step_rows for width in (96, 128, 256) for x in backward_tiles(width, width)} == {64}
     for tile in _ALL_TILES:
         assert tile.block_m % tile.step_rows == 0
@@ -167,12 +171,13 @@ def test_options_choose_the_kernel_and_what_is_compiled_in() -> None:
 @pytest.mark.parametrize("option", ["key_mask", "softcap", "alibi", "dropout"])
 def test_options_that_need_registers_keep_short_steps(option: str) -> None:
     plain = BackwardOptions(torch.bfloat16, 64, 64)
-    tile = next(x for x in backward_tiles(64, 64) if x.step_rows == 128 and x.overlap == Overlap.GRADIENTS)
-    variant, used = backward_variant(plain, tile)
-    assert used == tile
-    assert (dict(variant.defines)["STEP_ROWS"], dict(variant.defines)["OVERLAP"]) == (128, 2)
-    _, used = backward_variant(replace(plain, **{option: True}), tile)
-    assert (used.step_rows, used.overlap, used.kept_k) == (64, Overlap.GRADIENTS, 4)
+    for tile in backward_tiles(64, 64):
+        variant, used = backward_variant(plain, tile)
+        assert used == tile
+        assert (dict(variant.defines)["STEP_ROWS"], dict(variant.defines)["OVERLAP"]) == (tile.step_rows, tile.overlap)
+        _, used = backward_variant(replace(plain, **{option: True}), tile)
+        assert (used.step_rows, used.overlap) == (64, min(tile.overlap, Overlap.GRADIENTS))
+        assert (used.kept_k, used.kept_v, used.smem_bytes) == (4, 4, tile.smem_bytes)
     assert backward_variant(plain)[1] == backward_tile(64, 64)
 
 
