@@ -98,7 +98,7 @@ def postprocess_variant(dtype: torch.dtype, slabs: int) -> KernelVariant:
 
 
 def covering_set() -> Iterator[KernelVariant]:
-    """Every tile width and dtype, and every option once; of tiles that are not the default what must not spill."""
+    """Every tile width and dtype, and every option once."""
     for width in HEAD_DIM_TILES:
         plain = BackwardOptions(torch.bfloat16, width, width)
         for options in (
@@ -114,9 +114,14 @@ def covering_set() -> Iterator[KernelVariant]:
             variant, tile = backward_variant(options)
             yield variant
             yield postprocess_variant(options.dtype, tile.slabs)
+    for width, width_v in MIXED_TILES:
+        yield backward_variant(BackwardOptions(torch.bfloat16, width, width_v))[0]
+
+
+def other_tiles() -> Iterator[KernelVariant]:
+    """What of the tiles that are not the default must not spill: no call selects them, benchmarks do."""
+    for width in HEAD_DIM_TILES:
         for tile in backward_tiles(width, width)[1:]:
             for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
                 yield backward_variant(BackwardOptions(dtype, width, width, deterministic), tile)[0]
-            yield backward_variant(replace(plain, parts=True), tile)[0]
-    for width, width_v in MIXED_TILES:
-        yield backward_variant(BackwardOptions(torch.bfloat16, width, width_v))[0]
+            yield backward_variant(BackwardOptions(torch.bfloat16, width, width, parts=True), tile)[0]

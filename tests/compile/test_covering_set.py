@@ -18,6 +18,7 @@ import pytest
 
 from attention_backend.jit import ARCHS, KernelVariant, build_variants, check, default_cache, list_variants
 from attention_backend.jit.build import BuildResult
+from attention_backend.kernels.hopper_backward_variants import other_tiles
 
 OPTIONS = "sm_80"
 HOPPER_WIDTHS = (128,)
@@ -73,6 +74,10 @@ def results(arch: str) -> list[BuildResult]:
 def test_every_kernel_compiles_without_spills(arch: str) -> None:
     assert results(arch), f"the covering set of {arch} is empty"
     assert check(results(arch)) == []
+
+
+def test_tiles_of_the_hopper_backward_that_are_not_the_default_compile_without_spills() -> None:
+    assert check(build_variants(other_tiles(), default_cache())) == []
 
 
 def test_no_architecture_is_left_out() -> None:

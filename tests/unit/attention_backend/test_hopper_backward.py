@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,12 @@ from attention_backend.heuristics.sm90_backward import (
     section_lines,
 )
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
-from attention_backend.kernels.hopper_backward_variants import BackwardOptions, backward_variant, covering_set
+from attention_backend.kernels.hopper_backward_variants import (
+    BackwardOptions,
+    backward_variant,
+    covering_set,
+    other_tiles,
+)
 
 _SHARED_MEMORY = 227 * 1024
 _TILES = [(t, t) for t in sm90_backward.HEAD_DIM_TILES] + list(sm90_backward.MIXED_TILES)
@@ -181,15 +187,15 @@ def test_options_that_need_registers_keep_short_steps(option: str) -> None:
     assert backward_variant(plain)[1] == backward_tile(64, 64)
 
 
-def test_the_covering_set_has_every_tile() -> None:
-    variants = set(covering_set())
+def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -> None:
+    others = set(other_tiles())
+    assert not others & set(covering_set())
+    assert all(variant.hot for variant in others)
     for width in sm90_backward.HEAD_DIM_TILES:
-        for tile in backward_tiles(width, width):
-            for dtype in (torch.bfloat16, torch.float16):
-                assert backward_variant(BackwardOptions(dtype, width, width), tile)[0] in variants
-            assert (
-                backward_variant(BackwardOptions(torch.bfloat16, width, width, deterministic=True), tile)[0] in variants
-            )
+        for tile in backward_tiles(width, width)[1:]:
+            for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
+                options = BackwardOptions(dtype, width, width, deterministic)
+                assert backward_variant(options, tile)[0] in others
 
 
 def test_the_covering_set_has_every_kernel_and_option() -> None:
