@@ -104,7 +104,8 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
             replace(default, kept_v=0, overlap=Overlap.SCORES),
         )
     default = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, kept_k=4 if tile == 96 else 2)
-    return (default, *(replace(default, overlap=overlap) for overlap in overlaps))
+    tiles = (default, *(replace(default, overlap=overlap) for overlap in overlaps))
+    return (*tiles, replace(tiles[-1], kept_k=0)) if tile == 128 else tiles
 
 
 def section_lines(

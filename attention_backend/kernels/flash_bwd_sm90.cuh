@@ -29,6 +29,7 @@
 #include "parts/uniform.cuh"
 
 constexpr bool kSumsEarly = OVERLAP >= 2, kScoresEarly = OVERLAP == 3;
+constexpr bool kLooksForDeadRows = OVERLAP > 0;         // else every step under a mask is taken to have some
 constexpr bool kPacksLate = !kSumsEarly && kRows > 64;  // P, for which there are no registers beside S and dP
 
 static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
@@ -203,6 +204,7 @@ class Consumer {
     start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v, rows_o);
     wgmma_wait<kScoresEarly ? 2 : 1>();  // the scores; dP and, where they were started before it, the last dK go on
     to_probabilities(s, tile, p, lse2, now, masked, lane);
+    const bool dead = kLooksForDeadRows ? masked && has_dead_rows(lse2) : masked;
 #if DROPOUT
     const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
     const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);
@@ -211,7 +213,7 @@ class Consumer {
 #endif
     if (!kPacksLate) pack_kept(probs, s, kept);
     if (kSumsEarly) {
-      if (masked) clear_dead_rows(rows_q, rows_o, lse2);
+      if (dead) clear_dead_rows(rows_q, rows_o, lse2);
       start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
       if (kScoresEarly) start_next_scores<PART>(next, kept_keys, last, rings);
       wgmma_wait<kScoresEarly ? 2 : 1>();  // dP
@@ -222,8 +224,8 @@ class Consumer {
       wgmma_wait<0>();
     }
     if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v);
-    if (!kSumsEarly && masked) clear_dead_rows(rows_q, rows_o, lse2);
-    to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
+    if (!kSumsEarly && dead) clear_dead_rows(rows_q, rows_o, lse2);
+    to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, dead, lane);
     pack_tile(ds, dp);
     if (kPacksLate) pack_kept(probs, s, kept);
     if (!kSumsEarly) start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);

@@ -50,13 +50,13 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
 // dP becomes dS, times what turns a gradient of scores into one of q k^T but for the softmax scale.
 __device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const float (&probs)[kRows / 2],
                                                    const KeyTile& tile, const BackwardParams& p, const Kept& kept,
-                                                   uint32 lse2, uint32 delta, const Step& step, bool masked,
+                                                   uint32 lse2, uint32 delta, const Step& step, bool hides,
                                                    const Lane& lane) {
 #if DROPOUT
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++) dp[x] = kept(x) ? dp[x] * p.dropout.scale : 0.f;
 #endif
-  if (masked) hide(dp, 0.f, tile, lse2, step.m, lane);
+  if (hides) hide(dp, 0.f, tile, lse2, step.m, lane);
 #pragma unroll
   for (int i = 0; i < kRows / 8; i++) {
     const float2 d = load_shared2(delta + (i * 8 + lane.row) * 4);
@@ -124,6 +124,14 @@ __device__ __forceinline__ void clear_dead_rows(uint32 tile, int slabs, uint32 l
   if (row < kRows && load_shared(lse2 + row * 4) == kInfinity) clear_row(tile, slabs, kSlabQ, row);
   fence_async_proxy();
   named_sync(threadIdx.x / 128, 128);
+}
+// Whether there are any; all warps find the same. Without, dP is a number where the mask hides it, and times P, which is 0
+// there, no gradient.
+__device__ __forceinline__ bool has_dead_rows(uint32 lse2) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kRows / 32; i++) found |= load_shared(lse2 + (i * 32 + threadIdx.x % 32) * 4) == kInfinity;
+  return __any_sync(~0u, found);
 }
 __device__ __forceinline__ bool has_dead_keys(const KeyTile& tile) {
   return KEY_MASK || tile.rows[0].count == 0 || tile.rows[BLOCK_N - 1].count == 0;
