@@ -29,7 +29,7 @@
 #include "parts/uniform.cuh"
 
 constexpr bool kSumsEarly = OVERLAP >= 2, kScoresEarly = OVERLAP == 3;
-constexpr bool kLooksForDeadRows = OVERLAP > 0;         // else every step under a mask is taken to have some
+constexpr bool kLooksForDeadRows = kSumsEarly;          // else every step under a mask is taken to have some
 constexpr bool kPacksLate = !kSumsEarly && kRows > 64;  // P, for which there are no registers beside S and dP
 
 static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
