@@ -22,9 +22,11 @@ from models.descriptions import read_config
 from models.errors import ModelLoadError
 from models.generation_files import eos_token_ids, sampling_defaults
 from models.host import usable_cpus
+from models.load_report import read_report
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
 from models.quantization import Quantization
+from models.quantized_blocks import check_blocks
 from models.registry import ModelSource
 from models.weight_reading import WeightReading
 
@@ -123,6 +125,8 @@ def _make(
     else:
         slow = training and device.type == "cpu"  # training there is float32, whatever the processor
         torch_dtype = torch.float32 if slow and dtype == "auto" else choose_dtype(dtype, config, device)
+    if quantized is not None and quantized.method == "fp8" and load_format == "auto":
+        check_blocks(folder, quantized.settings)
     if device.type == "cpu":
         # torch counts the host's cores, not the container's share of them.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
@@ -180,24 +184,25 @@ def _load_weights(
 ) -> PreTrainedModel:
     # Quantised tensors are made, or dequantised, where they stay; some cannot be moved.
     placement: dict[str, Any] = {} if quantized is None else {"device_map": {"": device}}
-    # RuntimeError: a quantised weight cannot be converted, and transformers has logged which.
+    # RuntimeError: a quantised weight cannot be converted.
     wrong = (OSError, ValueError) if quantized is None else (OSError, ValueError, RuntimeError, ImportError)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **placement,
-        )
+        with read_report() as said:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **placement,
+            )
     except torch.OutOfMemoryError:
         raise
     except wrong as error:
-        raise ModelLoadError(f"transformers cannot load {folder}: {error}") from error
+        raise ModelLoadError(f"transformers cannot load {folder}: {said.failure or error}") from error
     model: PreTrainedModel
     model, report = loaded
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])

@@ -10,6 +10,7 @@ import torch
 from packaging.version import Version
 from quantized_folders import compressed_int8, fp8, mxfp4, quantized, say_quantized, unquantized
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_config
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -262,13 +263,30 @@ def test_settings_that_transformers_rejects_are_told(tmp_path: Path) -> None:
         load(ModelSource(name="quantised", folder=tmp_path))
 
 
-def test_scales_that_do_not_fit_their_weights_are_refused(tmp_path: Path) -> None:
+def test_scales_that_do_not_fit_their_weights_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, _meant = fp8(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
     weights["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(3, 2)
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"transformers cannot load .* conversion of the weights"):
+    caplog.clear()
+    with pytest.raises(
+        ModelLoadError, match=r"transformers cannot load .*: Weight shape .* not divisible .*Fp8Dequant"
+    ):
+        load(source)
+    assert caplog.records == []  # one sentence, and no traceback for each weight
+
+
+def test_weights_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    """transformers would take 96 rows with 2 scales, of 64 rows each, for two blocks of 48."""
+    source, _meant = fp8(tmp_path, tiny_config(intermediate_size=96))
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for name in [name for name in weights if name.endswith("scale_inv")]:
+        weights[name] = weights[name][::2, ::2].contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
+    say_quantized(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]})
+    with pytest.raises(ModelLoadError, match=r"in blocks of 64 x 64, and .* is not made of whole ones"):
         load(source)
 
 
