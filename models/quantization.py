@@ -163,10 +163,10 @@ def _try_layers(model: PreTrainedModel, method: str) -> None:
             module(x)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ImportError, AssertionError, TypeError) as error:
+        except (RuntimeError, ImportError, AssertionError, TypeError, AttributeError) as error:
             kind = f"{type(module).__name__} over {type(module.weight).__name__}"
             raise ModelLoadError(
-                f"the weights are quantised ({method}), but a {kind} does not run on {x.device}: {error}"
+                f"the weights are quantised ({method}), but a {kind} does not run on {x.device}: {error!s:.200}"
             ) from error
 
 
