@@ -85,7 +85,7 @@ def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
 
 
 def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
-    """The tiles that serve a head_dim, the default first; the others are what `benchmarks/tiles.py` times beside it.
+    """The tiles that serve a head_dim, the default first; `benchmarks/backward_tiles.py` times the others beside it.
 
     Both widths are padded to the larger one's tile, but for MIXED_TILES.
     """
