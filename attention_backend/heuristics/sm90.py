@@ -1,6 +1,6 @@
 """Problem -> tile configuration of the Hopper forward (wgmma, TMA), packing and splits. Pure arithmetic: no device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
@@ -32,7 +32,8 @@ MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
-_TILE_BYTES = 2 * 96  # two descriptions of tiles (parts/forward_work.cuh)
+_TILE_BYTES = 96  # a description of a tile (parts/forward_work.cuh)
+_OWN_BYTES = 16  # more of each warpgroup
 _LISTED_BYTES = 8  # of a stage: its key and bits
 
 
@@ -46,6 +47,13 @@ class HopperConfig:
     turns: bool  # the warpgroups take turns at the tensor cores; else each overlaps its softmax with them
     stages: int = 2
     raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
+    own_keys: bool = False  # each warpgroup leaves out what none of its own 64 rows sees, instead of the tile's
+    tile_slots: int = 2  # descriptions of tiles
+    draw_ahead: int = 1  # steps before a tile's last one at which the next tile is drawn
+
+    def __str__(self) -> str:
+        how = ("-turns" if self.turns else "") + ("-own" if self.own_keys else "")
+        return f"{self.block_m}x{self.block_n}{how}-stages{self.stages}-slots{self.tile_slots}-ahead{self.draw_ahead}"
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
@@ -53,7 +61,7 @@ class HopperConfig:
             return 32, 224  # those that convert have as many as producers
         if self.block_m == 192:
             return 32, 160
-        return (40, 232) if roomy else (24, 240)
+        return (40, 232) if roomy or self.own_keys else (24, 240)
 
     @property
     def threads(self) -> int:
@@ -64,9 +72,10 @@ class HopperConfig:
         queries = self.q_stages * slabs * self.block_m * 128
         keys = self.stages * (slabs + slabs_v) * self.block_n * 128
         raw = self.raw_stages * (tile + tile_v) * self.block_n
-        barriers = 8 * (2 * self.q_stages + 4 * (self.stages + self.raw_stages) + 5)
+        barriers = 8 * (2 * self.q_stages + 4 * (self.stages + self.raw_stages) + 2 * self.tile_slots + 1)
+        described = self.tile_slots * (_TILE_BYTES + self.own_keys * _OWN_BYTES * (self.block_m // 64))
         # The tiles start at a multiple of 1,024.
-        return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + _TILE_BYTES + 1024
+        return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + described + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,39 @@ def hopper_config(
         narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
     return HopperConfig(128, 80 if wide else 64, 1, turns=False)
+
+
+def hopper_configs(
+    tile: int, tile_v: int, *, short: bool, long: bool, paged: bool, sparse: bool, extras: bool, fp8: bool = False
+) -> tuple[HopperConfig, ...]:
+    """The tiles that serve a problem, the default first; the others are what `benchmarks/forward_tiles.py` times beside
+    it, of contiguous keys and plain scores only.
+    """
+    default = hopper_config(tile, tile_v, short=short, long=long, paged=paged, sparse=sparse, extras=extras, fp8=fp8)
+    others: tuple[HopperConfig, ...] = ()
+    if not (paged or sparse or extras) and tile == tile_v:
+        others = _OTHERS.get(tile, ())
+    return default, *(config for config in others if config != default)
+
+
+_SHORT_64, _LONG_64 = HopperConfig(128, 128, 2, turns=False), HopperConfig(192, 128, 2, turns=True)
+_TILE_128, _TILE_256 = HopperConfig(128, 128, 2, turns=True), HopperConfig(128, 64, 1, turns=False)
+_OTHERS = {
+    64: (
+        _SHORT_64,
+        _LONG_64,
+        replace(_SHORT_64, stages=4, tile_slots=4, draw_ahead=4),
+        replace(_SHORT_64, stages=4, tile_slots=4, draw_ahead=4, own_keys=True),
+        replace(_SHORT_64, stages=4, tile_slots=4, draw_ahead=4, own_keys=True, block_m=192),
+        replace(_LONG_64, own_keys=True),
+    ),
+    128: tuple(
+        replace(_TILE_128, turns=turns, tile_slots=slots, draw_ahead=slots - 1, own_keys=True)
+        for turns in (True, False)
+        for slots in (2, 4)
+    ),
+    256: tuple(replace(_TILE_256, tile_slots=slots, draw_ahead=slots - 1, own_keys=True) for slots in (2, 4)),
+}
 
 
 @lru_cache(maxsize=1024)

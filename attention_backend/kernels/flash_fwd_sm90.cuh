@@ -13,7 +13,8 @@
 // rescaled only when a maximum grew by a factor of 2^8 (FlashAttention-4's rule; exact: it only keeps exponents small).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
-// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TILE_SLOTS, DRAW_AHEAD, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of
+// its own rows sees), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
 // copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
 // one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"
@@ -32,20 +33,22 @@
 #include "parts/forward_masks.cuh"
 #include "parts/forward_rows.cuh"
 
-// Starts s = q k^T of one tile.
-__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint64 a, uint64 b) {
+// Starts s = q k^T of one tile, or of its first keys.
+template <int SCORES>
+__device__ __forceinline__ void start_scores(float (&s)[SCORES], uint64 a, uint64 b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++)
-    Wgmma<BLOCK_N>::shared(s, a + i / 4 * (kSlabQ >> 4) + i % 4 * 2, b + i / 4 * (kSlabKv >> 4) + i % 4 * 2, i != 0);
+    Wgmma<SCORES * 2>::shared(s, a + i / 4 * (kSlabQ >> 4) + i % 4 * 2, b + i / 4 * (kSlabKv >> 4) + i % 4 * 2, i != 0);
   wgmma_commit();
 }
 
 #if FP8_PAGES
-__device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], const Queries& q, uint64 b) {
+template <int SCORES>
+__device__ __forceinline__ void start_scores(float (&s)[SCORES], const Queries& q, uint64 b) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 16; i++) Wgmma<BLOCK_N>::mixed(s, q.x[i], b + i / 4 * (kSlabKv >> 4) + i % 4 * 2, i != 0);
+  for (int i = 0; i < HEAD_DIM / 16; i++) Wgmma<SCORES * 2>::mixed(s, q.x[i], b + i / 4 * (kSlabKv >> 4) + i % 4 * 2, i != 0);
   wgmma_commit();
 }
 #endif
@@ -81,6 +84,15 @@ class Consumer {
     for (int t = 0;; t++) {
       const Steps now = next_tile(t);
       if (now.all == 0) return;
+#if OWN_KEYS
+      int i = now.first;
+      pass_over(now, t, n);
+      n = uniform(n + i);  // the compiler does not find the sum so by itself
+      if (i == now.all) {
+        end_tile(t);
+        continue;
+      }
+#endif
       rows.clear();
       zero(acc);
       wait_full<Q_STAGES>(shared.full_q, t);
@@ -88,8 +100,15 @@ class Consumer {
       rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
       if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #endif
+#if OWN_KEYS
+      if (kHalfSteps && now.half)
+        step<false, kMaybe, kHalfSteps>(acc, probs, rows, now, t, i++, n++);
+      else
+        step<false, kMaybe>(acc, probs, rows, now, t, i++, n++);
+#else
       step<false, kMaybe>(acc, probs, rows, now, t, 0, n++);
       int i = 1;
+#endif
 #if SPARSE
 #pragma unroll 1
       for (; i < now.all; i++, n++) {
@@ -110,8 +129,7 @@ class Consumer {
       }
 #endif
       finish(acc, probs, rows, t, n);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+      end_tile(t);
     }
   }
 
@@ -138,16 +156,56 @@ class Consumer {
     return shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128;
   }
 
+  __device__ __forceinline__ void end_tile(int t) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+  }
+
   // What the loop over a tile's steps needs of it, in uniform registers.
   struct Steps {
     int all, masked_end, whole_end;
+#if OWN_KEYS
+    int first, half;
+#endif
   };
 
   __device__ __forceinline__ Steps next_tile(int t) const {
     wait_full<kTileSlots>(shared.full_tile, t);
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+#if OWN_KEYS
+    const OwnSteps& own = tile.own[group];
+    return {uniform(tile.steps), uniform(own.masked_end), uniform(own.whole_end), uniform(own.first), uniform(own.half)};
+#else
     return {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end)};
+#endif
   }
+
+#if OWN_KEYS
+  // Gives back the stages of the steps in front of this warpgroup's first one, of tile t and from the n-th of all on. It
+  // waits for them to be full: an arrival before that would count for what the stage held before. All its warps do, before
+  // one arrives for them: a stage that is filled again meanwhile looks empty to a warp that is late.
+  __device__ __forceinline__ void pass_over(const Steps& steps, int t, int n) const {
+#pragma unroll 1
+    for (const int end = n + steps.first; n < end; n++) {
+      take_turn();
+      pass_turn();
+      wait_full<STAGES>(shared.full_k, n);
+      wait_full<STAGES>(shared.full_v, n);
+      meet();
+      if (threadIdx.x % 128 == 0) {
+        barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
+        barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n));
+      }
+    }
+    if (steps.first < steps.all) return;
+    wait_full<Q_STAGES>(shared.full_q, t);
+    meet();
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+  }
+
+  // The warps of this warpgroup.
+  __device__ __forceinline__ void meet() const { named_sync(1 + kConsumers + threadIdx.x / 128, 128); }
+#endif
 
   // Whether step `i` of tile t, the n-th of all, has keys that some row of the tile may not see.
   __device__ __forceinline__ bool sees_mask(const Steps& steps, int t, int i, int n) const {
@@ -158,12 +216,14 @@ class Consumer {
     return i < steps.masked_end || i >= steps.whole_end;
   }
 
-  // Step `i` of tile t, the n-th of all. PENDING (i > 0): the values of the step before are added meanwhile.
-  template <bool PENDING, Mask MASK>
+  // Step `i` of tile t, the n-th of all. PENDING (not the first): the values of the step before are added meanwhile. HALF: no
+  // row of this warpgroup sees the upper half of its keys; their probabilities are zeros.
+  template <bool PENDING, Mask MASK, bool HALF = false>
   __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
                                        const Steps& steps, int t, int i, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
-    float s[BLOCK_N / 2], correction[2];
+    constexpr int kScores = HALF ? BLOCK_N / 4 : BLOCK_N / 2;  // of a thread
+    float s[kScores], correction[2];
 #if FP8_PAGES
     const Queries& tile_q = rows.queries;
 #else
@@ -181,7 +241,9 @@ class Consumer {
     pass_turn();
     const Score score(p.forward.score, tile.batch, tile.head);
     int key0 = tile.end_key - (i + 1) * BLOCK_N;
+#if !OWN_KEYS
     const uint4* bits = nullptr;
+#endif
 #if SPARSE
     const ListedStep listed = shared.listed[stage<STAGES>(n)];
     key0 = listed.key;
@@ -198,7 +260,7 @@ class Consumer {
     if (!FP8_PAGES && i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #if SCORE_CHANGES
 #pragma unroll
-    for (int x = 0; x < BLOCK_N / 2; x++)
+    for (int x = 0; x < kScores; x++)
       s[x] = score(s[x], row0 + x / 2 % 2 * 8, key0 + column + x / 4 * 8 + x % 2, tile.seq);
 #endif
 #if KEY_MASK
@@ -206,7 +268,11 @@ class Consumer {
     for (int x = 0; x < BLOCK_N / 2; x++)
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
+#if OWN_KEYS
+    if (masked) mask_scores_by_bits(s, tile, row0, key0, column);
+#else
     if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
+#endif
     if (PENDING && !OVERLAP) wgmma_wait<0>();
     const bool rescale = softmax_tile<MASK != kWhole || KEY_MASK || BIAS>(s, rows, correction, score);
     if (PENDING) {

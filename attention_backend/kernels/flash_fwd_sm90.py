@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan
+from attention_backend.heuristics.sm90 import LONG, HopperConfig, HopperPlan, hopper_plan
 from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 _COUNTERS = 2  # of the line of work
 
 
-def forward(args: AttentionArgs, sparsity: BlockSparsity | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    args: AttentionArgs, sparsity: BlockSparsity | None = None, config: HopperConfig | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
+    `config` is one of the problem's `offered_configs`, by default the first; raises ValueError for another.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -36,7 +39,7 @@ def forward(args: AttentionArgs, sparsity: BlockSparsity | None = None) -> tuple
         return out, lse.fill_(-torch.inf)
     if _no_keys(args):
         return out.zero_(), lse.fill_(-torch.inf)
-    which, plan = _plan(args, sparsity is not None, args.num_splits)
+    which, plan = _plan(args, sparsity is not None, args.num_splits, config)
     if plan.num_splits == 1:
         _launch(args, which, plan, out, lse, sparsity)
     else:
@@ -65,7 +68,9 @@ def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tu
     return out, lse
 
 
-def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOptions, HopperPlan]:
+def _plan(
+    args: AttentionArgs, sparse: bool, num_splits: int, config: HopperConfig | None = None
+) -> tuple[HopperOptions, HopperPlan]:
     """How the problem is run; `num_splits` 0: as many as fill the device."""
     options = Options.of(args)
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
@@ -74,16 +79,18 @@ def _plan(args: AttentionArgs, sparse: bool, num_splits: int) -> tuple[HopperOpt
         which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse, fp8=fp8)
     else:
         which = HopperOptions.dense(options, args.seqlen_q, seqlen_k, causal=args.window_right == 0)
+    which = which if config is None else which._replace(config=config)
+    config = hopper_layout(which).config
     plan = hopper_plan(
-        hopper_layout(which).config,
+        config,
         seqlen_q=args.seqlen_q,
         seqlen_k=seqlen_k,
         batch=args.batch,
         heads=args.num_heads,
         group=args.num_heads // args.num_kv_heads,
         num_sms=device.num_sms(args.q.device.index),
-        packable=not (sparse or options.alibi or options.bias or options.dropout),
-        num_splits=1 if sparse or options.dropout else num_splits,
+        packable=not (sparse or options.alibi or options.bias or options.dropout or config.own_keys),
+        num_splits=1 if sparse or options.dropout or config.own_keys else num_splits,
         total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
     )
     return which, plan

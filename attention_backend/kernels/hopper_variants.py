@@ -1,17 +1,20 @@
 """Problem -> the compiled Hopper forward that serves it. Knows no launch and no device."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from attention_backend.heuristics.sm90 import (
     FP8_HEAD_DIM,
+    HEAD_DIM_TILES,
     LONG,
     HopperConfig,
     head_dim_tiles,
-    hopper_config,
+    hopper_configs,
     is_short,
     page_rows,
 )
@@ -28,6 +31,7 @@ class HopperOptions(NamedTuple):
     sparse: bool = False
     short: bool = False  # of few queries
     fp8: bool = False  # pages of e4m3
+    config: HopperConfig | None = None  # another than the first of its offered_configs
 
     @classmethod
     def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
@@ -51,12 +55,11 @@ class HopperLayout:
     copied_rows: int
 
 
-@cache
-def hopper_layout(which: HopperOptions) -> HopperLayout:
+def offered_configs(which: HopperOptions) -> tuple[HopperConfig, ...]:
+    """The tiles that serve it, the default first."""
     options = which.options
-    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
-    config = hopper_config(
-        *tiles,
+    return hopper_configs(
+        *head_dim_tiles(options.head_dim, options.head_dim_v),
         short=which.short,
         long=which.long,
         paged=options.paged,
@@ -64,6 +67,15 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
         extras=options.extras,
         fp8=which.fp8,
     )
+
+
+@cache
+def hopper_layout(which: HopperOptions) -> HopperLayout:
+    options, configs = which.options, offered_configs(which)
+    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
+    config = which.config or configs[0]
+    if config not in configs:
+        raise ValueError(f"tile {config} does not serve {which}; there are {', '.join(map(str, configs))}")
     rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
     return HopperLayout(tiles, config, rows)
 
@@ -72,6 +84,8 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
 def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = False) -> KernelVariant:
     options, layout = which.options, hopper_layout(which)
     config, (tile, tile_v) = layout.config, layout.tiles
+    if config.own_keys and (pack or split):
+        raise ValueError(f"tile {config} knows no packed rows and no parts of the keys")
     producer, consumer = config.registers(roomy=pack or split or which.sparse or options.extras)
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
@@ -81,8 +95,11 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("BLOCK_N", config.block_n),
         ("STAGES", config.stages),
         ("Q_STAGES", config.q_stages),
+        ("TILE_SLOTS", config.tile_slots),
+        ("DRAW_AHEAD", config.draw_ahead),
         ("TURNS", int(config.turns)),
         ("OVERLAP", int(not config.turns)),
+        ("OWN_KEYS", int(config.own_keys)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
         ("PAGED", int(options.paged)),
@@ -99,3 +116,11 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("DROPOUT", int(options.dropout)),
     )
     return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=not options.extras)
+
+
+def other_configs() -> Iterator[KernelVariant]:
+    """Of the tiles that are not the default: no call selects them, benchmarks do."""
+    for width, dtype in product(HEAD_DIM_TILES, (torch.bfloat16, torch.float16)):
+        which = HopperOptions(Options(dtype, width, width))
+        for config in offered_configs(which)[1:]:
+            yield hopper_variant(which._replace(config=config))

@@ -38,12 +38,13 @@ __device__ __forceinline__ Score score_of_row(Score score, const Rows& rows, int
 // chains: often one warp alone must keep its scheduler busy.
 constexpr int kChains = CONSUMER_REGISTERS >= 200 ? 2 : 1;
 
-__device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[BLOCK_N / 2]) {
+template <int SCORES>
+__device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[SCORES]) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float m[kChains];
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; i++) {
+    for (int i = 0; i < SCORES / 2; i++) {
       const float x = s[i / 2 * 4 + half * 2 + i % 2];
       m[i % kChains] = i < kChains ? x : fmaxf(m[i % kChains], x);
     }
@@ -55,7 +56,8 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[BLO
 
 // The same by integers, which Hopper compares three at a time: floats have their order unless all of a row are negative,
 // and then, rarely, it is done again as above.
-__device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const float (&s)[BLOCK_N / 2]) {
+template <int SCORES>
+__device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const float (&s)[SCORES]) {
   int t[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -63,7 +65,7 @@ __device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const fl
 #pragma unroll
     for (int c = 0; c < kChains; c++) m[c] = __float_as_int(s[c * 4 + half * 2]);
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; i++) {
+    for (int i = 0; i < SCORES / 4; i++) {
       const int a = __float_as_int(s[i * 4 + half * 2]), b = __float_as_int(s[i * 4 + half * 2 + 1]);
       m[i % kChains] = max(max(m[i % kChains], a), b);
     }
@@ -77,8 +79,8 @@ __device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const fl
 
 // Turns scores into unnormalised probabilities; `correction` is the factor of what came before. True when, in some row of
 // the warp, it is not 1. EMPTY: a row may have seen nothing yet.
-template <bool EMPTY>
-__device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows, float (&correction)[2],
+template <bool EMPTY, int SCORES>
+__device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
                                              const Score& plain) {
   bool grew = false;
   float tops[2];
@@ -100,7 +102,7 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[BLOCK_N / 2], Rows& rows
     rows.level[half] = level;
     float sum[kChains] = {rows.sum[half] * correction[half]};  // wanted first: the output's rescaling waits for it
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; i++) {
+    for (int i = 0; i < SCORES / 2; i++) {
       float& x = s[i / 2 * 4 + half * 2 + i % 2];
       x = exp2_approx(score.exponent(x, shift));
       sum[i % kChains] += x;
@@ -122,11 +124,12 @@ __device__ __forceinline__ uint32 pack_term(float lo, float hi) {
 #endif
 }
 
-__device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[BLOCK_N / 2]) {
+template <int SCORES>
+__device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const float (&s)[SCORES]) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) p[i][j] = pack_term(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]);
+    for (int j = 0; j < 4; j++) p[i][j] = i < SCORES / 8 ? pack_term(s[i * 8 + j * 2], s[i * 8 + j * 2 + 1]) : 0;
 }
 
 // Ends the softmax of the thread's rows: writes their lse, gives the factor of their output.

@@ -7,6 +7,14 @@
 
 #include "parts/hopper_params.cuh"
 
+#if OWN_KEYS
+// What the 64 rows of a warpgroup see of a tile's steps: none before `first` (all of them: there are no such rows), of that
+// one the lower half with `half`; masked_end and whole_end as the tile's.
+struct OwnSteps {
+  int first, half, masked_end, whole_end;
+};
+#endif
+
 // One unit of work, shared by the warps of a block. Rows are packed rows: query * p.pack + (query head of the group).
 struct Tile {
   int steps;       // key tiles, from right to left; 0: there is no more work
@@ -20,8 +28,11 @@ struct Tile {
   int held_low, held_high;  // slots that hold data; others may hold anything
   int list;                 // block-sparse: the row of the lists
   Sequence seq;
+#if OWN_KEYS
+  OwnSteps own[BLOCK_M / 64];
+#endif
 };
-static_assert(sizeof(Tile) == 96, "_TILE_BYTES in heuristics/sm90.py");
+static_assert(sizeof(Tile) == 96 + (OWN_KEYS ? 16 * (BLOCK_M / 64) : 0), "_TILE_BYTES and _OWN_BYTES in heuristics/sm90.py");
 
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
@@ -32,6 +43,11 @@ __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams&
 
 // Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see.
 #define SKIPS (!SPLIT && !PACK && !SPARSE)
+
+#if OWN_KEYS
+static_assert(!SPLIT && !PACK && !SPARSE, "a warpgroup's rows are 64 queries of one head, over one stretch of keys");
+constexpr bool kHalfSteps = BLOCK_N == 128;  // narrower products than those of 64 keys gain nothing
+#endif
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py
@@ -185,11 +201,23 @@ class WorkLine {
       tile.end_row = end_row;
     }
     // Lanes 0 to 3: the tile's first and last query, the sequence's first and last.
+#if OWN_KEYS  // lanes 4 and 5, 6 and 7...: a warpgroup's
+    const int own_row = first_row + (lane - 4) / 2 * 64;
+    const int own_query = min(lane % 2 ? own_row + 63 : own_row, end_row - 1);
+    const int query = lane < 2 ? (lane == 0 ? first_row : end_row - 1) : lane == 2 ? 0 : lane == 3 ? seq.seqlen_q - 1 : own_query;
+#else
     const int query = lane < 2 ? (lane == 0 ? first_row : end_row - 1) / rows_packed(p) : lane == 2 ? 0 : seq.seqlen_q - 1;
+#endif
     const int low = seq.low(query), high = seq.high(query);
     const int held_low = __shfl_sync(~0u, low, 2), held_high = __shfl_sync(~0u, high, 3);
     const int whole_low = __shfl_sync(~0u, low, 1), any_high = __shfl_sync(~0u, high, 1);
+#if OWN_KEYS
+    const OwnSteps own = own_steps(low, high, own_row < end_row);
+#endif
     __syncwarp();  // all lanes have read tile.seq, which is written below
+#if OWN_KEYS
+    if (lane >= 4 && lane < 4 + BLOCK_M / 32 && lane % 2 == 0) tile.own[(lane - 4) / 2] = own;
+#endif
     if (lane != 0) return;
     tile.held_low = held_low;
     // Behind a tensor's end TMA reads zeros.
@@ -213,6 +241,23 @@ class WorkLine {
     tile.steps = steps;
 #endif
   }
+
+#if OWN_KEYS
+  // Of the lane's warpgroup, whose first row sees the keys from `low` to `high`; the next lane has its last row's, lanes 0
+  // and 1 those of the tile. Rows that see nothing are masked in the tile's last step, if not before.
+  static __device__ __forceinline__ OwnSteps own_steps(int low, int high, bool rows) {
+    const int first_low = __shfl_sync(~0u, low, 0), last_high = __shfl_sync(~0u, high, 1);
+    const int own_low = __shfl_xor_sync(~0u, low, 1), own_high = __shfl_xor_sync(~0u, high, 1);
+    const int begin = first_low / BLOCK_N, end = last_high > first_low ? (last_high + BLOCK_N - 1) / BLOCK_N : begin;
+    const int steps = max(end - begin, 1);
+    OwnSteps own;
+    own.first = rows ? min(max(end - (own_high + BLOCK_N - 1) / BLOCK_N, 0), steps - 1) : steps;
+    own.half = kHalfSteps && end > begin && (end - 1 - own.first) * BLOCK_N + BLOCK_N / 2 >= own_high;
+    own.masked_end = end > begin ? min(max(end - high / BLOCK_N, 0), steps) : 1;
+    own.whole_end = min(max(end - (own_low + BLOCK_N - 1) / BLOCK_N, own.masked_end), steps);
+    return own;
+  }
+#endif
 
 #if SPARSE
   static __device__ __forceinline__ void describe_list(Tile& tile, const HopperParams& p, int m) {
