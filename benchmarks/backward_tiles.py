@@ -13,13 +13,12 @@ Two to three minutes on an H200, most of them compiling. Exit code 0: timed. 1: 
 NVIDIA GPU, or an argument that names nothing.
 """
 
-import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from torch import Tensor
 
@@ -30,16 +29,13 @@ from attention_backend.heuristics.sm90_backward import BackwardTile, backward_ti
 from attention_backend.kernels import flash_bwd_sm90
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
-from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu
 from benchmarks.attention_cells import Cell
-from benchmarks.attention_contenders import REGISTRY, Call, Contender, peer_versions
 from benchmarks.attention_grid import backward_cells
 from benchmarks.attention_inputs import Tensors
-from benchmarks.attention_registry import CUDNN, FA4, OURS, Make, found
-from benchmarks.attention_report import Record, Report, plain_table
-from benchmarks.attention_timing import compile_ahead, time_cell
+from benchmarks.attention_registry import CUDNN, FA4, Call, Contender, Make
 from benchmarks.stopwatch import Stopwatch
+from benchmarks.tile_race import chosen_names, contenders, peers, race
 
 SECTION = "backward"
 SEQLENS = (512, 2048, 8192, 16384)
@@ -48,13 +44,11 @@ _TOLERANCE = 2e-2  # of gradients of keys and values, relative to the default's
 
 def contenders_of(head_dim: int, only: Sequence[str] | None, *, deterministic: bool = False) -> list[Contender]:
     """The default tile, as OURS, and the others of a head_dim, or those of them that are named."""
-    default, *others = backward_tiles(head_dim, head_dim)
-    chosen = [tile for tile in others if only is None or str(tile) in only]
-    names = {OURS: default} | {f"{OURS}-{tile}": tile for tile in chosen}
-    return [Contender(name, {SECTION: _of_tile(tile, deterministic)}) for name, tile in names.items()]
+    tiles = backward_tiles(head_dim, head_dim)
+    return contenders(SECTION, tiles, only, partial(_of_tile, deterministic=deterministic))
 
 
-def _of_tile(tile: BackwardTile, deterministic: bool) -> Make:
+def _of_tile(tile: BackwardTile, *, deterministic: bool) -> Make:
     def make(cell: Cell, t: Tensors) -> Call:
         right = 0 if cell.causal else -1
         args = AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=right, deterministic=deterministic)
@@ -81,28 +75,6 @@ def _relative(x: Tensor, y: Tensor) -> float:
     return float((x.float() - y.float()).norm() / y.float().norm())
 
 
-def peers() -> list[Contender]:
-    return [REGISTRY[name] for name in (CUDNN, FA4) if (p := REGISTRY[name].package) is None or found(p)]
-
-
-def table(records: Sequence[Record]) -> str:
-    """Of one head_dim; the last row is the geometric mean of each column's ratios."""
-    others = [name for name in dict.fromkeys(name for r in records for name in r.results) if name != OURS]
-    ratios = {name: [r.times_as_fast(name, OURS) for r in records] for name in others}
-    rows = [
-        [str(r.cell.head_dim), r.cell.mask, f"{r.cell.batch}x{r.cell.seqlen_k}", _text(r.rate(OURS), 0)]
-        + [_text(ratios[name][i], 3) for name in others]
-        for i, r in enumerate(records)
-    ]
-    means = [[x for x in ratios[name] if x is not None] for name in others]
-    rows.append(["", "", "mean", "", *(_text(statistics.geometric_mean(x) if x else None, 3) for x in means)])
-    return plain_table(["d", "mask", "q=keys", "TFLOP/s", *(x.removeprefix(f"{OURS}-") for x in others)], rows)
-
-
-def _text(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def main(
     head_dims: Annotated[str, typer.Option(help="such as 64,128")] = "64,128",
     seqlens: Annotated[str, typer.Option(help="lengths; 16k tokens in all, or one sequence")] = ",".join(
@@ -119,10 +91,8 @@ def main(
     commit: Annotated[str | None, typer.Option(help="the commit, where there is no git checkout")] = None,
 ) -> None:
     """Times the tiles of the Hopper backward beside each other."""
-    dims, names = numbers(head_dims), tiles.split(",") if tiles else None
-    known = {str(tile) for dim in dims for tile in backward_tiles(dim, dim)}
-    if unknown := set(names or ()) - known:
-        raise typer.BadParameter(f"no tile named {sorted(unknown)}; there are {', '.join(sorted(known))}")
+    dims = numbers(head_dims)
+    names = chosen_names(tiles, [tile for dim in dims for tile in backward_tiles(dim, dim)])
     cells = [
         cell
         for cell in backward_cells(dims, numbers(seqlens))
@@ -133,23 +103,7 @@ def main(
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
     ours = {dim: contenders_of(dim, names, deterministic=deterministic) for dim in dims}
     options = {"rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms, "deterministic": deterministic}
-    report = Report(machine.facts(commit), options | {"peers": peer_versions()})
-    typer.echo(str({name: report.machine[name] for name in ("gpu", "driver", "torch", "cudnn", "commit")}))
-    for dim in dims:
-        compile_ahead([cell for cell in cells if cell.head_dim == dim], ours[dim], watch.device)
-    for cell in cells:
-        racing = [*ours[cell.head_dim], *(peers() if with_peers else ())]
-        report.records.append(time_cell(cell, racing, watch, rounds))
-        torch.cuda.empty_cache()
-        typer.echo(table(report.records[-1:]).rpartition("\n")[0])
-        if out:
-            report.write(out)
-    for dim in dims:
-        typer.echo("\n" + table([r for r in report.records if r.cell.head_dim == dim]))
-    typer.echo("\n".join(report.missing()))
-    results = [result for r in report.records for name, result in r.results.items() if name.startswith(OURS)]
-    if any(result.ms is None for result in results):
-        raise typer.Exit(1)
+    race(cells, ours, peers((CUDNN, FA4)) if with_peers else (), watch, options, out, commit)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.reference.gradients import Gradients
 from benchmarks import backward_tiles as bench
+from benchmarks import tile_race
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_report import Record, Report, Result
 
@@ -33,7 +34,7 @@ def test_tiles_are_chosen_by_their_names_beside_the_default() -> None:
 
 
 def test_the_table_has_the_defaults_rate_and_the_others_over_it() -> None:
-    lines = bench.table([record(2.0, 1.0, 4.0), record(2.0, 4.0)]).splitlines()
+    lines = tile_race.table([record(2.0, 1.0, 4.0), record(2.0, 4.0)]).splitlines()
     assert lines[0].split() == ["d", "mask", "q=keys", "TFLOP/s", "rows64-overlap2-kept4+4", "cudnn"]
     rate = f"{CELL.flops / 2.0 / 1e9:.0f}"
     assert lines[1].split() == ["64", "causal", "2x8192", rate, "2.000", "0.500"]
@@ -43,8 +44,8 @@ def test_the_table_has_the_defaults_rate_and_the_others_over_it() -> None:
 
 def test_a_record_without_a_time_has_no_ratio() -> None:
     report = Report({}, {}, records=[record(None, 1.0)])
-    assert bench.table(report.records).splitlines()[1].split()[3:] == ["-", "-", "-"]
-    assert bench.table(report.records).splitlines()[2].split() == ["mean", "-", "-"]
+    assert tile_race.table(report.records).splitlines()[1].split()[3:] == ["-", "-", "-"]
+    assert tile_race.table(report.records).splitlines()[2].split() == ["mean", "-", "-"]
 
 
 @pytest.mark.parametrize("wrong", ["dk", "dv"])

@@ -1,0 +1,104 @@
+"""Tiles of the Hopper forward beside each other: every one that the heuristics offer for a head_dim, and peers.
+
+    python benchmarks/forward_tiles.py [--head-dims 64,128,256] [--causal | --full] [--seqlens 512,1024,2048]
+                                       [--tiles 192x128-own-stages4-slots4-ahead4,...] [--no-peers] [--out results.json]
+
+Cells, inputs, clock and checks are those of `benchmarks/attention.py forward`: tiles take turns on the same inputs in
+the same run, the default of each cell first, and the output is compared with a float32 truth before and after it is
+timed; lse is compared with the default's before. Beside them cuDNN and FlashAttention-3, where they can be imported.
+The tables give the default's TFLOP/s, and how many times as fast each of the others is; a tile that is the default of
+a cell is timed twice there, which shows the noise.
+
+Two minutes on an H200 (estimated). Exit code 0: timed. 1: a tile was wrong or failed. 2: no NVIDIA GPU, or an argument
+that names nothing.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
+from attention_backend.heuristics.sm90 import HopperConfig
+from attention_backend.kernels import flash_fwd_sm90
+from attention_backend.kernels.hopper_variants import HopperOptions, offered_configs
+from attention_backend.kernels.variants import Options
+from attention_backend.problem import AttentionArgs
+from benchmarks.arguments import numbers, require_gpu
+from benchmarks.attention_cells import Cell
+from benchmarks.attention_grid import forward_cells
+from benchmarks.attention_inputs import Tensors
+from benchmarks.attention_registry import CUDNN, FA3, Call, Contender, Make
+from benchmarks.stopwatch import Stopwatch
+from benchmarks.tile_race import chosen_names, contenders, peers, race
+
+SECTION = "forward"
+SEQLENS = (512, 1024, 2048)
+_TOLERANCE = 1e-3  # of lse, beside the default's
+
+
+def tiles_of(head_dim: int) -> list[HopperConfig | None]:
+    """None is whatever a cell's default is; then every tile that is offered for the head_dim, of any length."""
+    which = HopperOptions(Options(torch.bfloat16, head_dim, head_dim))
+    offered = (*offered_configs(which)[1:], *offered_configs(which._replace(short=True))[1:])
+    return [None, *dict.fromkeys(offered)]
+
+
+def contenders_of(head_dim: int, only: Sequence[str] | None) -> list[Contender]:
+    """The default tile, as OURS, and the others of a head_dim, or those of them that are named."""
+    return contenders(SECTION, tiles_of(head_dim), only, _of_tile)
+
+
+def _of_tile(config: HopperConfig | None) -> Make:
+    def make(cell: Cell, t: Tensors) -> Call:
+        args = AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=0 if cell.causal else -1)
+        compare(*(flash_fwd_sm90.forward(args, config=each)[1] for each in (config, None)))
+        return lambda: flash_fwd_sm90.forward(args, config=config)[0]
+
+    return make
+
+
+def compare(own: Tensor, default: Tensor) -> None:
+    """Raises ValueError where lse is not the default tile's; NaN is not, either."""
+    error = float((own - default).abs().max())
+    if not error <= _TOLERANCE:
+        raise ValueError(f"lse is not the default tile's: difference {error:.2e}")
+
+
+def main(
+    head_dims: Annotated[str, typer.Option(help="such as 64,128")] = "64,128,256",
+    seqlens: Annotated[str, typer.Option(help="lengths; 16k tokens in all, or one sequence")] = ",".join(
+        map(str, SEQLENS)
+    ),
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="one mask; both by default")] = None,
+    tiles: Annotated[str | None, typer.Option(help="only these beside the default, by their names")] = None,
+    with_peers: Annotated[bool, typer.Option("--peers/--no-peers", help="cuDNN and FlashAttention-3 too")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of every contender")] = 3,
+    repeat_ms: Annotated[float, typer.Option(min=1, help="milliseconds of calls a turn")] = 40.0,
+    warm_up_ms: Annotated[float, typer.Option(min=0, help="milliseconds of calls before a turn")] = 5.0,
+    out: Annotated[Path | None, typer.Option(help="write every number to this JSON file")] = None,
+    commit: Annotated[str | None, typer.Option(help="the commit, where there is no git checkout")] = None,
+) -> None:
+    """Times the tiles of the Hopper forward beside each other."""
+    dims = numbers(head_dims)
+    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim) if tile])
+    cells = [
+        cell
+        for cell in forward_cells(dims, numbers(seqlens))
+        if causal in (None, cell.causal) and cell.heads == cell.kv_heads
+    ]
+    if not cells:
+        raise typer.BadParameter("no cell has these dimensions")
+    watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
+    ours = {dim: contenders_of(dim, names) for dim in dims}
+    options = {"rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
+    race(cells, ours, peers((CUDNN, FA3)) if with_peers else (), watch, options, out, commit)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,59 @@
+"""The benchmark of the Hopper forward's tiles without a GPU: who races, what is compared."""
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import forward_tiles as bench
+from benchmarks import tile_race
+
+OWN = "192x128-own-stages4-slots4-ahead4"
+
+
+def names_of(head_dim: int, only: list[str] | None = None) -> list[str]:
+    return [contender.name for contender in bench.contenders_of(head_dim, only)]
+
+
+def test_each_cells_default_is_the_first_and_every_other_tile_races() -> None:
+    assert names_of(64)[0] == "longwave"
+    # Whichever of the last two is the default of a cell: the other one is timed beside it.
+    some = (OWN, "128x128-stages2-slots2-ahead1", "192x128-turns-stages2-slots2-ahead1")
+    assert {f"longwave-{name}" for name in some} < set(names_of(64))
+    assert [len(set(names_of(head_dim))) for head_dim in (64, 80, 128, 256)] == [7, 1, 5, 3]
+
+
+def test_tiles_are_chosen_by_their_names_beside_the_default() -> None:
+    assert names_of(64, [OWN]) == ["longwave", f"longwave-{OWN}"]
+
+
+def test_lse_is_compared() -> None:
+    lse = torch.randn(64)
+    bench.compare(lse, lse)
+    for other in (lse + 1, lse * torch.nan):
+        with pytest.raises(ValueError, match="lse"):
+            bench.compare(other, lse)
+
+
+def test_peers_are_those_that_are_installed() -> None:
+    assert tile_race.peers(("cudnn",))[0].name == "cudnn"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(bench.main)
+    result = CliRunner().invoke(app, arguments)
+    return result.exit_code, result.output
+
+
+def test_a_name_that_is_no_tile_is_an_argument_that_names_nothing() -> None:
+    code, output = run("--tiles", f"{OWN},other", "--head-dims", "64")
+    assert code == 2
+    assert "other" in output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    code, output = run("--causal")
+    assert code == 2
+    assert "no NVIDIA GPU" in output
