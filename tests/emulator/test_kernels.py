@@ -6,18 +6,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics.sm90_backward import backward_tiles
-from attention_backend.kernels import workspace
+from attention_backend.kernels import flash_fwd_sm90, workspace
+from attention_backend.kernels.hopper_variants import HopperOptions, offered_configs
+from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
+from benchmarks import backward_tiles as backward_tiles_benchmark
+from benchmarks import forward_tiles
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_inputs import Tensors
 from benchmarks.attention_truth import Truth, acceptable
-from benchmarks.backward_tiles import contenders_of
 from tests.kernels import (
     backward_oracle,
     error_rule,
@@ -132,6 +136,25 @@ def test_forward(case: Case, settings: Settings) -> None:
             error_rule.check(build(case, CPU))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_forward_tiles_that_are_not_the_default(dim: int) -> None:
+    case = Case(200, 330, batch=2, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen")
+    for seed, config in enumerate(offered_configs(HopperOptions(Options(BF16, dim, dim)))[1:]):
+        with left_at_zero(HOPPER._replace(seed=seed)):
+            args = build(case, CPU)
+            error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, config=config)))
+
+
+def test_the_benchmark_of_forward_tiles_runs_each_on_the_cells_inputs() -> None:
+    cell = Cell("forward", 1, 140, 140, 2, 2, 64, True)
+    with left_at_zero(HOPPER):
+        tensors = Tensors.random(cell, CPU)
+        truth = Truth.of(cell, tensors)
+        for contender in forward_tiles.contenders_of(64, None):
+            call = contender.makes[cell.section](cell, tensors)
+            assert acceptable(cell, truth.error(call())), contender.name
+
+
 @pytest.mark.parametrize("dims", [(128, 128), (80, 48)], ids=str)
 def test_forward_over_float8_pages(dims: tuple[int, int]) -> None:
     case = replace(test_fp8_prefill.SMALL, dim=dims[0], dim_v=dims[1], sinks=True)
@@ -194,7 +217,7 @@ def test_the_benchmark_of_backward_tiles_runs_each_on_the_cells_inputs() -> None
     with left_at_zero(HOPPER):
         tensors = Tensors.random(cell, CPU)
         truth = Truth.of(cell, tensors)
-        for contender in contenders_of(64, None):
+        for contender in backward_tiles_benchmark.contenders_of(64, None):
             call = contender.makes[cell.section](cell, tensors)
             assert acceptable(cell, truth.error(call())), contender.name
 
