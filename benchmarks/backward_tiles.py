@@ -9,8 +9,8 @@ the same run, the default first, and q's gradient is compared with a float32 tru
 of keys and values are compared with the default's before. Beside them cuDNN and FlashAttention-4, where they can be
 imported. The tables give the default's TFLOP/s, and how many times as fast each of the others is.
 
-Two to three minutes on an H200, most of them compiling. Exit code 0: timed. 1: a tile was wrong or failed. 2: no
-NVIDIA GPU, or an argument that names nothing.
+Two to three minutes on an H200 (estimated), most of them compiling. Exit code 0: timed. 1: a tile was wrong or failed.
+2: no NVIDIA GPU, or an argument that names nothing.
 """
 
 import sys
@@ -35,7 +35,7 @@ from benchmarks.attention_grid import backward_cells
 from benchmarks.attention_inputs import Tensors
 from benchmarks.attention_registry import CUDNN, FA4, Call, Contender, Make
 from benchmarks.stopwatch import Stopwatch
-from benchmarks.tile_race import chosen_names, contenders, peers, race
+from benchmarks.tile_race import chosen_names, contenders, peers, race, square_cells
 
 SECTION = "backward"
 SEQLENS = (512, 2048, 8192, 16384)
@@ -93,13 +93,7 @@ def main(
     """Times the tiles of the Hopper backward beside each other."""
     dims = numbers(head_dims)
     names = chosen_names(tiles, [tile for dim in dims for tile in backward_tiles(dim, dim)])
-    cells = [
-        cell
-        for cell in backward_cells(dims, numbers(seqlens))
-        if causal in (None, cell.causal) and cell.heads == cell.kv_heads
-    ]
-    if not cells:
-        raise typer.BadParameter("no cell has these dimensions")
+    cells = square_cells(backward_cells(dims, numbers(seqlens)), causal)
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
     ours = {dim: contenders_of(dim, names, deterministic=deterministic) for dim in dims}
     options = {"rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms, "deterministic": deterministic}

@@ -35,7 +35,7 @@ from benchmarks.attention_grid import forward_cells
 from benchmarks.attention_inputs import Tensors
 from benchmarks.attention_registry import CUDNN, FA3, Call, Contender, Make
 from benchmarks.stopwatch import Stopwatch
-from benchmarks.tile_race import chosen_names, contenders, peers, race
+from benchmarks.tile_race import chosen_names, contenders, peers, race, square_cells
 
 SECTION = "forward"
 SEQLENS = (512, 1024, 2048)
@@ -87,13 +87,7 @@ def main(
     """Times the tiles of the Hopper forward beside each other."""
     dims = numbers(head_dims)
     names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim) if tile])
-    cells = [
-        cell
-        for cell in forward_cells(dims, numbers(seqlens))
-        if causal in (None, cell.causal) and cell.heads == cell.kv_heads
-    ]
-    if not cells:
-        raise typer.BadParameter("no cell has these dimensions")
+    cells = square_cells(forward_cells(dims, numbers(seqlens)), causal)
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
     ours = {dim: contenders_of(dim, names) for dim in dims}
     options = {"rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}

@@ -1,7 +1,7 @@
 """Tiles of one kernel beside each other: who races, the run from cell to cell, the table. Knows no kernel."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,14 @@ def chosen_names(given: str | None, known: Sequence[object]) -> list[str] | None
     if unknown := set(names or ()) - there:
         raise typer.BadParameter(f"no tile named {sorted(unknown)}; there are {', '.join(sorted(there))}")
     return names
+
+
+def square_cells(cells: Iterable[Cell], causal: bool | None) -> list[Cell]:
+    """Those with as many key heads as query heads, of one mask or (None) both. Raises typer.BadParameter for none."""
+    chosen = [cell for cell in cells if causal in (None, cell.causal) and cell.heads == cell.kv_heads]
+    if not chosen:
+        raise typer.BadParameter("no cell has these dimensions")
+    return chosen
 
 
 def race(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -145,12 +146,13 @@ def test_forward_tiles_that_are_not_the_default(dim: int) -> None:
             error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, config=config)))
 
 
-def test_the_benchmark_of_forward_tiles_runs_each_on_the_cells_inputs() -> None:
-    cell = Cell("forward", 1, 140, 140, 2, 2, 64, True)
+@pytest.mark.parametrize("bench", [forward_tiles, backward_tiles_benchmark], ids=lambda bench: bench.SECTION)
+def test_the_benchmark_of_tiles_runs_each_on_the_cells_inputs(bench: ModuleType) -> None:
+    cell = Cell(bench.SECTION, 1, 140, 140, 2, 2, 64, True)
     with left_at_zero(HOPPER):
         tensors = Tensors.random(cell, CPU)
         truth = Truth.of(cell, tensors)
-        for contender in forward_tiles.contenders_of(64, None):
+        for contender in bench.contenders_of(64, None):
             call = contender.makes[cell.section](cell, tensors)
             assert acceptable(cell, truth.error(call())), contender.name
 
@@ -210,16 +212,6 @@ def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
     for tile in backward_tiles(dim, dim)[1:]:
         with left_at_zero(HOPPER):
             backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
-
-
-def test_the_benchmark_of_backward_tiles_runs_each_on_the_cells_inputs() -> None:
-    cell = Cell("backward", 1, 140, 140, 2, 2, 64, True)
-    with left_at_zero(HOPPER):
-        tensors = Tensors.random(cell, CPU)
-        truth = Truth.of(cell, tensors)
-        for contender in backward_tiles_benchmark.contenders_of(64, None):
-            call = contender.makes[cell.section](cell, tensors)
-            assert acceptable(cell, truth.error(call())), contender.name
 
 
 def test_deterministic_backward_of_shared_out_groups() -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.reference.gradients import Gradients
@@ -59,23 +57,3 @@ def test_gradients_of_keys_and_values_are_compared(wrong: str) -> None:
                 Gradients(**right | {wrong: other}, dbias=None, dsinks=None),
                 Gradients(**right, dbias=None, dsinks=None),
             )
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(bench.main)
-    result = CliRunner().invoke(app, arguments)
-    return result.exit_code, result.output
-
-
-def test_a_name_that_is_no_tile_is_an_argument_that_names_nothing() -> None:
-    code, output = run("--tiles", "rows64-overlap2-kept4+4,other", "--head-dims", "64")
-    assert code == 2
-    assert "other" in output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    code, output = run("--causal")
-    assert code == 2
-    assert "no NVIDIA GPU" in output

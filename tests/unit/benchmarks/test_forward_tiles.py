@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from benchmarks import forward_tiles as bench
 from benchmarks import tile_race
@@ -37,23 +35,3 @@ def test_lse_is_compared() -> None:
 
 def test_peers_are_those_that_are_installed() -> None:
     assert tile_race.peers(("cudnn",))[0].name == "cudnn"
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(bench.main)
-    result = CliRunner().invoke(app, arguments)
-    return result.exit_code, result.output
-
-
-def test_a_name_that_is_no_tile_is_an_argument_that_names_nothing() -> None:
-    code, output = run("--tiles", f"{OWN},other", "--head-dims", "64")
-    assert code == 2
-    assert "other" in output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    code, output = run("--causal")
-    assert code == 2
-    assert "no NVIDIA GPU" in output
