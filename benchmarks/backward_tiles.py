@@ -1,7 +1,7 @@
 """Tiles of the Hopper backward beside each other: every one that the heuristics offer for a head_dim, and peers.
 
     python benchmarks/backward_tiles.py [--head-dims 64,128] [--causal | --full] [--seqlens 2048,16384]
-                                        [--tiles rows128-overlap2-kept0+0,...] [--deterministic] [--no-peers]
+                                        [--tiles joint-kept4+4,...] [--deterministic] [--no-peers]
                                         [--out results.json]
 
 Cells, inputs, clock and checks are those of `benchmarks/attention.py backward`: tiles take turns on the same inputs in
@@ -9,7 +9,7 @@ the same run, the default first, and q's gradient is compared with a float32 tru
 of keys and values are compared with the default's before. Beside them cuDNN and FlashAttention-4, where they can be
 imported. The tables give the default's TFLOP/s, and how many times as fast each of the others is.
 
-Two to three minutes on an H200 (estimated), most of them compiling. Exit code 0: timed. 1: a tile was wrong or failed.
+A minute on an H100 once compiled. Exit code 0: timed. 1: a tile was wrong or failed.
 2: no NVIDIA GPU, or an argument that names nothing.
 """
 

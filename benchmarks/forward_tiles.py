@@ -1,20 +1,22 @@
-"""Tiles of the Hopper forward beside each other: every one that the heuristics offer for a head_dim, and peers.
+"""The Hopper forward's tiles beside each other, and peers: those whose warpgroups leave out what none of their own rows
+sees, and those that take each step together.
 
-    python benchmarks/forward_tiles.py [--head-dims 64,128,256] [--causal | --full] [--seqlens 512,1024,2048]
-                                       [--tiles 192x128-own-stages4-slots4-ahead4,...] [--no-peers] [--out results.json]
+    python benchmarks/forward_tiles.py [--head-dims 64,256] [--causal | --full] [--seqlens 512,1024,2048]
+                                       [--tiles own,together] [--no-peers] [--out results.json]
 
 Cells, inputs, clock and checks are those of `benchmarks/attention.py forward`: tiles take turns on the same inputs in
 the same run, the default of each cell first, and the output is compared with a float32 truth before and after it is
 timed; lse is compared with the default's before. Beside them cuDNN and FlashAttention-3, where they can be imported.
-The tables give the default's TFLOP/s, and how many times as fast each of the others is; a tile that is the default of
-a cell is timed twice there, which shows the noise.
+The tables give the default's TFLOP/s, and how many times as fast each of the others is; the default of a cell is one of
+them, timed twice, which shows the noise.
 
-Two minutes on an H200 (estimated). Exit code 0: timed. 1: a tile was wrong or failed. 2: no NVIDIA GPU, or an argument
-that names nothing.
+A minute on an H100. Exit code 0: timed. 1: a tile was wrong or failed. 2: no NVIDIA GPU, or an argument that names
+nothing.
 """
 
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +26,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from attention_backend.heuristics.sm90 import HopperConfig
 from attention_backend.kernels import flash_fwd_sm90
-from attention_backend.kernels.hopper_variants import HopperOptions, offered_configs
+from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys
 from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 from benchmarks.arguments import numbers, require_gpu
@@ -42,11 +43,21 @@ SEQLENS = (512, 1024, 2048)
 _TOLERANCE = 1e-3  # of lse, beside the default's
 
 
-def tiles_of(head_dim: int) -> list[HopperConfig | None]:
-    """None is whatever a cell's default is; then every tile that is offered for the head_dim, of any length."""
-    which = HopperOptions(Options(torch.bfloat16, head_dim, head_dim))
-    offered = (*offered_configs(which)[1:], *offered_configs(which._replace(short=True))[1:])
-    return [None, *dict.fromkeys(offered)]
+class Tile(Enum):
+    """What `flash_fwd_sm90.forward` is told."""
+
+    DEFAULT = None
+    OWN = True
+    TOGETHER = False
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+def tiles_of(head_dim: int) -> list[Tile]:
+    """The default first."""
+    plain = HopperOptions(Options(torch.bfloat16, head_dim, head_dim))
+    return list(Tile) if can_own_keys(plain) else [Tile.DEFAULT]
 
 
 def contenders_of(head_dim: int, only: Sequence[str] | None) -> list[Contender]:
@@ -54,11 +65,11 @@ def contenders_of(head_dim: int, only: Sequence[str] | None) -> list[Contender]:
     return contenders(SECTION, tiles_of(head_dim), only, _of_tile)
 
 
-def _of_tile(config: HopperConfig | None) -> Make:
+def _of_tile(tile: Tile) -> Make:
     def make(cell: Cell, t: Tensors) -> Call:
         args = AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=0 if cell.causal else -1)
-        compare(*(flash_fwd_sm90.forward(args, config=each)[1] for each in (config, None)))
-        return lambda: flash_fwd_sm90.forward(args, config=config)[0]
+        compare(*(flash_fwd_sm90.forward(args, own=each.value)[1] for each in (tile, Tile.DEFAULT)))
+        return lambda: flash_fwd_sm90.forward(args, own=tile.value)[0]
 
     return make
 
@@ -71,7 +82,7 @@ def compare(own: Tensor, default: Tensor) -> None:
 
 
 def main(
-    head_dims: Annotated[str, typer.Option(help="such as 64,128")] = "64,128,256",
+    head_dims: Annotated[str, typer.Option(help="64, 256 or both")] = "64,256",
     seqlens: Annotated[str, typer.Option(help="lengths; 16k tokens in all, or one sequence")] = ",".join(
         map(str, SEQLENS)
     ),
@@ -86,7 +97,7 @@ def main(
 ) -> None:
     """Times the tiles of the Hopper forward beside each other."""
     dims = numbers(head_dims)
-    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim) if tile])
+    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim)[1:]])
     cells = square_cells(forward_cells(dims, numbers(seqlens)), causal)
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
     ours = {dim: contenders_of(dim, names) for dim in dims}

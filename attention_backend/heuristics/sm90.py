@@ -1,6 +1,6 @@
 """Problem -> tile configuration of the Hopper forward (wgmma, TMA), packing and splits. Pure arithmetic: no device."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -14,6 +14,9 @@ MIN_PAGE_ROWS = 16
 LONG = 8192
 #: Queries up to which tiles of fewer rows may waste less than they cost (head_dim 64).
 SHORT = 2048
+#: Keys below which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none
+#: of its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
+OWN_CAUSAL, OWN_FULL = {64: LONG, 256: 4096}, {64: 2048}
 _WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
 #: Widest tile of the kernel that reads pages of e4m3.
 FP8_HEAD_DIM = 128
@@ -32,6 +35,7 @@ MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
+_TILE_SLOTS = 2  # descriptions of tiles
 _TILE_BYTES = 96  # a description of a tile (parts/forward_work.cuh)
 _OWN_BYTES = 16  # more of each warpgroup
 _LISTED_BYTES = 8  # of a stage: its key and bits
@@ -48,12 +52,6 @@ class HopperConfig:
     stages: int = 2
     raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
     own_keys: bool = False  # each warpgroup leaves out what none of its own 64 rows sees, instead of the tile's
-    tile_slots: int = 2  # descriptions of tiles
-    draw_ahead: int = 1  # steps before a tile's last one at which the next tile is drawn
-
-    def __str__(self) -> str:
-        how = ("-turns" if self.turns else "") + ("-own" if self.own_keys else "")
-        return f"{self.block_m}x{self.block_n}{how}-stages{self.stages}-slots{self.tile_slots}-ahead{self.draw_ahead}"
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
@@ -72,10 +70,17 @@ class HopperConfig:
         queries = self.q_stages * slabs * self.block_m * 128
         keys = self.stages * (slabs + slabs_v) * self.block_n * 128
         raw = self.raw_stages * (tile + tile_v) * self.block_n
-        barriers = 8 * (2 * self.q_stages + 4 * (self.stages + self.raw_stages) + 2 * self.tile_slots + 1)
-        described = self.tile_slots * (_TILE_BYTES + self.own_keys * _OWN_BYTES * (self.block_m // 64))
+        barriers = 8 * (2 * self.q_stages + 4 * (self.stages + self.raw_stages) + 2 * _TILE_SLOTS + 1)
+        described = _TILE_SLOTS * (_TILE_BYTES + self.own_keys * _OWN_BYTES * (self.block_m // 64))
         # The tiles start at a multiple of 1,024.
         return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + described + 1024
+
+
+#: By the tile widths of keys and values: the tiles whose warpgroups can own keys.
+OWN_TILES = {
+    (64, 64): HopperConfig(192, 128, 2, turns=True, own_keys=True),
+    (256, 256): HopperConfig(128, 64, 1, turns=False, own_keys=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +102,24 @@ def head_dim_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def hopper_config(
-    tile: int, tile_v: int, *, short: bool, long: bool, paged: bool, sparse: bool, extras: bool, fp8: bool = False
+    tile: int,
+    tile_v: int,
+    *,
+    short: bool,
+    long: bool,
+    paged: bool,
+    sparse: bool,
+    extras: bool,
+    fp8: bool = False,
+    own: bool = False,
 ) -> HopperConfig:
-    """`short`: see is_short. `long`: of LONG keys or more. `extras`: scores are changed, or masked by more than an
-    interval of keys, which costs registers. `fp8`: of pages of e4m3, tiles up to FP8_HEAD_DIM.
+    """`short`: see is_short. `own`: see owns_keys. `long`: of LONG keys or more. `extras`: scores are changed, or
+    masked by more than an interval of keys, which costs registers. `fp8`: of pages of e4m3, tiles up to FP8_HEAD_DIM.
     """
     if fp8:
         return HopperConfig(128, 128, 1, turns=tile > 64, raw_stages=2)
+    if own:
+        return OWN_TILES[tile, tile_v]
     if tile == 64 and not (sparse or extras):
         return HopperConfig(128, 128, 2, turns=False) if short else HopperConfig(192, 128, 2, turns=True)
     wide = long and not (paged or sparse or extras)
@@ -115,45 +131,20 @@ def hopper_config(
     return HopperConfig(128, 80 if wide else 64, 1, turns=False)
 
 
-def hopper_configs(
-    tile: int, tile_v: int, *, short: bool, long: bool, paged: bool, sparse: bool, extras: bool, fp8: bool = False
-) -> tuple[HopperConfig, ...]:
-    """The tiles that serve a problem, the default first; the others are what `benchmarks/forward_tiles.py` times beside
-    it, of contiguous keys and plain scores only.
-    """
-    default = hopper_config(tile, tile_v, short=short, long=long, paged=paged, sparse=sparse, extras=extras, fp8=fp8)
-    others: tuple[HopperConfig, ...] = ()
-    if not (paged or sparse or extras) and tile == tile_v:
-        others = _OTHERS.get(tile, ())
-    return default, *(config for config in others if config != default)
-
-
-_SHORT_64, _LONG_64 = HopperConfig(128, 128, 2, turns=False), HopperConfig(192, 128, 2, turns=True)
-_TILE_128, _TILE_256 = HopperConfig(128, 128, 2, turns=True), HopperConfig(128, 64, 1, turns=False)
-_OTHERS = {
-    64: (
-        _SHORT_64,
-        _LONG_64,
-        replace(_SHORT_64, stages=4, tile_slots=4, draw_ahead=4),
-        replace(_SHORT_64, stages=4, tile_slots=4, draw_ahead=4, own_keys=True),
-        replace(_SHORT_64, stages=4, tile_slots=4, draw_ahead=4, own_keys=True, block_m=192),
-        replace(_LONG_64, own_keys=True),
-    ),
-    128: tuple(
-        replace(_TILE_128, turns=turns, tile_slots=slots, draw_ahead=slots - 1, own_keys=True)
-        for turns in (True, False)
-        for slots in (2, 4)
-    ),
-    256: tuple(replace(_TILE_256, tile_slots=slots, draw_ahead=slots - 1, own_keys=True) for slots in (2, 4)),
-}
-
-
 @lru_cache(maxsize=1024)
 def is_short(seqlen_q: int, seqlen_k: int, *, causal: bool) -> bool:
     """Whether tiles of 192 rows would compute so many pairs that nobody sees that those of 128 are faster."""
     if seqlen_q > SHORT:
         return False
     return _computed(192, seqlen_q, seqlen_k, causal) > _WIDE_GAIN * _computed(128, seqlen_q, seqlen_k, causal)
+
+
+def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
+    """Whether warpgroups that leave out what none of their own rows sees are faster: for contiguous keys, plain scores,
+    rows that are not packed and keys that are not split. Measured on an H100, from 512 keys on.
+    """
+    limits = OWN_CAUSAL if causal else OWN_FULL
+    return tiles in OWN_TILES and seqlen_k < limits.get(tiles[0], 0)
 
 
 def _computed(rows: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:

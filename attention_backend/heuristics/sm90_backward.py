@@ -1,7 +1,6 @@
 """Problem -> tiles of the Hopper backward, and the order of its work. Pure arithmetic: no device."""
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 #: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
 HEAD_DIM_TILES = (64, 96, 128, 192, 256)
@@ -15,15 +14,7 @@ _TILE_SLOTS = 2  # descriptions of tiles of keys
 _TILE_BYTES = 104  # a KeyTile (parts/backward_tiles.cuh) without its rows
 _KEY_BYTES = 8  # a KeyRows
 _CONSUMERS = 2
-
-
-class Overlap(IntEnum):
-    """Which arithmetic of a step flash_bwd_sm90 does while a product of the same warpgroup runs."""
-
-    NONE = 0  # ptxas moves the wait for dP in front of the exponentials
-    PROBABILITIES = 1  # the exponentials, while dP's product runs
-    GRADIENTS = 2  # those, and dS while dV's sum runs
-    SCORES = 3  # the same; the next step's scores are started before dS is computed
+_STEP_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +32,21 @@ class BackwardTile:
     handover: int  # chunks of 64 x 64 floats
     kept_k: int = 0  # slices of 16 columns of keys and of values that consumers keep in registers
     kept_v: int = 0
-    step_rows: int = 64
-    overlap: Overlap = Overlap.NONE
+    apart: bool = False  # a warpgroup of its own computes dQ
+    terms_first: bool = False  # scores and dP are added to what would be taken from them
 
     def __str__(self) -> str:
-        return f"rows{self.step_rows}-overlap{self.overlap:d}-kept{self.kept_k}+{self.kept_v}"
+        how = ("apart" if self.apart else "joint") + ("-terms" if self.terms_first else "")
+        return f"{how}-kept{self.kept_k}+{self.kept_v}"
 
     @property
     def threads(self) -> int:
-        return 128 * (_CONSUMERS + 1)
+        return 128 * (_CONSUMERS + 1 + self.apart)
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a producer's and of a consumer's thread."""
-        return 24, 240
+    def registers(self) -> tuple[int, int, int]:
+        """Of a producer's, a consumer's and dQ's thread, if it has its own."""
+        return (24, 208, 72) if self.apart else (24, 240, 0)
 
     @property
     def tile_slots(self) -> int:
@@ -71,21 +63,26 @@ class BackwardTile:
         keys = (slabs + slabs_v) * self.block_n * 128
         rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
-        ds = self.ds_stages * self.block_n * self.block_m * 2
-        barriers = 8 * (4 + 2 * self.q_stages + 2 * self.o_stages + 2 * _TILE_SLOTS + 3 * _CONSUMERS + 1)
+        ds = self.ds_stages * self.block_n * (_STEP_ROWS if self.apart else self.block_m) * 2
+        rings = 2 * (self.q_stages + self.o_stages + _TILE_SLOTS + self.ds_stages * self.apart)
+        barriers = 8 * (4 + rings + 3 * _CONSUMERS + 1)
         tiles = _TILE_SLOTS * (_TILE_BYTES + _KEY_BYTES * self.block_n)
         used = keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers + tiles
         # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
         return min(used + 1024, _SHARED_MEMORY)
 
 
-def backward_tile(head_dim: int, head_dim_v: int) -> BackwardTile:
-    """The tile that is used where no other is asked for."""
-    return backward_tiles(head_dim, head_dim_v)[0]
+def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False) -> BackwardTile:
+    """The tile that is used where no other is asked for.
+
+    `extras`: scores are changed, masked by more than an interval of keys or dropped, which costs registers.
+    """
+    return backward_tiles(head_dim, head_dim_v)[-1 if extras else 0]
 
 
 def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
-    """The tiles that serve a head_dim, the default first; `benchmarks/backward_tiles.py` times the others beside it.
+    """The tiles that serve a head_dim: the default, and what serves extras where that is another.
+    `benchmarks/backward_tiles.py` times them beside each other.
 
     Both widths are padded to the larger one's tile, but for MIXED_TILES.
     """
@@ -94,18 +91,14 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
         tile = tile_v = max(tile, tile_v)
     if tile > 128:
         return (BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1),)
-    overlaps = (Overlap.PROBABILITIES, Overlap.GRADIENTS)
+    joint = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2)
     if tile == 64:
-        default = BackwardTile("flash_bwd_sm90", tile, tile_v, 128, 128, 3, 2, 2, 2, kept_k=4, kept_v=4)
-        long_steps = replace(default, kept_k=0, kept_v=0, step_rows=128)
-        return (
-            default,
-            *(replace(x, overlap=overlap) for x in (default, long_steps) for overlap in overlaps),
-            replace(default, kept_v=0, overlap=Overlap.SCORES),
-        )
-    default = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2, kept_k=4 if tile == 96 else 2)
-    tiles = (default, *(replace(default, overlap=overlap) for overlap in overlaps))
-    return (*tiles, replace(tiles[-1], kept_k=0)) if tile == 128 else tiles
+        joint = replace(joint, block_m=128, kept_k=4, kept_v=4)
+        return replace(joint, ds_stages=4, apart=True), joint
+    if tile == 96:
+        return (replace(joint, kept_k=4),)
+    joint = replace(joint, kept_k=2)
+    return replace(joint, terms_first=True), joint
 
 
 def section_lines(

@@ -4,6 +4,7 @@ What a call needs beyond them is compiled at its first use. Knows no device.
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -81,6 +82,8 @@ def _hopper() -> Iterator[KernelVariant]:
     yield hopper_variant(HopperOptions(Options(fp16, 64, 64, paged=True), page_size=64, fp8=True), pack=True)
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True, key_mask=True), page_size=64, fp8=True))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64), short=True))
+    for dtype, (tile, tile_v) in product((bf16, fp16), sm90.OWN_TILES):
+        yield hopper_variant(HopperOptions(Options(dtype, tile, tile_v), own=True))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
 

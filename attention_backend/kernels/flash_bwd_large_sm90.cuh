@@ -4,7 +4,7 @@
 // registers: their way through shared memory would be its largest load. While one warpgroup does arithmetic the other has
 // the tensor cores. Everything else is as in flash_bwd_sm90.cuh.
 //
-// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M, BLOCK_N and STEP_ROWS (64), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES (2),
+// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES (2),
 // HANDOVER (1: P), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #define LARGE 1
@@ -25,7 +25,7 @@ class First : Half<0> {
         q.wait_full(shared.full_q);
         start_product<HEAD_DIM>(s, shared.k, shared.q + q.at * kBytesQ);
         wgmma_wait<0>();
-        to_probabilities(s, tile(), p, shared.lse2 + q.at * kBytesTerms, now, is_masked(), lane);
+        probabilities(s);
         if (handed) named_sync(kProbsFree, 256);
         handed = true;
         hand_over(s);
@@ -45,6 +45,13 @@ class First : Half<0> {
     for (int j = 0; j < 8; j++)
       store_shared4(shared.handover + j * 2048 + threadIdx.x % 128 * 16, s[j * 4], s[j * 4 + 1], s[j * 4 + 2], s[j * 4 + 3]);
     named_arrive(kProbsFull, 256);
+  }
+
+  __device__ __forceinline__ void probabilities(float (&s)[kRows / 2]) const {
+    const uint32 lse2 = shared.lse2 + q.at * kBytesTerms;
+    Terms terms;
+    terms.load(lse2, lane);
+    to_probabilities(s, tile(), p, lse2, terms, now, is_masked(), lane);
   }
 
   // One step, whose probabilities are in s and handed over. With MORE those of the next are afterwards.
@@ -73,7 +80,7 @@ class First : Half<0> {
     const Step step = now;
     if (MORE) {
       next_step();
-      to_probabilities(s, tile(), p, shared.lse2 + q.at * kBytesTerms, now, is_masked(), lane);
+      probabilities(s);
       named_sync(kProbsFree, 256);
       hand_over(s);
     }

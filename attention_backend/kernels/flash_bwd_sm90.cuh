@@ -6,21 +6,22 @@
 //
 // All products of scores are transposed (keys are rows), so that P^T and dS^T feed dV and dK from registers. Reads of
 // shared memory are what limits the products: those of 64 x 64 scores need as long for their operands as for themselves.
-// So slices of K and V stay in registers, and at HEAD_DIM 128 no register is spent on starting the next scores early, which
-// costs dK its operand from registers and was slower.
+// So slices of K and V stay in registers as far as there are any.
 //
-// ptxas moves a wait for a product up to the start of its basic block: with OVERLAP 0 that for dP stands in front of nearly
-// all exponentials, and nothing of a warpgroup's own runs on the tensor cores meanwhile. OVERLAP 1 puts the wait behind a
-// branch, which it does not pass. OVERLAP 2 starts dV's sum in front of it, which holds it back too, and dS is computed
-// while that runs. OVERLAP 3 (HEAD_DIM 64) starts the next step's scores there as well, and waits for dK's sum only behind
-// them.
+// With APART a third warpgroup computes dQ from what the consumers leave in shared memory: they never wait for each other
+// then, and while one of them computes probabilities the tensor cores have the products of the other. At HEAD_DIM 128 there
+// are no registers for it, so both consumers compute dQ, and meet in every step.
+//
+// With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), STEP_ROWS (64, or BLOCK_M), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2),
-// PRODUCER_REGISTERS, CONSUMER_REGISTERS, KEPT_K and KEPT_V (slices of 16 columns of K and V in registers), OVERLAP,
-// DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
+// HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), APART, PRODUCER_REGISTERS,
+// CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K and V in registers),
+// TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query
+// heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #define LARGE 0
+#include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
 #include "parts/backward_loads.cuh"
 #include "parts/backward_store.cuh"
@@ -28,18 +29,13 @@
 #include "parts/mma_sm80.cuh"
 #include "parts/uniform.cuh"
 
-constexpr bool kSumsEarly = OVERLAP >= 2, kScoresEarly = OVERLAP == 3;
-constexpr bool kLooksForDeadRows = kSumsEarly;          // else every step under a mask is taken to have some
-constexpr bool kPacksLate = !kSumsEarly && kRows > 64;  // P, for which there are no registers beside S and dP
-
-static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == kConsumers, "a warpgroup has 64 keys and a chunk of dQ");
-static_assert(!kScoresEarly || kTileSteps == 2, "the scores of two steps lie in registers of their own");
+static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == 2, "a warpgroup has 64 keys");
 static_assert(kTileChunks * kSlabsK == 2, "dQ of a tile of rows is two chunks");
 
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Shared& shared, const BackwardParams& p)
-      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1), lane(group * 64) {}
+      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1), lane(group * 64), per_lse2(-1.f / score_scale_log2(p)) {}
 
   __device__ __forceinline__ void run() {
     RingPlace<TILE_SLOTS> slot;
@@ -61,12 +57,18 @@ class Consumer {
   const BackwardParams& p;
   const int group;
   const Lane lane;
+  const float per_lse2;  // what -lse2 is in scores
 
   struct Rings {
     RingPlace<Q_STAGES> q;
     RingPlace<O_STAGES> o;
     RingPlace<DS_STAGES> ds;
     RingPlace<1> dq, keys;
+  };
+  // Steps in which every row sees every key.
+  struct Whole {
+    int begin, end;
+    __device__ __forceinline__ bool has(int m) const { return m >= begin && m < end; }
   };
   struct Sums {
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
@@ -88,20 +90,11 @@ class Consumer {
       keep<KEPT_K>(kept.k, shared.k);
       keep<KEPT_V>(kept.v, shared.v);
       Step now(tile);
-      float even[kRows / 2], odd[kRows / 2];  // scores
-      if (kScoresEarly) {
-        rings.q.wait_full(shared.full_q);
-        start_product<HEAD_DIM, KEPT_K>(even, kept.k, shared.k, shared.q + rings.q.at * kBytesQ);
-        wgmma_wait<0>();
-      }
+      const Whole whole = {uniform(tile.whole_begin), uniform(tile.whole_end)};
 #pragma unroll 1
       for (int left = tiles; left > 0; left--) {
-        if (kTileSteps == 2) step<0>(sums, even, odd, kept, left == tiles, false, tile, now, rings);
-        step<kTileSteps - 1>(sums, odd, even, kept, left == tiles, left == 1, tile, now, rings);
-      }
-      if (kScoresEarly) {
-        wgmma_wait<0>();  // dK
-        if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.before());
+        if (kTileSteps == 2) step<0>(sums, kept, false, tile, whole, now, rings);
+        step<kTileSteps - 1>(sums, kept, left == 1, tile, whole, now, rings);
       }
       rings.keys.next();
     }
@@ -109,9 +102,6 @@ class Consumer {
     store_dk(sums.dk, tile, p, lane);
   }
 
-  static __device__ __forceinline__ bool is_masked(const KeyTile& tile, int m) {
-    return m < uniform(tile.whole_begin) || m >= uniform(tile.whole_end);
-  }
   __device__ __forceinline__ bool first_thread() const { return threadIdx.x % 128 == 0; }
 
   template <int KEPT, int SIZE>
@@ -132,9 +122,9 @@ class Consumer {
     for (int i = 0; i < WIDTH / 16; i++) {
       const uint64 columns = b + i / 4 * (kSlabQ >> 4) + i % 4 * 2;
       if (i < KEPT)
-        Wgmma<kRows>::mixed(s, kept[i < KEPT ? i : 0], columns, i != 0);
+        Wgmma<kRows>::mixed(s, kept[i < KEPT ? i : 0], columns, TERMS_FIRST || i != 0);
       else
-        Wgmma<kRows>::shared(s, a + i / 4 * (kSlabKv >> 4) + i % 4 * 2, columns, i != 0);
+        Wgmma<kRows>::shared(s, a + i / 4 * (kSlabKv >> 4) + i % 4 * 2, columns, TERMS_FIRST || i != 0);
     }
     wgmma_commit();
   }
@@ -149,115 +139,94 @@ class Consumer {
     wgmma_commit();
   }
 
-  // This warpgroup's chunk of dQ: of 128 rows its 64, else its 64 columns.
-  __device__ __forceinline__ void start_dq(float (&dq)[32], uint32 tile_ds) const {
-    const uint32 step_ds = tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0);
-    const uint64 a = wgmma_descriptor(uniform(step_ds), kSlabKv);
-    const uint64 b = wgmma_descriptor(uniform(shared.k + (kTileChunks == 2 ? 0 : group * kSlabKv)), kSlabKv);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; i++) wgmma_transposed(dq, a + i * 128, b + i * 128, i != 0);
-    wgmma_commit();
-  }
-
   static __device__ __forceinline__ void clear_dead_rows(uint32 rows_q, uint32 rows_o, uint32 lse2) {
     ::clear_dead_rows(rows_o, kSlabsV, lse2);
     ::clear_dead_rows(rows_q, kSlabsK, lse2);
   }
 
-  // The scores of the step behind step PART. The last one of a tile of keys has none: its own are computed again, as a
-  // branch around a product would have ptxas wait for each.
+  // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
   template <int PART>
-  __device__ __forceinline__ void start_next_scores(float (&s)[kRows / 2], const KeptKeys& kept_keys, bool last,
-                                                    const Rings& rings) const {
-    RingPlace<Q_STAGES> place = rings.q;
-    if (PART == kTileSteps - 1 && !last) {
-      place.next();
-      place.wait_full(shared.full_q);
-    }
-    const uint32 rows_q = shared.q + place.at * kBytesQ + (PART + 1) % kTileSteps * kRows * 128;
-    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
-  }
-
-  // Step PART of a tile of rows, of the last one of the tile of keys with `last`. Where scores are computed early, its own
-  // are in `early` before and the next ones in `next` afterwards.
-  template <int PART>
-  __device__ __forceinline__ void step(Sums& sums, float (&early)[kRows / 2], float (&next)[kRows / 2],
-                                       const KeptKeys& kept_keys, bool first, bool last, const KeyTile& tile,
-                                       Step& now, Rings& rings) const {
+  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const KeyTile& tile,
+                                       const Whole& whole, Step& now, Rings& rings) const {
     constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
     constexpr int kOffset = PART * kRows * 128;
     const uint32 lse2 = shared.lse2 + rings.q.at * kBytesTerms + PART * kRows * 4;
     const uint32 delta = shared.delta + rings.o.at * kBytesTerms + PART * kRows * 4;
     const uint32 rows_q = shared.q + rings.q.at * kBytesQ + kOffset, rows_o = shared.o + rings.o.at * kBytesO + kOffset;
-    const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
-    const bool masked = is_masked(tile, now.m);
-    float own[kRows / 2], dp[kRows / 2];
-    float(&s)[kRows / 2] = kScoresEarly ? early : own;
+    const bool masked = !whole.has(now.m);
+    float s[kRows / 2], dp[kRows / 2];
     uint32 probs[kRows / 16][4], ds[kRows / 16][4];
 
-    if (!kScoresEarly) {
-      if (PART == 0) rings.q.wait_full(shared.full_q);
-      start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
+    if (PART == 0) rings.q.wait_full(shared.full_q);
+    if (TERMS_FIRST) {
+      if (PART == 0) rings.o.wait_full(shared.full_o);
+      begin_with_terms(s, lse2, per_lse2, lane);
+      begin_with_terms(dp, delta, -1.f, lane);
     }
-    if (PART == 0) rings.o.wait_full(shared.full_o);
+    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
+    if (!TERMS_FIRST && PART == 0) rings.o.wait_full(shared.full_o);
     start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v, rows_o);
-    wgmma_wait<kScoresEarly ? 2 : 1>();  // the scores; dP and, where they were started before it, the last dK go on
-    to_probabilities(s, tile, p, lse2, now, masked, lane);
-    const bool dead = kLooksForDeadRows ? masked && has_dead_rows(lse2) : masked;
+    Terms terms;
+    if (APART) terms.load(lse2, lane);  // without, there are no registers for them yet
+    wgmma_wait<1>();                    // the scores
+    if (!APART) terms.load(lse2, lane);
+    if (APART && kEnds && last && first_thread()) barrier_arrive(shared.empty_k);
+    to_probabilities(s, tile, p, lse2, terms, now, masked, lane);
 #if DROPOUT
     const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
     const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);
 #else
     const Kept kept;
 #endif
-    if (!kPacksLate) pack_kept(probs, s, kept);
-    if (kSumsEarly) {
-      if (dead) clear_dead_rows(rows_q, rows_o, lse2);
-      start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
-      if (kScoresEarly) start_next_scores<PART>(next, kept_keys, last, rings);
-      wgmma_wait<kScoresEarly ? 2 : 1>();  // dP
-      if (kScoresEarly && PART == 0 && !first && first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.before());
-    } else if (OVERLAP == 1) {
+    pack_kept(probs, s, kept);
+    if (APART)
       wgmma_wait_between<0>(p.batch > 0);
-    } else {
+    else
       wgmma_wait<0>();
-    }
     if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v);
-    if (!kSumsEarly && dead) clear_dead_rows(rows_q, rows_o, lse2);
-    to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, dead, lane);
+    if (masked) clear_dead_rows(rows_q, rows_o, lse2);
+    to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
     pack_tile(ds, dp);
-    if (kPacksLate) pack_kept(probs, s, kept);
-    if (!kSumsEarly) start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
+    now.next(1, tile);
+#if APART
+    rings.ds.wait_empty(shared.empty_ds);
+    store_ds(shared.ds + rings.ds.at * kBytesDs, ds, group * 64);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.full_ds + 8 * rings.ds.at);
+    rings.ds.next();
+    start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
+    start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
+    wgmma_wait<0>();
+    if (!kEnds) return;
+    if (first_thread()) {
+      barrier_arrive(shared.empty_q + 8 * rings.q.at);
+      barrier_arrive(shared.empty_o + 8 * rings.o.at);
+    }
+#else
+    const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
+    start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
-    fence_async_proxy();
     float dq[32];
     if (kEnds) {
       named_sync(3, 128 * kConsumers);
-      start_dq(dq, tile_ds);
+      fence_async_proxy();
+      start_dq(dq, shared, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), group);
     }
     start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
-    now.next(1, tile);
     if (!kEnds) return;
     wgmma_wait<2>();  // dV
     if (first_thread()) barrier_arrive(shared.empty_o + 8 * rings.o.at);
     rings.dq.wait_empty(shared.free_space + 8 * group);
     wgmma_wait<1>();  // dQ
     if (last && first_thread()) barrier_arrive(shared.empty_k);
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-      store_shared4(shared.handover + group * (kChunk * 4) + j * 2048 + threadIdx.x % 128 * 16, dq[j * 4], dq[j * 4 + 1],
-                    dq[j * 4 + 2], dq[j * 4 + 3]);
-    fence_async_proxy();
-    named_arrive(4 + group, 160);
-    if (!kScoresEarly) {
-      wgmma_wait<0>();  // dK
-      if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);
-    }
-    rings.q.next();
-    rings.o.next();
+    hand_over_dq(dq, shared, group);
+    wgmma_wait<0>();  // dK
+    if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);
     rings.ds.next();
     rings.dq.next();
+#endif
+    rings.q.next();
+    rings.o.next();
   }
 };
 
@@ -285,8 +254,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         draw_tiles(shared, p);
         break;
     }
-  } else {
-    registers_raise<CONSUMER_REGISTERS>();
-    Consumer(shared, p).run();
+    return;
   }
+#if APART
+  if (threadIdx.x >= kThreads - 128) {
+    registers_lower<DQ_REGISTERS>();
+    sum_dq(shared);
+    return;
+  }
+#endif
+  registers_raise<CONSUMER_REGISTERS>();
+  Consumer(shared, p).run();
 }

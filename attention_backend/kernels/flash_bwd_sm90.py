@@ -4,6 +4,7 @@ Assumes a checked problem.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def backward(
     tile: BackwardTile | None = None,
 ) -> Gradients:
     """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out. `tile` is
-    one of the problem's `backward_tiles`, by default the first.
+    one of the problem's `backward_tiles`, by default `backward_tile`.
 
     Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
     row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
@@ -81,7 +82,8 @@ def backward(
         dq.zero_()
     index = args.q.device.index
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
-    tile = tile or backward_tile(args.head_dim, args.head_dim_v)
+    options = BackwardOptions.of(args, deterministic=args.deterministic)
+    tile = tile or backward_tile(args.head_dim, args.head_dim_v, extras=options.extras)
     key_tiles, num_sms = -(-seqlen_k // tile.block_n), device.num_sms(index)
     parts = query_parts(
         tile,
@@ -93,8 +95,7 @@ def backward(
         tapered=tapered(args),
         deterministic=args.deterministic,
     )
-    options = BackwardOptions.of(args, deterministic=args.deterministic, parts=parts > 1)
-    variant, tile = backward_variant(options, tile)
+    variant, tile = backward_variant(replace(options, parts=parts > 1), tile)
     blocks = min(key_tiles * lines * parts, num_sms)
 
     rows = padded_rows(args)

@@ -13,7 +13,7 @@
 // rescaled only when a maximum grew by a factor of 2^8 (FlashAttention-4's rule; exact: it only keeps exponents small).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
-// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TILE_SLOTS, DRAW_AHEAD, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of
 // its own rows sees), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
 // copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
 // one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.

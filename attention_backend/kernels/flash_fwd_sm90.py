@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90 import LONG, HopperConfig, HopperPlan, hopper_plan
+from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan, owns_keys
 from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.hopper_params import HopperParams, sparse_params
-from attention_backend.kernels.hopper_variants import HopperLayout, HopperOptions, hopper_layout, hopper_variant
+from attention_backend.kernels.hopper_variants import (
+    HopperLayout,
+    HopperOptions,
+    can_own_keys,
+    hopper_layout,
+    hopper_variant,
+)
 from attention_backend.kernels.params import contiguous, fill_tensors, pointer, score_params, sequence_params
 from attention_backend.kernels.tensor_map import TensorMap, packed_tensor_map, tensor_map, wide_tensor_map
 from attention_backend.kernels.variants import Options
@@ -26,12 +32,13 @@ _COUNTERS = 2  # of the line of work
 
 
 def forward(
-    args: AttentionArgs, sparsity: BlockSparsity | None = None, config: HopperConfig | None = None
+    args: AttentionArgs, sparsity: BlockSparsity | None = None, own: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
-    `config` is one of the problem's `offered_configs`, by default the first; raises ValueError for another.
+    `own`: whether each warpgroup leaves out keys that none of its own rows sees, by default where that is faster
+    (heuristics); raises ValueError where `can_own_keys` says no.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -39,7 +46,7 @@ def forward(
         return out, lse.fill_(-torch.inf)
     if _no_keys(args):
         return out.zero_(), lse.fill_(-torch.inf)
-    which, plan = _plan(args, sparsity is not None, args.num_splits, config)
+    which, plan = _plan(args, sparsity is not None, args.num_splits, own)
     if plan.num_splits == 1:
         _launch(args, which, plan, out, lse, sparsity)
     else:
@@ -50,7 +57,7 @@ def forward(
 def forward_partials(args: AttentionArgs, num_splits: int) -> tuple[Tensor, Tensor]:
     """The results over `num_splits` parts of every row's keys, sinks left out: float32
     `[num_splits, rows, num_heads, head_dim_v]` and lse `[num_splits, *args.lse_shape]`; rows count all sequences."""
-    which, plan = _plan(args, False, num_splits)
+    which, plan = _plan(args, False, num_splits, own=False)
     return _partials(args, which, plan)
 
 
@@ -69,7 +76,7 @@ def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tu
 
 
 def _plan(
-    args: AttentionArgs, sparse: bool, num_splits: int, config: HopperConfig | None = None
+    args: AttentionArgs, sparse: bool, num_splits: int, own: bool | None = None
 ) -> tuple[HopperOptions, HopperPlan]:
     """How the problem is run; `num_splits` 0: as many as fill the device."""
     options = Options.of(args)
@@ -79,7 +86,6 @@ def _plan(
         which = HopperOptions(options, seqlen_k >= LONG, args.k.shape[1] if args.paged else 0, sparse, fp8=fp8)
     else:
         which = HopperOptions.dense(options, args.seqlen_q, seqlen_k, causal=args.window_right == 0)
-    which = which if config is None else which._replace(config=config)
     config = hopper_layout(which).config
     plan = hopper_plan(
         config,
@@ -89,11 +95,19 @@ def _plan(
         heads=args.num_heads,
         group=args.num_heads // args.num_kv_heads,
         num_sms=device.num_sms(args.q.device.index),
-        packable=not (sparse or options.alibi or options.bias or options.dropout or config.own_keys),
-        num_splits=1 if sparse or options.dropout or config.own_keys else num_splits,
+        packable=not (sparse or options.alibi or options.bias or options.dropout),
+        num_splits=1 if sparse or options.dropout else num_splits,
         total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
     )
-    return which, plan
+    owning = which._replace(own=True, long=False, short=False)
+    if own is None:
+        even = args.cu_seqlens_q is None and can_own_keys(owning) and not plan.pack and plan.num_splits == 1
+        own = even and owns_keys(hopper_layout(which).tiles, seqlen_k, causal=args.window_right == 0)
+    if not own:
+        return which, plan
+    if not can_own_keys(owning):
+        raise ValueError(f"no warpgroup leaves out keys of its own with {owning}")
+    return owning, HopperPlan(pack=False, tile_rows=hopper_layout(owning).config.block_m, num_splits=1)
 
 
 def _launch(

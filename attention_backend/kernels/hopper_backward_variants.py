@@ -11,7 +11,6 @@ from attention_backend.heuristics.sm90_backward import (
     HEAD_DIM_TILES,
     MIXED_TILES,
     BackwardTile,
-    Overlap,
     backward_tile,
     backward_tiles,
 )
@@ -34,7 +33,7 @@ class BackwardOptions:
     dropout: bool = False
 
     @classmethod
-    def of(cls, args: AttentionArgs, *, deterministic: bool, parts: bool) -> "BackwardOptions":
+    def of(cls, args: AttentionArgs, *, deterministic: bool, parts: bool = False) -> "BackwardOptions":
         return cls(
             args.dtype,
             args.head_dim,
@@ -54,23 +53,18 @@ class BackwardOptions:
 
 @cache
 def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None) -> tuple[KernelVariant, BackwardTile]:
-    """Of the tile that is given, one of `backward_tiles`, or of the default; and the tile that it has become.
-
-    Options that change scores have no registers for steps of more than 64 rows, nor for the next step's scores.
-    """
-    default = backward_tile(options.head_dim, options.head_dim_v)
-    if tile is None:
-        tile = default
-    if options.extras and (tile.step_rows > default.step_rows or tile.overlap == Overlap.SCORES):
-        tile = replace(default, overlap=Overlap(min(tile.overlap, Overlap.GRADIENTS)))
-    producer, consumer = tile.registers
+    """Of the tile that is given, one of `backward_tiles`, or of the default; and the tile."""
+    default = backward_tile(options.head_dim, options.head_dim_v, extras=options.extras)
+    tile = tile or default
+    if options.extras and tile != default:
+        raise ValueError(f"tile {tile} does not serve {options}; {default} does")
+    producer, consumer, dq = tile.registers
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
         ("HEAD_DIM", tile.head_dim),
         ("HEAD_DIM_V", tile.head_dim_v),
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
-        ("STEP_ROWS", tile.step_rows),
         ("TILE_SLOTS", tile.tile_slots),
         ("Q_STAGES", tile.q_stages),
         ("O_STAGES", tile.o_stages),
@@ -78,9 +72,11 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("HANDOVER", tile.handover),
         ("KEPT_K", tile.kept_k),
         ("KEPT_V", tile.kept_v),
-        ("OVERLAP", tile.overlap),
+        ("APART", int(tile.apart)),
+        ("TERMS_FIRST", int(tile.terms_first)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
+        ("DQ_REGISTERS", dq),
         ("DETERMINISTIC", int(options.deterministic)),
         ("PARTS", int(options.parts)),
         ("KEY_MASK", int(options.key_mask)),

@@ -1,20 +1,18 @@
 """Problem -> the compiled Hopper forward that serves it. Knows no launch and no device."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from attention_backend.heuristics.sm90 import (
     FP8_HEAD_DIM,
-    HEAD_DIM_TILES,
     LONG,
+    OWN_TILES,
     HopperConfig,
     head_dim_tiles,
-    hopper_configs,
+    hopper_config,
     is_short,
     page_rows,
 )
@@ -31,7 +29,7 @@ class HopperOptions(NamedTuple):
     sparse: bool = False
     short: bool = False  # of few queries
     fp8: bool = False  # pages of e4m3
-    config: HopperConfig | None = None  # another than the first of its offered_configs
+    own: bool = False  # warpgroups leave out keys that none of their own rows sees
 
     @classmethod
     def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
@@ -55,27 +53,27 @@ class HopperLayout:
     copied_rows: int
 
 
-def offered_configs(which: HopperOptions) -> tuple[HopperConfig, ...]:
-    """The tiles that serve it, the default first."""
+def can_own_keys(which: HopperOptions) -> bool:
+    """Whether there is a tile whose warpgroups leave out keys that none of their own rows sees."""
     options = which.options
-    return hopper_configs(
-        *head_dim_tiles(options.head_dim, options.head_dim_v),
+    plain = not (options.paged or options.extras or which.sparse)
+    return plain and head_dim_tiles(options.head_dim, options.head_dim_v) in OWN_TILES
+
+
+@cache
+def hopper_layout(which: HopperOptions) -> HopperLayout:
+    options = which.options
+    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
+    config = hopper_config(
+        *tiles,
         short=which.short,
         long=which.long,
         paged=options.paged,
         sparse=which.sparse,
         extras=options.extras,
         fp8=which.fp8,
+        own=which.own,
     )
-
-
-@cache
-def hopper_layout(which: HopperOptions) -> HopperLayout:
-    options, configs = which.options, offered_configs(which)
-    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
-    config = which.config or configs[0]
-    if config not in configs:
-        raise ValueError(f"tile {config} does not serve {which}; there are {', '.join(map(str, configs))}")
     rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
     return HopperLayout(tiles, config, rows)
 
@@ -95,8 +93,6 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("BLOCK_N", config.block_n),
         ("STAGES", config.stages),
         ("Q_STAGES", config.q_stages),
-        ("TILE_SLOTS", config.tile_slots),
-        ("DRAW_AHEAD", config.draw_ahead),
         ("TURNS", int(config.turns)),
         ("OVERLAP", int(not config.turns)),
         ("OWN_KEYS", int(config.own_keys)),
@@ -116,11 +112,3 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("DROPOUT", int(options.dropout)),
     )
     return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=not options.extras)
-
-
-def other_configs() -> Iterator[KernelVariant]:
-    """Of the tiles that are not the default: no call selects them, benchmarks do."""
-    for width, dtype in product(HEAD_DIM_TILES, (torch.bfloat16, torch.float16)):
-        which = HopperOptions(Options(dtype, width, width))
-        for config in offered_configs(which)[1:]:
-            yield hopper_variant(which._replace(config=config))

@@ -19,7 +19,6 @@ import pytest
 from attention_backend.jit import ARCHS, KernelVariant, build_variants, check, default_cache, list_variants
 from attention_backend.jit.build import BuildResult
 from attention_backend.kernels.hopper_backward_variants import other_tiles
-from attention_backend.kernels.hopper_variants import other_configs
 
 OPTIONS = "sm_80"
 HOPPER_WIDTHS = (128,)
@@ -79,10 +78,6 @@ def test_every_kernel_compiles_without_spills(arch: str) -> None:
 
 def test_tiles_of_the_hopper_backward_that_are_not_the_default_compile_without_spills() -> None:
     assert check(build_variants(other_tiles(), default_cache())) == []
-
-
-def test_tiles_of_the_hopper_forward_that_are_not_the_default_compile_without_spills() -> None:
-    assert check(build_variants(other_configs(), default_cache())) == []
 
 
 def test_no_architecture_is_left_out() -> None:

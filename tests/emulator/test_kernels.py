@@ -15,8 +15,6 @@ import torch
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import flash_fwd_sm90, workspace
-from attention_backend.kernels.hopper_variants import HopperOptions, offered_configs
-from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 from benchmarks import backward_tiles as backward_tiles_benchmark
 from benchmarks import forward_tiles
@@ -137,13 +135,13 @@ def test_forward(case: Case, settings: Settings) -> None:
             error_rule.check(build(case, CPU))
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_forward_tiles_that_are_not_the_default(dim: int) -> None:
+@pytest.mark.parametrize("dim", [64, 256])
+def test_warpgroups_that_leave_out_keys_of_their_own(dim: int) -> None:
     case = Case(200, 330, batch=2, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen")
-    for seed, config in enumerate(offered_configs(HopperOptions(Options(BF16, dim, dim)))[1:]):
+    for seed in range(3):
         with left_at_zero(HOPPER._replace(seed=seed)):
             args = build(case, CPU)
-            error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, config=config)))
+            error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, own=True)))
 
 
 @pytest.mark.parametrize("bench", [forward_tiles, backward_tiles_benchmark], ids=lambda bench: bench.SECTION)

@@ -24,6 +24,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
       for (int w = 0; w < kConsumers; w++) {
         named_sync(4 + w, 160);
         if (first_lane) {
+          fence_async_proxy();  // here, where no consumer waits for it
           bulk_add(p.dq + (rows * kSlabsK + w) * static_cast<int64>(kChunk), shared.handover + w * (kChunk * 4), kChunk * 4);
           bulk_wait_read();
           barrier_arrive(shared.free_space + 8 * w);

@@ -29,9 +29,38 @@ __device__ __forceinline__ void hide(float (&x)[kRows / 2], float value, const K
   }
 }
 
+// What a product is added to: each row's term, times `factor`.
+__device__ __forceinline__ void begin_with_terms(float (&x)[kRows / 2], uint32 terms, float factor, const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < kRows / 8; i++) {
+    const float2 term = load_shared2(terms + (i * 8 + lane.row) * 4);
+    x[i * 4] = x[i * 4 + 2] = term.x * factor;
+    x[i * 4 + 1] = x[i * 4 + 3] = term.y * factor;
+  }
+  // Copied now: behind a product's start the compiler would have to wait for it.
+#pragma unroll
+  for (int i = 0; i < kRows / 2; i++) asm volatile("" : "+f"(x[i]));
+}
+
+// Turns a score into an exponent of two; never 0, as it is divided by.
+__device__ __forceinline__ float score_scale_log2(const BackwardParams& p) {
+  const float scale = p.score.softmax_scale;
+  return (fabsf(scale) < 1e-30f ? 1e-30f : scale) * kLog2e;
+}
+
+// A term of each of a thread's rows, where a product is not added to them.
+struct Terms {
+  float2 of[TERMS_FIRST ? 1 : kRows / 8];
+
+  __device__ __forceinline__ void load(uint32 terms, const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < kRows / 8 && !TERMS_FIRST; i++) of[i] = load_shared2(terms + (i * 8 + lane.row) * 4);
+  }
+};
+
 // Scores, as the product left them, become probabilities.
 __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const BackwardParams& p,
-                                                 uint32 lse2, const Step& step, bool masked, const Lane& lane) {
+                                                 uint32 lse2, const Terms& terms, const Step& step, bool masked, const Lane& lane) {
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
 #pragma unroll
@@ -40,10 +69,12 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
 #endif
   if (masked) hide(s, -kInfinity, tile, lse2, step.m, lane);
 #pragma unroll
-  for (int i = 0; i < kRows / 8; i++) {
-    const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
-#pragma unroll
-    for (int j = 0; j < 4; j++) s[i * 4 + j] = exp2_approx(fmaf(s[i * 4 + j], score.scale_log2, -(j % 2 ? l.y : l.x)));
+  for (int x = 0; x < kRows / 2; x++) {
+#if TERMS_FIRST
+    s[x] = exp2_approx(s[x] * score_scale_log2(p));
+#else
+    s[x] = exp2_approx(fmaf(s[x], score.scale_log2, x % 2 ? -terms.of[x / 4].y : -terms.of[x / 4].x));
+#endif
   }
 }
 
@@ -57,12 +88,15 @@ __device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const
   for (int x = 0; x < kRows / 2; x++) dp[x] = kept(x) ? dp[x] * p.dropout.scale : 0.f;
 #endif
   if (hides) hide(dp, 0.f, tile, lse2, step.m, lane);
+#if TERMS_FIRST
 #pragma unroll
-  for (int i = 0; i < kRows / 8; i++) {
-    const float2 d = load_shared2(delta + (i * 8 + lane.row) * 4);
+  for (int x = 0; x < kRows / 2; x++) dp[x] *= probs[x];
+#else
+  Terms terms;
+  terms.load(delta, lane);
 #pragma unroll
-    for (int j = 0; j < 4; j++) dp[i * 4 + j] = probs[i * 4 + j] * (dp[i * 4 + j] - (j % 2 ? d.y : d.x));
-  }
+  for (int x = 0; x < kRows / 2; x++) dp[x] = probs[x] * (dp[x] - (x % 2 ? terms.of[x / 4].y : terms.of[x / 4].x));
+#endif
 #if SOFTCAP
   // The capped score comes back from its probability, which costs less than keeping it. Where that is 0, so is dS.
   const Score score(p.score, tile.batch, step.head);

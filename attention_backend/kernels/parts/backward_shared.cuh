@@ -7,16 +7,16 @@
 #include "parts/turns.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups
-constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kThreads = 128 * (kConsumers + 1 + APART);
 constexpr int kReadersOfV = LARGE ? 1 : kConsumers;                     // warpgroups
 constexpr int kTurns = DETERMINISTIC && LARGE ? kConsumers : 0;         // of warpgroups that add to dQ themselves
-constexpr int kReadersOfTiles = 4 * kConsumers + (LARGE ? 2 + kTurns / 2 : 3);  // warps
+constexpr int kReadersOfTiles = 4 * kConsumers + (LARGE ? 2 + kTurns / 2 : 3 + 4 * APART);  // warps
 constexpr int kSpaces = 2;  // that consumers write: chunks of dQ, or stages of dS
 constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
 constexpr int kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
 constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesO = kSlabsV * kSlabQ;
-constexpr int kBytesDs = BLOCK_N * BLOCK_M * 2, kBytesTerms = BLOCK_M * 4;
+constexpr int kBytesDs = BLOCK_N * (APART ? kRows : BLOCK_M) * 2, kBytesTerms = BLOCK_M * 4;
 constexpr int kChunk = 4096;                           // floats of 64 x 64 of dQ
 constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
 
@@ -24,7 +24,7 @@ struct Shared {
   uint32 k, v, q, o, ds, handover;  // q, o and ds are rings
   uint32 lse2, delta;               // rings of q and o
   uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile,
-      turn_begins, turn_ends;
+      turn_begins, turn_ends, full_ds, empty_ds;
   KeyTile* tiles;  // [TILE_SLOTS]
 
   __device__ __forceinline__ explicit Shared(char* memory) {
@@ -51,13 +51,15 @@ struct Shared {
     wanted_tile = free_space + 8 * kSpaces;
     turn_begins = wanted_tile + 8;
     turn_ends = turn_begins + 8 * kTurns;
-    tiles = reinterpret_cast<KeyTile*>(memory + (turn_ends + 8 * kTurns - base));
+    full_ds = turn_ends + 8 * kTurns;
+    empty_ds = full_ds + 8 * DS_STAGES * APART;
+    tiles = reinterpret_cast<KeyTile*>(memory + (empty_ds + 8 * DS_STAGES * APART - base));
   }
 
   __device__ __forceinline__ void init_barriers() const {
     barrier_init(full_k, 1);
     barrier_init(full_v, 1);
-    barrier_init(empty_k, kConsumers);
+    barrier_init(empty_k, kConsumers + APART);
     barrier_init(empty_v, kReadersOfV);
     for (int i = 0; i < Q_STAGES; i++) {
       barrier_init(full_q + 8 * i, 1);
@@ -76,6 +78,10 @@ struct Shared {
     for (int i = 0; i < kTurns; i++) {
       barrier_init(turn_begins + 8 * i, 1);
       barrier_init(turn_ends + 8 * i, 128);
+    }
+    for (int i = 0; i < DS_STAGES * APART; i++) {
+      barrier_init(full_ds + 8 * i, 4 * kConsumers);  // warps
+      barrier_init(empty_ds + 8 * i, 1);
     }
     barrier_init_fence();
   }

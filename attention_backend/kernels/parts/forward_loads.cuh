@@ -3,8 +3,9 @@
 
 #include "forward_nothing.cuh"
 
-// DRAW_AHEAD: how many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than
-// needed is one that a block which is done sooner cannot take.
+// How many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than needed is
+// one that a block which is done sooner cannot take.
+constexpr int kDrawAhead = 1;
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {
   WorkLine line(p);
@@ -87,7 +88,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
   int n = 0;
   for_tiles(shared, [&](const Tile& tile, int) {
     const int kv_head = key_head_of(tile, p), steps = tile.steps;
-    const int ask_at = max(steps - 1 - DRAW_AHEAD, 0);
+    const int ask_at = max(steps - 1 - kDrawAhead, 0);
     int key = tile.end_key;
 #if PAGED
     // Every lane copies its own rows of the tile, so the lookups of pages wait for memory at the same time.

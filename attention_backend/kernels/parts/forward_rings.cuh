@@ -10,7 +10,7 @@ constexpr int kThreads = 128 * (kConsumers + 1 + FP8_PAGES);
 constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
 constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
-constexpr int kTileSlots = TILE_SLOTS;
+constexpr int kTileSlots = 2;
 constexpr int kLoaders = FP8_PAGES ? 7 : 3;  // warps that read a tile's description besides the consumers'
 constexpr int kFillers = FP8_PAGES ? 2 : 1;   // arrivals that make a stage of keys or values full: copies, or warps that convert
 constexpr int kKeyReaders = SPARSE ? 4 * kConsumers : kConsumers;  // warps also read what is listed beside the keys
@@ -91,7 +91,6 @@ struct Shared {
 };
 
 static_assert((STAGES & (STAGES - 1)) == 0 && (Q_STAGES & (Q_STAGES - 1)) == 0, "rings are of a power of two");
-static_assert((TILE_SLOTS & (TILE_SLOTS - 1)) == 0, "and so are descriptions");
 
 // Place of element n of a ring of SIZE: its stage (times 8: of its barrier), and the parity of that barrier's phase.
 template <int SIZE>

@@ -1,6 +1,7 @@
 """The Hopper backward's tiles, order of work and parts of a group: arithmetic only."""
 
 import ctypes
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from attention_backend.heuristics import sm90_backward
 from attention_backend.heuristics.sm90_backward import (
     BackwardTile,
-    Overlap,
     backward_tile,
     backward_tiles,
     query_parts,
@@ -38,12 +38,13 @@ def test_every_tile_fits_a_multiprocessor(tile: BackwardTile) -> None:
     slabs_v = -(-tile.head_dim_v // 64)
     tiles = tile.block_n * 128 * (tile.slabs + slabs_v)
     rings = tile.block_m * 128 * (tile.q_stages * tile.slabs + tile.o_stages * slabs_v)
-    least = tiles + rings + tile.ds_stages * tile.block_n * tile.block_m * 2 + tile.handover * 64 * 64 * 4
+    ds_rows = 64 if tile.apart else tile.block_m
+    least = tiles + rings + tile.ds_stages * tile.block_n * ds_rows * 2 + tile.handover * 64 * 64 * 4
     assert least < tile.smem_bytes <= _SHARED_MEMORY
-    producer, consumer = tile.registers
+    producer, consumer, dq = tile.registers
     # What is handed from the producers to the consumers must have been the block's at its launch.
     at_launch = 65536 // tile.threads // 8 * 8
-    assert 128 * (producer + 2 * consumer) <= at_launch * tile.threads
+    assert 128 * (producer + 2 * consumer + dq) <= at_launch * tile.threads
 
 
 @given(st.integers(2, 32), st.integers(2, 32))
@@ -56,31 +57,21 @@ def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
     assert tile.kernel == "flash_bwd_large_sm90" or tile.block_m // 64 * tile.slabs == 2
 
 
-def test_the_default_tile_is_the_first() -> None:
+def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
     for widths in _TILES:
-        first, *others = backward_tiles(*widths)
-        assert backward_tile(*widths) == first
-        assert (first.step_rows, first.overlap) == (64, Overlap.NONE)
-        assert first not in others
-        assert all((x.kernel, x.head_dim, x.head_dim_v) == (first.kernel, *widths) for x in others)
+        tiles = backward_tiles(*widths)
+        assert backward_tile(*widths) == tiles[0]
+        assert backward_tile(*widths, extras=True) == tiles[-1]
+        assert not tiles[-1].apart
+        assert not tiles[-1].terms_first
+        assert all((x.kernel, x.head_dim, x.head_dim_v) == (tiles[0].kernel, *widths) for x in tiles)
 
 
 def test_tiles_are_told_apart_by_their_names() -> None:
-    for widths in _TILES:
-        names = [str(tile) for tile in backward_tiles(*widths)]
-        assert len(set(names)) == len(names)
-    assert str(backward_tile(64, 64)) == "rows64-overlap0-kept4+4"
-
-
-def test_steps_of_128_rows_are_offered_for_narrow_heads_alone() -> None:
-    assert {(x.step_rows, int(x.overlap)) for x in backward_tiles(64, 64)} == {
-        *((64, overlap) for overlap in Overlap),
-        (128, Overlap.PROBABILITIES),
-        (128, Overlap.GRADIENTS),
-    }
-    assert {x.step_rows for width in (96, 128, 256) for x in backward_tiles(width, width)} == {64}
-    for tile in _ALL_TILES:
-        assert tile.block_m % tile.step_rows == 0
+    names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
+    assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
+    assert names[128, 128] == ["joint-terms-kept2+0", "joint-kept2+0"]
+    assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
 
 
 def section_of(seqlen: int, lines: int, group: int = 1, *, deterministic: bool = False) -> int:
@@ -175,16 +166,20 @@ def test_options_choose_the_kernel_and_what_is_compiled_in() -> None:
 
 
 @pytest.mark.parametrize("option", ["key_mask", "softcap", "alibi", "dropout"])
-def test_options_that_need_registers_keep_short_steps(option: str) -> None:
-    plain = BackwardOptions(torch.bfloat16, 64, 64)
-    for tile in backward_tiles(64, 64):
-        variant, used = backward_variant(plain, tile)
-        assert used == tile
-        assert (dict(variant.defines)["STEP_ROWS"], dict(variant.defines)["OVERLAP"]) == (tile.step_rows, tile.overlap)
-        _, used = backward_variant(replace(plain, **{option: True}), tile)
-        assert (used.step_rows, used.overlap) == (64, min(tile.overlap, Overlap.GRADIENTS))
-        assert (used.kept_k, used.kept_v, used.smem_bytes) == (4, 4, tile.smem_bytes)
-    assert backward_variant(plain)[1] == backward_tile(64, 64)
+@pytest.mark.parametrize("width", [64, 128])
+def test_options_that_need_registers_have_a_tile_of_their_own(option: str, width: int) -> None:
+    plain = BackwardOptions(torch.bfloat16, width, width)
+    for tile in backward_tiles(width, width):
+        defines = dict(backward_variant(plain, tile)[0].defines)
+        assert (defines["APART"], defines["TERMS_FIRST"]) == (tile.apart, tile.terms_first)
+    assert backward_variant(plain)[1] == backward_tile(width, width)
+    first, last = backward_tiles(width, width)
+    extras = replace(plain, **{option: True})
+    assert backward_variant(extras)[1] == last
+    with pytest.raises(
+        ValueError, match=f"tile {re.escape(str(first))} does not serve .*; {re.escape(str(last))} does"
+    ):
+        backward_variant(extras, first)
 
 
 def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -> None:

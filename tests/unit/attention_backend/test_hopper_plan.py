@@ -1,5 +1,7 @@
 """The Hopper forward's tiles, packing and splits: arithmetic only."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,11 +13,9 @@ from attention_backend.heuristics.sm90 import (
     HopperPlan,
     head_dim_tiles,
     hopper_config,
-    hopper_configs,
     hopper_plan,
 )
-from attention_backend.kernels.covering import covering_set
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant, offered_configs, other_configs
+from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, hopper_variant
 from attention_backend.kernels.variants import Options
 
 _SHARED_MEMORY = 227 * 1024
@@ -41,67 +41,37 @@ def test_every_tile_fits_a_multiprocessor(tiles: tuple[int, int], flags: tuple[b
     assert config.block_n % 16 == 0
 
 
-def offered(width: int, *, short: bool = False) -> tuple[HopperConfig, ...]:
-    return hopper_configs(width, width, short=short, long=False, paged=False, sparse=False, extras=False)
+@pytest.mark.parametrize("tiles", sm90.OWN_TILES)
+def test_a_tile_whose_warpgroups_own_keys_fits_a_multiprocessor(tiles: tuple[int, int]) -> None:
+    config = hopper_config(*tiles, short=False, long=False, paged=False, sparse=False, extras=False, own=True)
+    assert config.own_keys
+    assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
+    producer, consumer = config.registers(roomy=False)
+    assert 128 * (producer + config.block_m // 64 * consumer) <= 65536 // config.threads // 8 * 8 * config.threads
 
 
-@pytest.mark.parametrize("width", sm90.HEAD_DIM_TILES)
-def test_every_other_tile_fits_a_multiprocessor(width: int) -> None:
-    for config in offered(width)[1:]:
-        assert config.smem_bytes(width, width) <= _SHARED_MEMORY
-        producer, consumer = config.registers(roomy=False)
-        assert 128 * (producer + config.block_m // 64 * consumer) <= 65536 // config.threads // 8 * 8 * config.threads
+def test_keys_are_owned_only_where_scores_are_plain_and_keys_contiguous() -> None:
+    def can(width: int, width_v: int | None = None, **options: Any) -> bool:
+        return can_own_keys(HopperOptions(Options(torch.bfloat16, width, width_v or width, **options)))
+
+    assert [can(width) for width in (40, 64, 72, 96, 128, 192, 200, 256)] == [True, True, *[False] * 4, True, True]
+    assert not can(192, 128)
+    for option in ({"paged": True}, {"softcap": True}, {"alibi": True}, {"key_mask": True}, {"dropout": True}):
+        assert not can(64, **option)
+    assert not can_own_keys(HopperOptions(Options(torch.bfloat16, 64, 64), sparse=True))
+    for way in ("pack", "split"):
+        with pytest.raises(ValueError, match="no packed rows and no parts"):
+            hopper_variant(HopperOptions(Options(torch.bfloat16, 64, 64), own=True), **{way: True})
 
 
-@pytest.mark.parametrize("tiles", _TILES)
-@pytest.mark.parametrize("flags", _FLAGS)
-@pytest.mark.parametrize("short", [False, True])
-def test_the_default_tile_is_the_first(
-    tiles: tuple[int, int], flags: tuple[bool, bool, bool, bool], short: bool
-) -> None:
-    long, paged, sparse, extras = flags
-    rest = {"short": short, "long": long, "paged": paged, "sparse": sparse, "extras": extras}
-    first, *others = hopper_configs(*tiles, **rest)
-    assert first == hopper_config(*tiles, **rest)
-    assert (first.own_keys, first.tile_slots, first.draw_ahead) == (False, 2, 1)
-    assert first not in others
-    assert not others or not (paged or sparse or extras)
-    names = [str(config) for config in (first, *others)]
-    assert len(set(names)) == len(names)
-
-
-def test_which_other_tiles_there_are() -> None:
-    assert [str(config) for config in offered(64, short=True)] == [
-        "128x128-stages2-slots2-ahead1",
-        "192x128-turns-stages2-slots2-ahead1",
-        "128x128-stages4-slots4-ahead4",
-        "128x128-own-stages4-slots4-ahead4",
-        "192x128-own-stages4-slots4-ahead4",
-        "192x128-turns-own-stages2-slots2-ahead1",
-    ]
-    assert {config.own_keys for width in (128, 256) for config in offered(width)[1:]} == {True}
-    assert [len(offered(width)) for width in sm90.HEAD_DIM_TILES] == [6, 1, 1, 5, 1, 3]
-
-
-def test_a_tile_that_is_not_offered_is_refused() -> None:
-    plain = HopperOptions(Options(torch.bfloat16, 64, 64))
-    for config in offered_configs(plain):
-        assert dict(hopper_variant(plain._replace(config=config)).defines)["OWN_KEYS"] == config.own_keys
-    own = next(config for config in offered(128) if config.own_keys)
-    softcap = HopperOptions(Options(torch.bfloat16, 128, 128, softcap=True), config=own)
-    for which in (plain._replace(config=own), softcap):
-        with pytest.raises(ValueError, match="128x128-turns-own-stages2-slots2-ahead1 does not serve"):
-            hopper_variant(which)
-    with pytest.raises(ValueError, match="no packed rows"):
-        hopper_variant(HopperOptions(Options(torch.bfloat16, 128, 128), config=own), pack=True)
-
-
-def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -> None:
-    others = set(other_configs())
-    assert all(variant.hot for variant in others)
-    own = {variant for variant in others if dict(variant.defines)["OWN_KEYS"]}
-    assert len(own) == 2 * (3 + 4 + 2)
-    assert not own & set(covering_set("sm_90a"))
+@pytest.mark.parametrize(
+    ("width", "causal", "longest"),
+    [(64, True, 8191), (64, False, 2047), (256, True, 4095), (256, False, 0), (128, True, 0)],
+)
+def test_up_to_which_lengths_keys_are_owned(width: int, causal: bool, longest: int) -> None:
+    """As measured on an H100."""
+    for seqlen_k in (1, 512, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
+        assert sm90.owns_keys((width, width), seqlen_k, causal=causal) == (seqlen_k <= longest)
 
 
 @pytest.mark.parametrize("tiles", [(t, t) for t in sm90.HEAD_DIM_TILES if t <= sm90.FP8_HEAD_DIM])

@@ -11,7 +11,7 @@ from benchmarks import backward_tiles, forward_tiles
 from benchmarks.attention_grid import forward_cells
 from benchmarks.tile_race import square_cells
 
-TILES = {backward_tiles: "rows64-overlap2-kept4+4", forward_tiles: "192x128-own-stages4-slots4-ahead4"}
+TILES = {backward_tiles: "joint-kept4+4", forward_tiles: "own"}
 
 each = pytest.mark.parametrize("bench", TILES, ids=lambda bench: bench.SECTION)
 
