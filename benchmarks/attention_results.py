@@ -36,7 +36,7 @@ class Row:
     cell: Cell
     ours: float  # in the section's unit
     share_of_copy: float | None
-    ratios: dict[str, float]  # ours / peer: the least of the runs
+    ratios: dict[str, float]  # ours / peer, of the newest run that timed both
     extra_bytes: int | None = None  # of ours, where memory was measured
     dense: float | None = None  # ours' time over that of its dense twin, where that was timed
 
@@ -71,7 +71,7 @@ def rows(reports: Sequence[Report], section: str) -> list[Row]:
             for name in record.peers():
                 ratio = record.ratio(OURS, name)
                 if ratio is not None:
-                    row.ratios[name] = min(ratio, row.ratios.get(name, ratio))
+                    row.ratios.setdefault(name, ratio)
     return list(found.values())
 
 
@@ -80,7 +80,7 @@ def _share(ours: float, report: Report) -> float | None:
 
 
 def all_goals(reports: Sequence[Report]) -> list[Goal]:
-    """The goals that anything was measured for, over all runs together."""
+    """The goals that anything was measured for, over all runs together: each cell as in the newest that has it."""
     together: dict[str, Goal] = {}
     for report in reports:
         for goal in goals(report.records, report.copy_tb_per_s):
@@ -90,6 +90,7 @@ def all_goals(reports: Sequence[Report]) -> list[Goal]:
             if known is None:
                 together[goal.name] = goal
             else:
-                values, cells = [*known.values, *goal.values], [*known.cells, *goal.cells]
+                new = [(v, c) for v, c in zip(goal.values, goal.cells, strict=True) if c not in known.cells]
+                values, cells = [*known.values, *(v for v, _ in new)], [*known.cells, *(c for _, c in new)]
                 together[goal.name] = replace(known, values=values, cells=cells)
     return list(together.values())
