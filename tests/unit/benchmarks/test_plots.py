@@ -18,12 +18,15 @@ MACHINE = {
     "commit": "0123456789abcdef",
     "date": "2026-11-21T12:00:00+00:00",
 }
+NEWER = MACHINE | {"date": "2026-11-22T12:00:00+00:00"}
 
 
-def run(cells: list[Cell], packages: dict[str, str] | None = None, day: int = 21, **ms: float | str) -> Report:
+def run(
+    cells: list[Cell], packages: dict[str, str] | None = None, machine: dict[str, str] = MACHINE, **ms: float | str
+) -> Report:
     """`ms`: the time of every cell, or why there is none."""
     results = {name: Result(None, x) if isinstance(x, str) else Result(x, None, 1e-3) for name, x in ms.items()}
-    return Report(MACHINE | {"date": f"2026-11-{day}T12:00:00+00:00"}, {"peers": packages or {}}, 4.2, [Record(cell, results) for cell in cells])
+    return Report(machine, {"peers": packages or {}}, 4.2, [Record(cell, results) for cell in cells])
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
     cells = [*forward_cells(), *decode_cells()]
     run(cells, longwave=1.0, cudnn=1.2, fa3=1.1).write(folder / "attention_a.json")
-    run(cells, day=22, longwave=2.0, cudnn=1.9, flashinfer=2.6, fa4=2.2).write(folder / "attention_b.json")
+    run(cells, machine=NEWER, longwave=2.0, cudnn=1.9, flashinfer=2.6, fa4=2.2).write(folder / "attention_b.json")
     return folder
 
 
