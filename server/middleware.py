@@ -3,6 +3,7 @@
 BaseHTTPMiddleware is not used: it wraps `receive` and so hides disconnects. Must not know any route but the open ones.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from urllib.parse import unquote
 
 from server.asgi import BODY_METHODS, ASGIApp, Message, Receive, Scope, Send, header, send_error, unread
-from server.errors import InvalidApiKey, InvalidRequest, RequestFailedError
+from server.errors import InvalidApiKey, InvalidRequest, RequestFailedError, ServerDraining
 from server.metrics import Metrics
 
 access_log = logging.getLogger("longwave.access")
@@ -44,7 +45,8 @@ class OriginForm:
 
 
 class RequestContext:
-    """Gives each request an id and an arrival time, logs and counts its reply, and turns our bugs into a bare 500."""
+    """Gives each request an id and an arrival time, logs and counts its reply, and turns our bugs into a bare 500, and a
+    request that has not come as a whole when the server ends into a 503."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
@@ -69,6 +71,11 @@ class RequestContext:
 
         try:
             await self.app(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # uvicorn's, when the server ends and the request is still not whole
+            if status:
+                raise
+            closing.append((b"connection", b"close"))
+            await send_error(send_with_id, ServerDraining("The server is shutting down. Try again later."))
         except Exception:
             logger.exception("request %s failed", request_id)
             if status:

@@ -1,5 +1,6 @@
 """SIGTERM: no new work, running answers finish, exit 0. (The shared server is terminated when idle.)"""
 
+import socket
 from pathlib import Path
 
 import httpx
@@ -36,3 +37,21 @@ def test_a_running_stream_finishes_and_the_server_exits_with_0(bundled_model: Pa
         assert '"finish_reason":"length"' in rest.replace(": ", ":")
         assert rest.rstrip().endswith("data: [DONE]")
         assert server.wait() == 0
+
+
+def test_a_body_that_still_drips_is_told_that_the_server_ends(bundled_model: Path) -> None:
+    with ServerProcess(*FLAGS) as server:
+        host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
+        with socket.create_connection((host, port or 80), timeout=60) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            client.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
+            assert server.get("/health/live").status_code == 200  # by now the other connection is open, too
+            server.terminate()
+            reply = b"".join(iter(lambda: client.recv(65536), b""))
+
+        status, _, rest = reply.partition(b"\r\n")
+        assert status == b"HTTP/1.1 503 Service Unavailable"
+        assert b"\r\nconnection: close\r\n" in rest.lower()
+        assert b'"server_is_draining"' in rest
+        assert server.wait() == 0
+        assert "Traceback" not in server.log()
