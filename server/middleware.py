@@ -45,8 +45,8 @@ class OriginForm:
 
 
 class RequestContext:
-    """Gives each request an id and an arrival time, logs and counts its reply, and turns our bugs into a bare 500, and a
-    request that has not come as a whole when the server ends into a 503."""
+    """Gives each request an id and an arrival time, logs and counts its reply. Turns our bugs into a bare 500, and
+    requests that are not whole when the server ends into a 503."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app

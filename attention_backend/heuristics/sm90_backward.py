@@ -34,10 +34,12 @@ class BackwardTile:
     kept_v: int = 0
     apart: bool = False  # a warpgroup of its own computes dQ
     terms_first: bool = False  # scores and dP are added to what would be taken from them
+    key_stages: int = 1  # tiles of keys and values: with two, the next ones are loaded while the last rows are computed
 
     def __str__(self) -> str:
         how = ("apart" if self.apart else "joint") + ("-terms" if self.terms_first else "")
-        return f"{how}-kept{self.kept_k}+{self.kept_v}"
+        stages = f"-keys{self.key_stages}-q{self.q_stages}-ds{self.ds_stages}" if self.key_stages > 1 else ""
+        return f"{how}-kept{self.kept_k}+{self.kept_v}{stages}"
 
     @property
     def threads(self) -> int:
@@ -60,12 +62,12 @@ class BackwardTile:
     @property
     def smem_bytes(self) -> int:
         slabs, slabs_v = self.slabs, -(-self.head_dim_v // 64)
-        keys = (slabs + slabs_v) * self.block_n * 128
+        keys = self.key_stages * (slabs + slabs_v) * self.block_n * 128
         rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * (_STEP_ROWS if self.apart else self.block_m) * 2
         rings = 2 * (self.q_stages + self.o_stages + _TILE_SLOTS + self.ds_stages * self.apart)
-        barriers = 8 * (4 + rings + 3 * _CONSUMERS + 1)
+        barriers = 8 * (4 * self.key_stages + rings + 3 * _CONSUMERS + 1)
         tiles = _TILE_SLOTS * (_TILE_BYTES + _KEY_BYTES * self.block_n)
         used = keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers + tiles
         # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
@@ -81,7 +83,7 @@ def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False) -> Ba
 
 
 def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
-    """The tiles that serve a head_dim: the default, and what serves extras where that is another.
+    """The tiles that serve a head_dim: the default first; last what serves extras, where that is another.
     `benchmarks/backward_tiles.py` times them beside each other.
 
     Both widths are padded to the larger one's tile, but for MIXED_TILES.
@@ -94,7 +96,9 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
     joint = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2)
     if tile == 64:
         joint = replace(joint, block_m=128, kept_k=4, kept_v=4)
-        return replace(joint, ds_stages=4, apart=True), joint
+        apart = replace(joint, ds_stages=4, apart=True)
+        two = (replace(apart, key_stages=2, q_stages=q, ds_stages=ds) for q, ds in ((2, 3), (3, 2)))
+        return apart, *two, joint
     if tile == 96:
         return (replace(joint, kept_k=4),)
     joint = replace(joint, kept_k=2)

@@ -4,7 +4,7 @@
 // registers: their way through shared memory would be its largest load. While one warpgroup does arithmetic the other has
 // the tensor cores. Everything else is as in flash_bwd_sm90.cuh.
 //
-// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES (2),
+// Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M and BLOCK_N (64), TILE_SLOTS, KEY_STAGES (1), Q_STAGES, O_STAGES, DS_STAGES (2),
 // HANDOVER (1: P), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #define LARGE 1

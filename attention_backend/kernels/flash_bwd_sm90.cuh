@@ -15,7 +15,7 @@
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), APART, PRODUCER_REGISTERS,
+// HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), APART, PRODUCER_REGISTERS,
 // CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K and V in registers),
 // TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query
 // heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
@@ -63,7 +63,8 @@ class Consumer {
     RingPlace<Q_STAGES> q;
     RingPlace<O_STAGES> o;
     RingPlace<DS_STAGES> ds;
-    RingPlace<1> dq, keys;
+    RingPlace<1> dq;
+    RingPlace<KEY_STAGES> keys;
   };
   // Steps in which every row sees every key.
   struct Whole {
@@ -85,10 +86,11 @@ class Consumer {
     if (tiles > 0) {
       rings.keys.wait_full(shared.full_k);
       rings.keys.wait_full(shared.full_v);
-      if (has_dead_keys(tile)) clear_dead_keys(shared, tile, group * 64);
+      const uint32 k = shared.k + rings.keys.at * kBytesK, v = shared.v + rings.keys.at * kBytesV;
+      if (has_dead_keys(tile)) clear_dead_keys(k, v, tile, group * 64);
       KeptKeys kept;
-      keep<KEPT_K>(kept.k, shared.k);
-      keep<KEPT_V>(kept.v, shared.v);
+      keep<KEPT_K>(kept.k, k);
+      keep<KEPT_V>(kept.v, v);
       Step now(tile);
       const Whole whole = {uniform(tile.whole_begin), uniform(tile.whole_end)};
 #pragma unroll 1
@@ -163,14 +165,14 @@ class Consumer {
       begin_with_terms(s, lse2, per_lse2, lane);
       begin_with_terms(dp, delta, -1.f, lane);
     }
-    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k, rows_q);
+    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k + rings.keys.at * kBytesK, rows_q);
     if (!TERMS_FIRST && PART == 0) rings.o.wait_full(shared.full_o);
-    start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v, rows_o);
+    start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v + rings.keys.at * kBytesV, rows_o);
     Terms terms;
     if (APART) terms.load(lse2, lane);  // without, there are no registers for them yet
     wgmma_wait<1>();                    // the scores
     if (!APART) terms.load(lse2, lane);
-    if (APART && kEnds && last && first_thread()) barrier_arrive(shared.empty_k);
+    if (APART && kEnds && last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
     to_probabilities(s, tile, p, lse2, terms, now, masked, lane);
 #if DROPOUT
     const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
@@ -183,7 +185,7 @@ class Consumer {
       wgmma_wait_between<0>(p.batch > 0);
     else
       wgmma_wait<0>();
-    if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v);
+    if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
     if (masked) clear_dead_rows(rows_q, rows_o, lse2);
     to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
     pack_tile(ds, dp);
@@ -210,7 +212,7 @@ class Consumer {
     if (kEnds) {
       named_sync(3, 128 * kConsumers);
       fence_async_proxy();
-      start_dq(dq, shared, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), group);
+      start_dq(dq, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), shared.k + rings.keys.at * kBytesK, group);
     }
     start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
     if (!kEnds) return;
@@ -218,7 +220,7 @@ class Consumer {
     if (first_thread()) barrier_arrive(shared.empty_o + 8 * rings.o.at);
     rings.dq.wait_empty(shared.free_space + 8 * group);
     wgmma_wait<1>();  // dQ
-    if (last && first_thread()) barrier_arrive(shared.empty_k);
+    if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
     hand_over_dq(dq, shared, group);
     wgmma_wait<0>();  // dK
     if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);

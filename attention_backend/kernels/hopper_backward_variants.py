@@ -66,6 +66,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
         ("TILE_SLOTS", tile.tile_slots),
+        ("KEY_STAGES", tile.key_stages),
         ("Q_STAGES", tile.q_stages),
         ("O_STAGES", tile.o_stages),
         ("DS_STAGES", tile.ds_stages),

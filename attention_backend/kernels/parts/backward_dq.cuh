@@ -5,10 +5,10 @@
 #include "parts/backward_wgmma.cuh"
 #include "parts/uniform.cuh"
 
-// A chunk of 64 x 64: of 128 rows these 64, else of 64 rows these columns. `ds`: dS^T of 64 rows, by all keys.
-__device__ __forceinline__ void start_dq(float (&dq)[32], const Shared& shared, uint32 ds, int chunk) {
+// A chunk of 64 x 64: of 128 rows these 64, else of 64 rows these columns. `ds`: dS^T of 64 rows, by all keys, `k`: those.
+__device__ __forceinline__ void start_dq(float (&dq)[32], uint32 ds, uint32 k, int chunk) {
   const uint64 a = wgmma_descriptor(uniform(ds), kSlabKv);
-  const uint64 b = wgmma_descriptor(uniform(shared.k + (kTileChunks == 2 ? 0 : chunk * kSlabKv)), kSlabKv);
+  const uint64 b = wgmma_descriptor(uniform(k + (kTileChunks == 2 ? 0 : chunk * kSlabKv)), kSlabKv);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++) wgmma_transposed(dq, a + i * 128, b + i * 128, i != 0);
@@ -29,17 +29,15 @@ __device__ __forceinline__ void hand_over_dq(const float (&dq)[32], const Shared
 __device__ __forceinline__ void sum_dq(const Shared& shared) {
   RingPlace<TILE_SLOTS> slot;
   RingPlace<DS_STAGES> ds;
-  RingPlace<1> space, keys;
+  RingPlace<1> space;
+  RingPlace<KEY_STAGES> keys;
   const bool first_thread = threadIdx.x % 128 == 0;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_full(shared.full_tile);
     const int tiles = uniform(shared.tiles[uniform(slot.at)].tiles);
     if (tiles < 0) return;
-    if (tiles > 0) {
-      keys.wait_full(shared.full_k);
-      keys.next();
-    }
+    if (tiles > 0) keys.wait_full(shared.full_k);
 #pragma unroll 1
     for (int left = tiles; left > 0; left--) {
 #pragma unroll 1
@@ -49,18 +47,19 @@ __device__ __forceinline__ void sum_dq(const Shared& shared) {
           fence_async_proxy();  // here, where nobody waits for it, instead of behind the stores
         }
         float dq[32];
-        start_dq(dq, shared, shared.ds + ds.at * kBytesDs, chunk);
+        start_dq(dq, shared.ds + ds.at * kBytesDs, shared.k + keys.at * kBytesK, chunk);
         wgmma_wait<0>();
         if (kTileChunks == 2 || chunk == 1) {
           if (first_thread) barrier_arrive(shared.empty_ds + 8 * ds.at);
           ds.next();
         }
-        if (left == 1 && chunk == 1 && first_thread) barrier_arrive(shared.empty_k);
+        if (left == 1 && chunk == 1 && first_thread) barrier_arrive(shared.empty_k + 8 * keys.at);
         space.wait_empty(shared.free_space + 8 * chunk);
         hand_over_dq(dq, shared, chunk);
       }
       space.next();
     }
+    if (tiles > 0) keys.next();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
   }

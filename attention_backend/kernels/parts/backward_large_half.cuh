@@ -58,7 +58,7 @@ class Half {
     if (GROUP == 1) keys.wait_full(shared.full_v);
     if (has_dead_keys(tile())) {
       keys.wait_full(shared.full_v);
-      clear_dead_keys(shared, tile(), 0);
+      clear_dead_keys(shared.k, shared.v, tile(), 0);
     }
   }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
   const uint32 ring = KEYS ? shared.q : shared.o, terms_ring = KEYS ? shared.lse2 : shared.delta;
   RingPlace<TILE_SLOTS> slot;
   RingPlace<kStages> place;
-  RingPlace<1> keys;
+  RingPlace<KEY_STAGES> keys;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_full(shared.full_tile);
@@ -83,7 +83,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
     if (tiles < 0) return;
     if (KEYS && tiles == 0) barrier_arrive(shared.wanted_tile);
     if (tiles > 0) {
-      const uint32 full = KEYS ? shared.full_k : shared.full_v, to = KEYS ? shared.k : shared.v;
+      const uint32 full = (KEYS ? shared.full_k : shared.full_v) + 8 * keys.at;
+      const uint32 to = KEYS ? shared.k + keys.at * kBytesK : shared.v + keys.at * kBytesV;
       keys.wait_empty(KEYS ? shared.empty_k : shared.empty_v);
       barrier_expect(full, kSlabs * kSlabKv);
 #pragma unroll 1

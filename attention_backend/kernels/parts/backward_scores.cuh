@@ -171,13 +171,13 @@ __device__ __forceinline__ bool has_dead_keys(const KeyTile& tile) {
   return KEY_MASK || tile.rows[0].count == 0 || tile.rows[BLOCK_N - 1].count == 0;
 }
 // Of the 64 keys from `first` on, which the warpgroup may then read.
-__device__ __forceinline__ void clear_dead_keys(const Shared& shared, const KeyTile& tile, int first) {
+__device__ __forceinline__ void clear_dead_keys(uint32 k, uint32 v, const KeyTile& tile, int first) {
   const int row = first + threadIdx.x % 64;
   if (tile.rows[row].count == 0) {
     if (threadIdx.x % 128 < 64)
-      clear_row(shared.k, kSlabsK, kSlabKv, row);
+      clear_row(k, kSlabsK, kSlabKv, row);
     else
-      clear_row(shared.v, kSlabsV, kSlabKv, row);
+      clear_row(v, kSlabsV, kSlabKv, row);
   }
   fence_async_proxy();
   named_sync(threadIdx.x / 128, 128);

@@ -21,7 +21,7 @@ constexpr int kChunk = 4096;                           // floats of 64 x 64 of d
 constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
 
 struct Shared {
-  uint32 k, v, q, o, ds, handover;  // q, o and ds are rings
+  uint32 k, v, q, o, ds, handover;  // all but the last are rings
   uint32 lse2, delta;               // rings of q and o
   uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile,
       turn_begins, turn_ends, full_ds, empty_ds;
@@ -30,18 +30,18 @@ struct Shared {
   __device__ __forceinline__ explicit Shared(char* memory) {
     const uint32 base = shared_address(memory), aligned = (base + 1023) & ~1023u;
     k = aligned;
-    v = k + kBytesK;
-    q = v + kBytesV;
+    v = k + KEY_STAGES * kBytesK;
+    q = v + KEY_STAGES * kBytesV;
     o = q + Q_STAGES * kBytesQ;
     ds = o + O_STAGES * kBytesO;
     handover = ds + DS_STAGES * kBytesDs;
     lse2 = handover + kBytesHandover;
     delta = lse2 + Q_STAGES * kBytesTerms;
     full_k = delta + O_STAGES * kBytesTerms;
-    empty_k = full_k + 8;
-    full_v = empty_k + 8;
-    empty_v = full_v + 8;
-    full_q = empty_v + 8;
+    empty_k = full_k + 8 * KEY_STAGES;
+    full_v = empty_k + 8 * KEY_STAGES;
+    empty_v = full_v + 8 * KEY_STAGES;
+    full_q = empty_v + 8 * KEY_STAGES;
     empty_q = full_q + 8 * Q_STAGES;
     full_o = empty_q + 8 * Q_STAGES;
     empty_o = full_o + 8 * O_STAGES;
@@ -57,10 +57,12 @@ struct Shared {
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    barrier_init(full_k, 1);
-    barrier_init(full_v, 1);
-    barrier_init(empty_k, kConsumers + APART);
-    barrier_init(empty_v, kReadersOfV);
+    for (int i = 0; i < KEY_STAGES; i++) {
+      barrier_init(full_k + 8 * i, 1);
+      barrier_init(full_v + 8 * i, 1);
+      barrier_init(empty_k + 8 * i, kConsumers + APART);
+      barrier_init(empty_v + 8 * i, kReadersOfV);
+    }
     for (int i = 0; i < Q_STAGES; i++) {
       barrier_init(full_q + 8 * i, 1);
       barrier_init(empty_q + 8 * i, kConsumers);

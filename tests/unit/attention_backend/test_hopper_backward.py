@@ -36,7 +36,7 @@ _ALL_TILES = [tile for widths in _TILES for tile in backward_tiles(*widths)]
 @pytest.mark.parametrize("tile", _ALL_TILES, ids=lambda tile: f"{tile.head_dim}-{tile.head_dim_v}-{tile}")
 def test_every_tile_fits_a_multiprocessor(tile: BackwardTile) -> None:
     slabs_v = -(-tile.head_dim_v // 64)
-    tiles = tile.block_n * 128 * (tile.slabs + slabs_v)
+    tiles = tile.key_stages * tile.block_n * 128 * (tile.slabs + slabs_v)
     rings = tile.block_m * 128 * (tile.q_stages * tile.slabs + tile.o_stages * slabs_v)
     ds_rows = 64 if tile.apart else tile.block_m
     least = tiles + rings + tile.ds_stages * tile.block_n * ds_rows * 2 + tile.handover * 64 * 64 * 4
@@ -69,7 +69,8 @@ def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
 
 def test_tiles_are_told_apart_by_their_names() -> None:
     names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
-    assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
+    two = ("apart-kept4+4-keys2-q2-ds3", "apart-kept4+4-keys2-q3-ds2")
+    assert names[64, 64] == ["apart-kept4+4", *two, "joint-kept4+4"]
     assert names[128, 128] == ["joint-terms-kept2+0", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
 
@@ -173,7 +174,7 @@ def test_options_that_need_registers_have_a_tile_of_their_own(option: str, width
         defines = dict(backward_variant(plain, tile)[0].defines)
         assert (defines["APART"], defines["TERMS_FIRST"]) == (tile.apart, tile.terms_first)
     assert backward_variant(plain)[1] == backward_tile(width, width)
-    first, last = backward_tiles(width, width)
+    first, *_, last = backward_tiles(width, width)
     extras = replace(plain, **{option: True})
     assert backward_variant(extras)[1] == last
     with pytest.raises(
