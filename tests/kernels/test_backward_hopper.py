@@ -83,6 +83,15 @@ def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: to
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1e-40, 1e-6, 8.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_any_softmax_scale(scale: float, dim: int, hopper: torch.device) -> None:
+    """Products begin with lse over the scale, or are scaled afterwards; 8: each row's softmax is one key, or a few."""
+    args = build(Case(130, 200, batch=2, heads=4, kv_heads=2, dim=dim, dim_v=dim), hopper)
+    check(replace(args, softmax_scale=scale), KERNEL, with_lse=True)
+
+
+@pytest.mark.gpu
 def test_counters_are_left_at_zero(hopper: torch.device) -> None:
     args = build(many_tiles(64, 64), hopper)
     _gradients(args)

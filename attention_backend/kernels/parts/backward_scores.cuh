@@ -42,10 +42,10 @@ __device__ __forceinline__ void begin_with_terms(float (&x)[kRows / 2], uint32 t
   for (int i = 0; i < kRows / 2; i++) asm volatile("" : "+f"(x[i]));
 }
 
-// Turns a score into an exponent of two; never 0, as it is divided by.
+// Turns a score into an exponent of two. It is divided by, so not so small that there is no number left for lse over it; a
+// scale that is has exponents that are all 0, as with this one.
 __device__ __forceinline__ float score_scale_log2(const BackwardParams& p) {
-  const float scale = p.score.softmax_scale;
-  return (fabsf(scale) < 1e-30f ? 1e-30f : scale) * kLog2e;
+  return fmaxf(p.score.softmax_scale, 1e-30f) * kLog2e;
 }
 
 // A term of each of a thread's rows, where a product is not added to them.
