@@ -105,6 +105,14 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
     return replace(joint, terms_first=True), joint
 
 
+def sequences_at_once(tile: BackwardTile, *, seqlen_q: int, heads: int) -> int:
+    """How many sequences' sums of dQ stay in the L2 while they are zeroed, added to and read. No call goes by it:
+    whether that is worth its launches has not been measured (`benchmarks/backward_tiles.py`).
+    """
+    padded = -(-seqlen_q // 128) * 128
+    return max(1, _L2_BYTES // (heads * padded * tile.slabs * 64 * 4))
+
+
 def section_lines(
     tile: BackwardTile, *, seqlen_q: int, group: int, lines: int, key_tiles: int, num_sms: int, deterministic: bool
 ) -> int:

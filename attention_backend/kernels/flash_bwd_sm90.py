@@ -63,9 +63,11 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
     tile: BackwardTile | None = None,
+    sequences: int | None = None,
 ) -> Gradients:
     """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out. `tile` is
-    one of the problem's `backward_tiles`, by default `backward_tile`.
+    one of the problem's `backward_tiles`, by default `backward_tile`. `sequences`: of a batch that is dense and has
+    nothing of its own for a sequence, so many at a time, all launches of some before those of the next.
 
     Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
     row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
@@ -80,6 +82,37 @@ def backward(
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
     if args.cu_seqlens_q is not None:
         dq.zero_()
+    if sequences is None:
+        dsinks = _launch(args, out, lse, grad_out, grad_lse, tile, seqlen_k, (dq, dk, dv))
+        return Gradients(dq, dk, dv, None, dsinks)
+    for begin in range(0, args.batch, sequences):
+        these = slice(begin, begin + sequences)
+        rows = grad_lse if grad_lse is None else grad_lse[these]
+        into = dq[these], dk[these], dv[these]
+        _launch(_of_sequences(args, these), out[these], lse[these], grad_out[these], rows, tile, seqlen_k, into)
+    return Gradients(dq, dk, dv, None, None)
+
+
+def _of_sequences(args: AttentionArgs, these: slice) -> AttentionArgs:
+    """Some of a batch. Raises ValueError where they are not that alone."""
+    own = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.mask_desc, args.key_mask)
+    if any(x is not None for x in (*own, args.alibi_slopes, args.sinks, args.dropout_seed)):
+        raise ValueError("only a dense batch with no options but a window and softcap is computed in parts")
+    return replace(args, q=args.q[these], k=args.k[these], v=args.v[these])
+
+
+def _launch(
+    args: AttentionArgs,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    tile: BackwardTile | None,
+    seqlen_k: int,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> Tensor | None:
+    """Into `gradients`, of queries, keys and values; those of sinks are returned."""
+    dq, dk, dv = gradients
     index = args.q.device.index
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     options = BackwardOptions.of(args, deterministic=args.deterministic)
@@ -135,9 +168,7 @@ def backward(
     _store_dq(args, tile, sums, dq)
     if parts > 1:
         sum_parts((to_k, to_v), (dk, dv))
-    if args.sinks is not None:
-        dsinks = sinks_gradient(args.sinks, terms)
-    return Gradients(dq, dk, dv, None, dsinks)
+    return None if args.sinks is None else sinks_gradient(args.sinks, terms)
 
 
 def _readable(x: Tensor) -> bool:

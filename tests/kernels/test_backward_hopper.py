@@ -7,7 +7,7 @@ import torch
 
 from attention_backend import backward, dispatch
 from attention_backend.heuristics.sm90_backward import BackwardTile, backward_tile, backward_tiles, query_parts
-from attention_backend.kernels import workspace
+from attention_backend.kernels import flash_bwd_sm90, workspace
 from attention_backend.problem import AttentionArgs
 
 from .backward_oracle import check
@@ -80,6 +80,21 @@ def test_tiles_that_are_not_the_default(tile: BackwardTile, case: Case, hopper: 
 @pytest.mark.parametrize("tile", OTHER_TILES, ids=lambda tile: f"d{tile.head_dim}-{tile}")
 def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: torch.device) -> None:
     check(build(many_tiles(tile.head_dim, tile.head_dim_v), hopper), KERNEL, tile=tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_some_sequences_at_a_time(dim: int, deterministic: bool, hopper: torch.device) -> None:
+    args = build(Case(200, 150, batch=5, heads=4, kv_heads=2, dim=dim, dim_v=dim), hopper)
+    check(replace(args, deterministic=deterministic), KERNEL, with_lse=True, sequences=2)
+
+
+def test_sequences_that_have_something_of_their_own_are_computed_at_once() -> None:
+    args = build(Case(20, 30, batch=3, keys="key_mask"), torch.device("cpu"))
+    out, lse = dispatch.run(args)
+    with pytest.raises(ValueError, match="only a dense batch"):
+        flash_bwd_sm90.backward(args, out, lse, torch.ones_like(out), sequences=1)
 
 
 @pytest.mark.gpu

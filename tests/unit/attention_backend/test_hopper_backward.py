@@ -17,6 +17,7 @@ from attention_backend.heuristics.sm90_backward import (
     backward_tiles,
     query_parts,
     section_lines,
+    sequences_at_once,
 )
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
 from attention_backend.kernels.hopper_backward_variants import (
@@ -73,6 +74,16 @@ def test_tiles_are_told_apart_by_their_names() -> None:
     assert names[64, 64] == ["apart-kept4+4", *two, "joint-kept4+4"]
     assert names[128, 128] == ["joint-terms-kept2+0", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
+
+
+def test_as_many_sequences_at_a_time_as_keep_their_sums_in_the_l2() -> None:
+    def at_once(width: int, seqlen_q: int, heads: int) -> int:
+        return sequences_at_once(backward_tile(width, width), seqlen_q=seqlen_q, heads=heads)
+
+    assert at_once(64, 512, 32) == 8  # of 4 MB each
+    assert at_once(128, 512, 16) == 8
+    assert at_once(72, 100, 1) == 512  # padded to 128 rows and columns
+    assert at_once(64, 100_000, 32) == 1
 
 
 def section_of(seqlen: int, lines: int, group: int = 1, *, deterministic: bool = False) -> int:
