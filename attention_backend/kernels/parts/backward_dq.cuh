@@ -24,7 +24,7 @@ __device__ __forceinline__ void hand_over_dq(const float (&dq)[32], const Shared
   named_arrive(4 + chunk, 160);
 }
 
-#if !LARGE && APART
+#if APART
 // All of dQ, in one warpgroup: both chunks of a tile of rows, of one step each or of the same.
 __device__ __forceinline__ void sum_dq(const Shared& shared) {
   RingPlace<TILE_SLOTS> slot;
