@@ -141,7 +141,8 @@ def is_short(seqlen_q: int, seqlen_k: int, *, causal: bool) -> bool:
 
 def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
     """Whether warpgroups that leave out what none of their own rows sees are faster: for contiguous keys, plain scores,
-    rows that are not packed and keys that are not split. Measured on an H100, from 512 keys on.
+    rows that are not packed and keys that are not split. Measured on an H100 from 512
+    keys on, at head_dim 256 up to 2,048.
     """
     limits = OWN_CAUSAL if causal else OWN_FULL
     return tiles in OWN_TILES and seqlen_k < limits.get(tiles[0], 0)

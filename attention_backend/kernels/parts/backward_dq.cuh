@@ -41,7 +41,7 @@ __device__ __forceinline__ void sum_dq(const Shared& shared) {
 #pragma unroll 1
     for (int left = tiles; left > 0; left--) {
 #pragma unroll 1
-      for (int chunk = 0; chunk < 2; chunk++) {
+      for (int chunk = 0; chunk < HANDOVER; chunk++) {
         if (kTileChunks == 2 || chunk == 0) {
           ds.wait_full(shared.full_ds);
           fence_async_proxy();  // here, where nobody waits for it, instead of behind the stores
@@ -49,11 +49,11 @@ __device__ __forceinline__ void sum_dq(const Shared& shared) {
         float dq[32];
         start_dq(dq, shared.ds + ds.at * kBytesDs, shared.k + keys.at * kBytesK, chunk);
         wgmma_wait<0>();
-        if (kTileChunks == 2 || chunk == 1) {
+        if (kTileChunks == 2 || chunk == HANDOVER - 1) {
           if (first_thread) barrier_arrive(shared.empty_ds + 8 * ds.at);
           ds.next();
         }
-        if (left == 1 && chunk == 1 && first_thread) barrier_arrive(shared.empty_k + 8 * keys.at);
+        if (left == 1 && chunk == HANDOVER - 1 && first_thread) barrier_arrive(shared.empty_k + 8 * keys.at);
         space.wait_empty(shared.free_space + 8 * chunk);
         hand_over_dq(dq, shared, chunk);
       }

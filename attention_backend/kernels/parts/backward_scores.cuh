@@ -60,7 +60,8 @@ struct Terms {
 
 // Scores, as the product left them, become probabilities.
 __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const BackwardParams& p,
-                                                 uint32 lse2, const Terms& terms, const Step& step, bool masked, const Lane& lane) {
+                                                 uint32 lse2, const Terms& terms, const Step& step, bool masked,
+                                                 const Lane& lane) {
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
 #pragma unroll

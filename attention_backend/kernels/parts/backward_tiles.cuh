@@ -5,7 +5,7 @@
 #include "parts/backward_hopper_params.cuh"
 #include "parts/padded_rows.cuh"
 
-constexpr int kRows = 64;  // of a step
+constexpr int kRows = 64;                    // of a step
 constexpr int kTileSteps = BLOCK_M / kRows;  // steps of a tile of query rows
 constexpr int kChunkRows = 64;               // of a chunk of dQ
 constexpr int kTileChunks = BLOCK_M / kChunkRows;
