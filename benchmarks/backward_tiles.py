@@ -15,7 +15,6 @@ A minute on an H100 once compiled. Exit code 0: timed. 1: a tile was wrong or fa
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from attention_backend import dispatch
-from attention_backend.heuristics.sm90_backward import BackwardTile, backward_tiles, sequences_at_once
+from attention_backend.heuristics.sm90_backward import BackwardTile, backward_tiles
 from attention_backend.kernels import flash_bwd_sm90
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
@@ -43,37 +42,20 @@ SEQLENS = (512, 2048, 8192, 16384)
 _TOLERANCE = 2e-2  # of gradients of keys and values, relative to the default's
 
 
-@dataclass(frozen=True)
-class Way:
-    """A tile, for all sequences or for as many at a time as keep their sums in the L2."""
-
-    tile: BackwardTile
-    parts: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.tile}{'-parts' if self.parts else ''}"
-
-
-def ways(head_dim: int) -> list[Way]:
-    """The default first."""
-    default, *others = backward_tiles(head_dim, head_dim)
-    return [Way(default), Way(default, parts=True), *map(Way, others)]
-
-
 def contenders_of(head_dim: int, only: Sequence[str] | None, *, deterministic: bool = False) -> list[Contender]:
-    """The default tile, as OURS, and the other ways of a head_dim, or those of them that are named."""
-    return contenders(SECTION, ways(head_dim), only, partial(_of_way, deterministic=deterministic))
+    """The default tile, as OURS, and the others of a head_dim, or those of them that are named."""
+    tiles = backward_tiles(head_dim, head_dim)
+    return contenders(SECTION, tiles, only, partial(_of_tile, deterministic=deterministic))
 
 
-def _of_way(way: Way, *, deterministic: bool) -> Make:
+def _of_tile(tile: BackwardTile, *, deterministic: bool) -> Make:
     def make(cell: Cell, t: Tensors) -> Call:
         right = 0 if cell.causal else -1
         args = AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=right, deterministic=deterministic)
         out, lse = dispatch.run(args)
-        some = sequences_at_once(way.tile, seqlen_q=cell.seqlen_q, heads=cell.heads) if way.parts else None
 
         def gradients() -> Gradients:
-            return flash_bwd_sm90.backward(args, out, lse, t.grad_out, tile=way.tile, sequences=some)
+            return flash_bwd_sm90.backward(args, out, lse, t.grad_out, tile=tile)
 
         compare(gradients(), flash_bwd_sm90.backward(args, out, lse, t.grad_out))
         return lambda: gradients().dq
@@ -110,7 +92,7 @@ def main(
 ) -> None:
     """Times the tiles of the Hopper backward beside each other."""
     dims = numbers(head_dims)
-    names = chosen_names(tiles, [tile for dim in dims for tile in ways(dim)[1:]])
+    names = chosen_names(tiles, [tile for dim in dims for tile in backward_tiles(dim, dim)[1:]])
     cells = square_cells(backward_cells(dims, numbers(seqlens)), causal)
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
     ours = {dim: contenders_of(dim, names, deterministic=deterministic) for dim in dims}

@@ -21,6 +21,7 @@ from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
 _POSTPROCESS_ROWS = 64  # of a block
+_L2_SHARE = 4  # sections of the whole L2 are fetched more than once
 _POSTPROCESS_THREADS = 128
 
 
@@ -86,7 +87,7 @@ def _main(
         lines=p.lines,
         key_tiles=key_tiles,
         num_sms=device.num_sms(index),
-        l2_bytes=device.l2_bytes(index),
+        l2_bytes=device.l2_bytes(index) // _L2_SHARE,
         tapered=tapered(args),
     )
     grid = (section, key_tiles, -(-p.lines // section))

@@ -1,6 +1,6 @@
 // What the backward knows of a row before it starts: lse in base 2, and D = rowsum(dO * O) - dlse (FlashAttention,
 // appendix B.4). One block takes 128 rows of a head; LANES threads share a row. On the way it clears the rows' part of
-// a float32 buffer that the main kernel adds to. Rows that see nothing and padding get +inf and 0, so that their
+// a float32 buffer that the main kernel adds to, of as many heads as that does not clear itself, and its counters. Rows that see nothing and padding get +inf and 0, so that their
 // probabilities become 2^-inf; what stands in their dO is never read.
 //
 // Compile-time: BF16, LANES (a power of two up to 32, at least head_dim_v / 8).
@@ -18,11 +18,13 @@ struct RowTermsParams {
   float* lse2;            // [num_heads, padded_rows], as delta
   float* delta;
   float* zeroed;  // [num_heads, padded_rows, zeroed_width] or null
+  int* counters;  // no more than there are heads in all sequences
   int64 out_batch, out_row, out_head;
   int64 grad_out_batch, grad_out_row, grad_out_head;
   int64 lse_batch, lse_head;
   int64 padded_rows;
-  int seqlen_q, batch, head_dim_v, zeroed_width;
+  int64 zeroed_heads;  // so many, those of the first sequence and so on
+  int seqlen_q, batch, head_dim_v, zeroed_width, num_counters, reserved;
 };
 
 // Sum of the products of eight elements.
@@ -35,9 +37,11 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(const RowTermsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) flash_bwd_preprocess(const RowTermsParams p) {
   const int64 first = static_cast<int64>(blockIdx.x) * kRowPadding;
   const int head = blockIdx.y;
+  const int64 block = static_cast<int64>(blockIdx.x) * gridDim.y + blockIdx.y;
+  if (threadIdx.x == 0 && block < p.num_counters) p.counters[block] = 0;
 
   // The sequence that the rows belong to is the last that begins at or before them.
   int batch = 0;
@@ -48,6 +52,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(cons
     else
       end = middle;
   }
+  if (p.zeroed && static_cast<int64>(batch) * gridDim.y + head < p.zeroed_heads) {
+    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + (head * p.padded_rows + first) * p.zeroed_width);
+    for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)
+      zeroed[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+
   const int q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
   const int seqlen_q = p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] - q_begin : p.seqlen_q;
   const int64 first_row = first - padded_begin(p.cu_seqlens_q, p.seqlen_q, batch);
@@ -74,11 +84,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(cons
       p.lse2[head * p.padded_rows + first + r] = alive ? lse * kLog2e : kInfinity;
       p.delta[head * p.padded_rows + first + r] = sum;
     }
-  }
-
-  if (p.zeroed) {
-    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + (head * p.padded_rows + first) * p.zeroed_width);
-    for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)
-      zeroed[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }

@@ -34,8 +34,16 @@ static_assert(kTileChunks * kSlabsK == 2, "dQ of a tile of rows is two chunks");
 
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const Shared& shared, const BackwardParams& p)
-      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1), lane(group * 64), per_lse2(-1.f / score_scale_log2(p)) {}
+  // The maps are of dK and dV, in boxes of 64 keys; there are none with PARTS.
+  __device__ __forceinline__ Consumer(const Shared& shared, const TensorMap* map_dk, const TensorMap* map_dv,
+                                      const BackwardParams& p)
+      : shared(shared),
+        map_dk(map_dk),
+        map_dv(map_dv),
+        p(p),
+        group(uniform(threadIdx.x / 128) - 1),
+        lane(group * 64),
+        per_lse2(-1.f / score_scale_log2(p)) {}
 
   __device__ __forceinline__ void run() {
     RingPlace<TILE_SLOTS> slot;
@@ -45,15 +53,17 @@ class Consumer {
       slot.wait_full(shared.full_tile);
       const KeyTile& tile = shared.tiles[uniform(slot.at)];
       const int tiles = uniform(tile.tiles);
-      if (tiles < 0) return;
+      if (tiles < 0) break;
       run_tile(tile, tiles, rings);
       __syncwarp();
       if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
     }
+    if (first_thread()) bulk_wait_read();
   }
 
  private:
   const Shared& shared;
+  const TensorMap *const map_dk, *const map_dv;
   const BackwardParams& p;
   const int group;
   const Lane lane;
@@ -91,6 +101,10 @@ class Consumer {
       KeptKeys kept;
       keep<KEPT_K>(kept.k, k);
       keep<KEPT_V>(kept.v, v);
+      if (!APART) {  // where dS is about to be written gradients may be on their way yet
+        if (first_thread()) bulk_wait_read();
+        meet();
+      }
       Step now(tile);
       const Whole whole = {uniform(tile.whole_begin), uniform(tile.whole_end)};
 #pragma unroll 1
@@ -98,11 +112,46 @@ class Consumer {
         if (kTileSteps == 2) step<0>(sums, kept, false, tile, whole, now, rings);
         step<kTileSteps - 1>(sums, kept, left == 1, tile, whole, now, rings);
       }
-      rings.keys.next();
     }
+    store(sums, tile, tiles, rings);
+    if (tiles > 0) rings.keys.next();
+  }
+
+  // The tile's gradients of keys and values. Stores by threads would wait behind each other; so they go by the TMA, where
+  // it writes no other sequence's keys, from shared memory that nobody reads anymore: these keys' values with APART, else
+  // where their dS was.
+  __device__ __forceinline__ void store(const Sums& sums, const KeyTile& tile, int tiles, const Rings& rings) const {
+    if (!APART && tiles > 0) named_sync(3, 128 * kConsumers);  // nobody reads dS
+#if !PARTS
+    const bool whole = !p.sequence.cu_seqlens_k || tile.seqlen_k - tile.first_key >= group * 64 + 64;
+    if (uniform(tiles > 0 && whole)) {
+      const uint32 space = (APART ? shared.v + rings.keys.at * kBytesV : shared.ds) + group * 64 * 128;
+      stage_keys<HEAD_DIM_V>(sums.dv, space, dv_factor(p));
+      meet();
+      if (first_thread()) {
+        send_keys<kSlabsV>(map_dv, space, tile, group * 64, p);
+        bulk_wait_read();
+      }
+      meet();
+      stage_keys<HEAD_DIM>(sums.dk, space, dk_factor(p));
+      meet();
+      if (first_thread()) {
+        send_keys<kSlabsK>(map_dk, space, tile, group * 64, p);
+        if (APART) {
+          bulk_wait_read();
+          barrier_arrive(shared.empty_v + 8 * rings.keys.at);
+        }
+      }
+      return;
+    }
+#endif
+    if (APART && tiles > 0 && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
     store_dv(sums.dv, tile, p, lane);
     store_dk(sums.dk, tile, p, lane);
   }
+
+  // The warps of this warpgroup.
+  __device__ __forceinline__ void meet() const { named_sync(1 + group, 128); }
 
   __device__ __forceinline__ bool first_thread() const { return threadIdx.x % 128 == 0; }
 
@@ -185,7 +234,7 @@ class Consumer {
       wgmma_wait_between<0>(p.batch > 0);
     else
       wgmma_wait<0>();
-    if (kEnds && last && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
+    if (!APART && kEnds && last && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
     if (masked) clear_dead_rows(rows_q, rows_o, lse2);
     to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
     pack_tile(ds, dp);
@@ -236,6 +285,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_bwd_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
                    const __grid_constant__ TensorMap map_lse2, const __grid_constant__ TensorMap map_delta,
+#if !PARTS
+                   const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
+#endif
                    const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
@@ -266,5 +318,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 #endif
   registers_raise<CONSUMER_REGISTERS>();
-  Consumer(shared, p).run();
+#if PARTS
+  Consumer(shared, nullptr, nullptr, p).run();
+#else
+  Consumer(shared, &map_dk, &map_dv, p).run();
+#endif
 }

@@ -13,6 +13,7 @@ from attention_backend.heuristics.sm90_backward import (
     HEAD_DIM_TILES,
     BackwardTile,
     backward_tile,
+    clears_on_the_way,
     query_parts,
     section_lines,
 )
@@ -28,7 +29,7 @@ from attention_backend.kernels.tensor_map import plain_tensor_map, tensor_map
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
-_ROWS = 64  # of a chunk of dQ
+_ROWS = 64  # of a chunk of dQ, and keys of a box of dK or dV
 _COUNTERS = 2  # of the order of work
 _TURNS = 2  # counters of a chunk's rows: the large kernel's warpgroups have one each
 _MAX_GRID = 65535  # blocks in y and z
@@ -63,11 +64,9 @@ def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
     tile: BackwardTile | None = None,
-    sequences: int | None = None,
 ) -> Gradients:
     """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out. `tile` is
-    one of the problem's `backward_tiles`, by default `backward_tile`. `sequences`: of a batch that is dense and has
-    nothing of its own for a sequence, so many at a time, all launches of some before those of the next.
+    one of the problem's `backward_tiles`, by default `backward_tile`.
 
     Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
     row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
@@ -82,23 +81,8 @@ def backward(
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
     if args.cu_seqlens_q is not None:
         dq.zero_()
-    if sequences is None:
-        dsinks = _launch(args, out, lse, grad_out, grad_lse, tile, seqlen_k, (dq, dk, dv))
-        return Gradients(dq, dk, dv, None, dsinks)
-    for begin in range(0, args.batch, sequences):
-        these = slice(begin, begin + sequences)
-        rows = grad_lse if grad_lse is None else grad_lse[these]
-        into = dq[these], dk[these], dv[these]
-        _launch(_of_sequences(args, these), out[these], lse[these], grad_out[these], rows, tile, seqlen_k, into)
-    return Gradients(dq, dk, dv, None, None)
-
-
-def _of_sequences(args: AttentionArgs, these: slice) -> AttentionArgs:
-    """Some of a batch. Raises ValueError where they are not that alone."""
-    own = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.mask_desc, args.key_mask)
-    if any(x is not None for x in (*own, args.alibi_slopes, args.sinks, args.dropout_seed)):
-        raise ValueError("only a dense batch with no options but a window and softcap is computed in parts")
-    return replace(args, q=args.q[these], k=args.k[these], v=args.v[these])
+    dsinks = _launch(args, out, lse, grad_out, grad_lse, tile, seqlen_k, (dq, dk, dv))
+    return Gradients(dq, dk, dv, None, dsinks)
 
 
 def _launch(
@@ -131,9 +115,24 @@ def _launch(
     variant, tile = backward_variant(replace(options, parts=parts > 1), tile)
     blocks = min(key_tiles * lines * parts, num_sms)
 
+    section = section_lines(
+        tile,
+        seqlen_q=args.seqlen_q,
+        group=group // parts,
+        lines=lines * parts,
+        key_tiles=key_tiles,
+        num_sms=num_sms,
+        deterministic=args.deterministic,
+    )
+
     rows = padded_rows(args)
     sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
-    terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums)
+    cleared = None
+    dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
+    if dense and section < lines * parts and clears_on_the_way(tile, key_tiles):
+        cleared = args.q.new_empty(lines * parts, dtype=torch.int32)
+    first_heads = None if cleared is None else section * (group // parts)
+    terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums, zeroed_heads=first_heads, counters=cleared)
     to_k, to_v = dk, dv
     if parts > 1:
         to_k, to_v = (new_parts(x, parts, zeroed=args.cu_seqlens_k is not None) for x in (dk, dv))
@@ -150,20 +149,14 @@ def _launch(
     _set_keys(p, "dv", to_v, parts)
     p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
     p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
-    p.section = section_lines(
-        tile,
-        seqlen_q=args.seqlen_q,
-        group=group // parts,
-        lines=lines * parts,
-        key_tiles=key_tiles,
-        num_sms=num_sms,
-        deterministic=args.deterministic,
-    )
+    p.section, p.cleared = section, pointer(cleared)
     q, o = (tensor_map(x, tile.block_m) for x in (args.q, grad_out))
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
     lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))
-    load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, lse2, delta, p), tile.smem_bytes)
-    del counters, turns  # kept until the launch was queued
+    # Float32 parts, and those of wide heads, are written without the TMA.
+    sent = () if parts > 1 or tile.wide else tuple(tensor_map(x, _ROWS) for x in (dk, dv))
+    load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, lse2, delta, *sent, p), tile.smem_bytes)
+    del counters, turns, cleared  # kept until the launch was queued
 
     _store_dq(args, tile, sums, dq)
     if parts > 1:

@@ -14,7 +14,7 @@ class BackwardParams(ctypes.Structure):
         ("sequence", SequenceParams),
         ("score", ScoreParams),
         ("dropout", DropoutParams),
-        *((name, c_void_p) for name in ("dq", "counters", "turns", "dk", "dv")),
+        *((name, c_void_p) for name in ("dq", "counters", "turns", "cleared", "dk", "dv")),
         *((f"{name}_{place}", c_int64) for name in ("dk", "dv") for place in ("batch", "row", "head", "part")),
         ("padded_rows", c_int64),
         *((name, c_int) for name in ("head_dim", "head_dim_v", "group", "parts")),

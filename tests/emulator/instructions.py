@@ -77,6 +77,13 @@ def _tma(m: re.Match[str], o: Operands) -> str:
     return f"{place} emu::tma_load({destination}, {tensor_map}, {barrier}, {m['rank']}, ptx_at);"
 
 
+def _tma_store(m: re.Match[str], o: Operands) -> str:
+    # [map, {coordinates}], [source]
+    (tensor_map, *at), (source,) = o[0], o[1]
+    place = f"const int ptx_at[] = {{{', '.join(f'static_cast<int>({x})' for x in at)}}};"
+    return f"{place} emu::tma_store({tensor_map}, {source}, {m['rank']}, ptx_at);"
+
+
 def _matrices(m: re.Match[str], o: Operands) -> str:
     out = ", ".join(f"&({x})" for x in o[0])
     return f"uint32_t* const ptx_out[] = {{{out}}}; emu::load_matrices(ptx_out, {o[1][0]}, {_flag(m['trans'])});"
@@ -130,7 +137,7 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"prmt\.b32", lambda _, o: f"{o[0][0]} = __byte_perm({o[1][0]}, {o[2][0]}, {o[3][0]});"),
     (r"createpolicy\..*", lambda _, o: f"{o[0][0]} = 0;"),
     (r"prefetch\..*|griddepcontrol\..*|setmaxnreg\..*|fence\..*|wgmma\.fence\..*", _nothing),
-    (r"cp\.async\.bulk\.commit_group", _nothing),  # all additions of a thread are one group: waits are for all
+    (r"cp\.async\.bulk\.commit_group", _nothing),  # all of a thread are one group: waits are for all
     (r"ld\.(?:(?:acquire|relaxed)\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _load),
     (r"st\.(?:relaxed\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _store),
     (r"red\.(?:release|relaxed)\.gpu\.global\.add(?:\.v4)?\.(?P<type>\w+)", _reduce),
@@ -138,6 +145,7 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"cp\.async\.commit_group", _call("copy_commit")),
     (r"cp\.async\.wait_group", _call("copy_wait")),
     (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.shared.*", _tma),
+    (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.global.*", _tma_store),
     (
         r"cp\.async\.bulk\.shared.*",
         lambda _, o: f"emu::bulk_load({o[0][0]}, (const void*)({o[1][0]}), {o[2][0]}, {o[3][0]});",

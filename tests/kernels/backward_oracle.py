@@ -92,11 +92,10 @@ def check(
     *,
     with_lse: bool = False,
     tile: BackwardTile | None = None,
-    sequences: int | None = None,
 ) -> None:
     """The gradients of `args` by a kernel of `backward.TABLE`, held to FlashAttention's rule.
 
-    `tile` and `sequences` are what flash_bwd_sm90 does not choose by itself.
+    `tile` is what flash_bwd_sm90 does not choose by itself.
     What the kernel does not write comes back as NaN; so do rows of q and dO that see nothing.
     """
     from attention_backend import dispatch
@@ -110,13 +109,13 @@ def check(
     truth = gradients(args, grad_out, grad_lse)
     same_dtype = gradients(args, grad_out, grad_lse, args.dtype, reorder=True)
     implementation = backward.implementation(kernel)
-    if tile is None and sequences is None:
+    if tile is None:
         results = {"as called": backward.run(args, out, lse, grad_out, grad_lse, kernel=kernel)}
     else:
         from attention_backend.kernels import flash_bwd_sm90
 
-        implementation = partial(flash_bwd_sm90.backward, tile=tile, sequences=sequences)
-        results = {f"as called, {tile}, {sequences} at a time": implementation(args, out, lse, grad_out, grad_lse)}
+        implementation = partial(flash_bwd_sm90.backward, tile=tile)
+        results = {f"as called, {tile}": implementation(args, out, lse, grad_out, grad_lse)}
     with poisoned_memory():  # not by backward.run, to which it would be a wish for deterministic sums
         results["into NaN"] = implementation(args, out, lse, grad_out, grad_lse)
     rtol = 3.0 if args.softcap else 2.0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention_backend import backward, dispatch
+from attention_backend.heuristics import sm90_backward
 from attention_backend.heuristics.sm90_backward import BackwardTile, backward_tile, backward_tiles, query_parts
 from attention_backend.kernels import flash_bwd_sm90, workspace
 from attention_backend.problem import AttentionArgs
@@ -84,17 +85,18 @@ def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: to
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_some_sequences_at_a_time(dim: int, deterministic: bool, hopper: torch.device) -> None:
-    args = build(Case(200, 150, batch=5, heads=4, kv_heads=2, dim=dim, dim_v=dim), hopper)
-    check(replace(args, deterministic=deterministic), KERNEL, with_lse=True, sequences=2)
-
-
-def test_sequences_that_have_something_of_their_own_are_computed_at_once() -> None:
-    args = build(Case(20, 30, batch=3, keys="key_mask"), torch.device("cpu"))
-    out, lse = dispatch.run(args)
-    with pytest.raises(ValueError, match="only a dense batch"):
-        flash_bwd_sm90.backward(args, out, lse, torch.ones_like(out), sequences=1)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_sections_behind_the_first_are_cleared_on_the_way(
+    mask: str, dim: int, deterministic: bool, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of dQ are cleared by whoever draws a tile a section earlier; of one group by its parts."""
+    monkeypatch.setattr(sm90_backward, "_L2_BYTES", 1)
+    monkeypatch.setattr(sm90_backward, "_FEWEST_TO_CLEAR", 1)
+    monkeypatch.setattr(flash_bwd_sm90.device, "num_sms", lambda _: 2)
+    for heads, kv_heads in ((4, 2), (3, 3), (4, 1)):
+        args = build(Case(200, 330, batch=2, heads=heads, kv_heads=kv_heads, dim=dim, dim_v=dim, mask=mask), hopper)
+        check(replace(args, deterministic=deterministic), KERNEL, with_lse=True)
 
 
 @pytest.mark.gpu

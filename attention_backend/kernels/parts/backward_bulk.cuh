@@ -13,9 +13,10 @@ __device__ __forceinline__ void bulk_add(float* destination, uint32 source, uint
 }
 // Waits until this thread's additions have read shared memory, or until they are done.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait_done() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_bulk_copies();
 }
 
 __device__ __forceinline__ float2 load_shared2(uint32 address) {

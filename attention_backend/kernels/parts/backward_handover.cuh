@@ -13,6 +13,11 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     const KeyTile& tile = shared.tiles[slot.at];
     if (tile.tiles < 0) break;
     Step step(tile);
+    if (tile.tiles > 0 && first_lane) {
+      await_cleared(p, tile);
+      fence_bulk_copies();
+    }
+    __syncwarp();
 #pragma unroll 1
     for (int left = tile.tiles; left > 0; left--) {
       const int rows = (step.head * p.padded_rows + tile.padded_row) / kChunkRows + step.m * (kRows / kChunkRows);

@@ -13,6 +13,9 @@ struct BackwardParams {
   float* dq;    // zeros: [num_heads, padded_rows / 64, slabs, 4096]: 64 rows x 64 columns as fragments of wgmma lie
   int* counters;  // [2], zero before and after: tiles drawn, blocks that have finished
   int* turns;   // deterministic: zeros [num_heads, padded_rows / 64, 2]
+  // null, or (head_dim up to 128) only the first section's part of dq is zeros, and this is [lines of the order of work],
+  // zeros: how many shares of each line's part of dq have been cleared since
+  int* cleared;
   void* dk;     // elements; float32 where a key head's query heads are shared out
   void* dv;
   int64 dk_batch, dk_row, dk_head, dk_part;

@@ -2,7 +2,7 @@
 // gradients, by TMA.
 #pragma once
 
-#include "parts/backward_shared.cuh"
+#include "parts/backward_clear.cuh"
 
 // What comes before all else. The number of a block's first tile in the order of work is left in shared memory; in
 // deterministic mode, where blocks wait for tiles in front of theirs, it is drawn, so that no tile belongs to a block that
@@ -46,6 +46,7 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
 #pragma unroll 1
     for (int r = lane; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
     barrier_arrive(shared.full_tile + 8 * slot.at);  // every lane for what it wrote
+    if (!LARGE) clear_share(p, index);
     wanted.wait_full(shared.wanted_tile);
     wanted.next();
     index = draw(p);

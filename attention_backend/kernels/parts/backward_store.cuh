@@ -38,18 +38,49 @@ __device__ __forceinline__ void store_keys(const float (&acc)[WIDTH / 2], void* 
   }
 }
 
+#if !PARTS
+// The same 64 keys to `space`, which has a row of 128 swizzled bytes for each of them, the next 64 columns a slab further.
+// From there send_keys takes them, once all of the warpgroup are through.
+template <int WIDTH>
+__device__ __forceinline__ void stage_keys(const float (&acc)[WIDTH / 2], uint32 space, float factor) {
+  const int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < WIDTH / 16; i++) {
+    uint32 x[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[j] = pack2(acc[i * 8 + j * 2] * factor, acc[i * 8 + j * 2 + 1] * factor);
+    const int c = i % 4 * 2 + lane / 16;
+    store_matrices(space + i / 4 * kSlabKv + r * 128 + ((c ^ r & 7) << 4), x);
+  }
+  fence_async_proxy();
+}
+
+// One thread's: the tile's keys from `first` on. What lies past the tensor's last key or column is not written.
+template <int SLABS>
+__device__ __forceinline__ void send_keys(const TensorMap* map, uint32 space, const KeyTile& tile, int first,
+                                          const BackwardParams& p) {
+#pragma unroll
+  for (int c = 0; c < SLABS; c++)
+    tma_store(map, space + c * kSlabKv, c * 64, tile.seq.k_begin + tile.first_key + first, tile.kv_head,
+              p.sequence.cu_seqlens_k ? 0 : tile.batch);
+}
+#endif
+
 template <int WIDTH>
 __device__ __forceinline__ void zero(float (&acc)[WIDTH]) {
 #pragma unroll
   for (int i = 0; i < WIDTH; i++) acc[i] = 0.f;
 }
 
+__device__ __forceinline__ float dk_factor(const BackwardParams& p) { return p.score.softmax_scale; }
+__device__ __forceinline__ float dv_factor(const BackwardParams& p) { return DROPOUT ? p.dropout.scale : 1.f; }
+
 __device__ __forceinline__ void store_dk(const float (&dk)[HEAD_DIM / 2], const KeyTile& tile, const BackwardParams& p,
                                          const Lane& lane) {
   const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dk_batch) + tile.part * p.dk_part +
                       (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dk_row + tile.kv_head * p.dk_head;
   store_keys<HEAD_DIM>(dk, static_cast<char*>(p.dk) + first * (PARTS ? 4 : 2), p.dk_row, lane, tile.seqlen_k - tile.first_key,
-                       p.head_dim, p.score.softmax_scale);
+                       p.head_dim, dk_factor(p));
 }
 
 __device__ __forceinline__ void store_dv(const float (&dv)[HEAD_DIM_V / 2], const KeyTile& tile, const BackwardParams& p,
@@ -57,5 +88,5 @@ __device__ __forceinline__ void store_dv(const float (&dv)[HEAD_DIM_V / 2], cons
   const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dv_batch) + tile.part * p.dv_part +
                       (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dv_row + tile.kv_head * p.dv_head;
   store_keys<HEAD_DIM_V>(dv, static_cast<char*>(p.dv) + first * (PARTS ? 4 : 2), p.dv_row, lane,
-                         tile.seqlen_k - tile.first_key, p.head_dim_v, DROPOUT ? p.dropout.scale : 1.f);
+                         tile.seqlen_k - tile.first_key, p.head_dim_v, dv_factor(p));
 }

@@ -51,6 +51,7 @@ struct KeyTile {
 // section: see Step.
 struct Place {
   int number, line, part;
+  int unit;  // line and part
   bool falling;
 
   __device__ __forceinline__ Place(const BackwardParams& p, int index) {
@@ -59,17 +60,19 @@ struct Place {
     index -= section * p.section * p.key_tiles;
     const int here = min(p.section, lines - section * p.section);
     number = index / here;
-    line = section * p.section + index - number * here;
-    part = line % p.parts;
-    line /= p.parts;
+    unit = section * p.section + index - number * here;
+    part = unit % p.parts;
+    line = unit / p.parts;
     falling = (section + 1) * p.section >= lines;
     if (DETERMINISTIC && !falling) number = p.key_tiles - 1 - number;
   }
 };
 
+__device__ __forceinline__ int all_tiles(const BackwardParams& p) { return p.kv_heads * p.batch * p.parts * p.key_tiles; }
+
 // The tile at a place in the order of work.
 __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index) {
-  if (index >= p.kv_heads * p.batch * p.parts * p.key_tiles) {
+  if (index >= all_tiles(p)) {
     tile.tiles = -1;
     return;
   }

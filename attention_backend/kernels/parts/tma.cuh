@@ -73,6 +73,15 @@ __device__ __forceinline__ void tma_load(uint32 destination, const TensorMap* ma
       : "memory");
 }
 
+// Starts the copy of one box to global memory, as a group of bulk copies of its own; what lies outside of the tensor is
+// not written.
+__device__ __forceinline__ void tma_store(const TensorMap* map, uint32 source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(source),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // Hands registers from one warpgroup to others (needs a register cap at launch).
 template <int registers>
 __device__ __forceinline__ void registers_raise() {

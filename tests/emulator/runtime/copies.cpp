@@ -1,4 +1,4 @@
-// Copies that run beside the threads: cp.async, the TMA's loads, bulk additions. Where a copy will write is NaN from
+// Copies that run beside the threads: cp.async, the TMA's loads and stores, bulk additions. Where a load will write is NaN from
 // the moment it is asked for until it lands, and it reads its source when it lands.
 #include <memory>
 
@@ -17,28 +17,55 @@ constexpr uint32_t kMagic = 0x7e5012a1;
 
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
-void land_box(Block& block, const Map& map, uint32_t destination, const int* at) {
-  const uint32_t row_bytes = map.box[0] * map.element;
-  uint32_t index[5] = {}, rows = 1;
-  for (int d = 1; d < map.rank; d++) rows *= map.box[d];
+Map decode(const void* encoded, int dimensions, uint32_t shared_place) {
+  Map map;
+  memcpy(&map, encoded, sizeof map);
+  if (map.magic != kMagic || map.rank != dimensions)
+    fail("a TMA copy of %d dimensions by a map of %d", dimensions, map.rank);
+  if (shared_place % 128) fail("a TMA copy at shared address %u", shared_place);
+  return map;
+}
+
+uint32_t bytes_of(const Map& map) {
+  uint32_t bytes = map.element;
+  for (int d = 0; d < map.rank; d++) bytes *= map.box[d];
+  return bytes;
+}
+
+// A row of a box: `move(in global memory, where in the row, bytes)` is called for what of it lies in the tensor.
+template <class Move>
+void for_row(const Map& map, const int* at, const uint32_t* index, Move move) {
+  uint64_t global = map.address;
+  for (int d = 1; d < map.rank; d++) {
+    const int64_t place = static_cast<int64_t>(at[d]) + index[d];
+    if (place < 0 || place >= static_cast<int64_t>(map.sizes[d])) return;
+    global += place * map.pitches[d - 1];
+  }
+  const int64_t first = std::max<int64_t>(0, -static_cast<int64_t>(at[0]));
+  const int64_t last = std::min<int64_t>(map.box[0], static_cast<int64_t>(map.sizes[0]) - at[0]);
+  if (first < last)
+    move(reinterpret_cast<char*>(global) + (at[0] + first) * map.element, first * map.element, (last - first) * map.element);
+}
+
+// The box between global memory and shared memory at `place`, row by row.
+void move_box(Block& block, const Map& map, uint32_t place, const int* at, bool load) {
+  const uint32_t row_bytes = map.box[0] * map.element, rows = bytes_of(map) / row_bytes;
+  uint32_t index[5] = {};
   std::vector<char> row(row_bytes);
   for (uint32_t r = 0; r < rows; r++) {
-    bool inside = true;
-    uint64_t source = map.address;
-    for (int d = 1; d < map.rank; d++) {
-      const int64_t place = static_cast<int64_t>(at[d]) + index[d];
-      inside &= place >= 0 && place < static_cast<int64_t>(map.sizes[d]);
-      source += place * map.pitches[d - 1];
-    }
-    memset(row.data(), 0, row_bytes);
-    const int64_t first = std::max<int64_t>(0, -static_cast<int64_t>(at[0]));
-    const int64_t last = std::min<int64_t>(map.box[0], static_cast<int64_t>(map.sizes[0]) - at[0]);
-    if (inside && first < last)
-      memcpy(row.data() + first * map.element,
-             reinterpret_cast<const char*>(source) + (at[0] + first) * map.element, (last - first) * map.element);
-    for (uint32_t i = 0; i < row_bytes; i += 16) {
-      const uint32_t address = destination + r * row_bytes + i;
-      memcpy(block.base + (map.swizzled ? swizzled(address) : address), row.data() + i, 16);
+    const auto for_pieces = [&](auto move) {
+      for (uint32_t i = 0; i < row_bytes; i += 16) {
+        const uint32_t address = place + r * row_bytes + i;
+        move(block.base + (map.swizzled ? swizzled(address) : address), row.data() + i);
+      }
+    };
+    if (load) {
+      memset(row.data(), 0, row_bytes);
+      for_row(map, at, index, [&](char* global, int64_t first, int64_t bytes) { memcpy(row.data() + first, global, bytes); });
+      for_pieces([](char* shared, const char* piece) { memcpy(shared, piece, 16); });
+    } else {
+      for_pieces([](const char* shared, char* piece) { memcpy(piece, shared, 16); });
+      for_row(map, at, index, [&](char* global, int64_t first, int64_t bytes) { memcpy(global, row.data() + first, bytes); });
     }
     for (int d = 1; d < map.rank && ++index[d] == map.box[d]; d++) index[d] = 0;
   }
@@ -64,15 +91,19 @@ void send(uint32_t destination, uint32_t bytes, uint32_t mbarrier, std::function
 }  // namespace
 
 void tma_load(uint32_t destination, const void* encoded, uint32_t mbarrier, int dimensions, const int* at) {
-  Map map;
-  memcpy(&map, encoded, sizeof map);
-  if (map.magic != kMagic || map.rank != dimensions)
-    fail("a TMA load of %d dimensions by a map of %d", dimensions, map.rank);
-  if (destination % 128) fail("a TMA load to shared address %u", destination);
-  uint32_t bytes = map.element;
-  for (int d = 0; d < dimensions; d++) bytes *= map.box[d];
-  std::vector<int> place(at, at + dimensions);
-  send(destination, bytes, mbarrier, [=](Block& block) { land_box(block, map, destination, place.data()); });
+  const Map map = decode(encoded, dimensions, destination);
+  const std::vector<int> place(at, at + dimensions);
+  send(destination, bytes_of(map), mbarrier,
+       [=](Block& block) { move_box(block, map, destination, place.data(), true); });
+}
+
+void tma_store(const void* encoded, uint32_t source, int dimensions, const int* at) {
+  const Map map = decode(encoded, dimensions, source);
+  Block* const block = me()->block;
+  shared_of(*block, source, bytes_of(map));
+  const std::vector<int> place(at, at + dimensions);
+  me()->bulk.push_back([=] { move_box(*block, map, source, place.data(), false); });
+  step();
 }
 
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
@@ -111,7 +142,7 @@ void bulk_add(void* destination, uint32_t source, uint32_t bytes) {
 }
 void bulk_wait(int pending) {
   if (pending) fail("a wait for all bulk groups but %d", pending);
-  for (const std::function<void()>& add : me()->bulk) add();
+  for (const std::function<void()>& copy : me()->bulk) copy();
   me()->bulk.clear();
   step();
 }

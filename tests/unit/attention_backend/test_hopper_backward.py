@@ -15,9 +15,9 @@ from attention_backend.heuristics.sm90_backward import (
     BackwardTile,
     backward_tile,
     backward_tiles,
+    clears_on_the_way,
     query_parts,
     section_lines,
-    sequences_at_once,
 )
 from attention_backend.kernels.hopper_backward_params import BackwardParams, RowsOfDqParams
 from attention_backend.kernels.hopper_backward_variants import (
@@ -70,20 +70,9 @@ def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
 
 def test_tiles_are_told_apart_by_their_names() -> None:
     names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
-    two = ("apart-kept4+4-keys2-q2-ds3", "apart-kept4+4-keys2-q3-ds2")
-    assert names[64, 64] == ["apart-kept4+4", *two, "joint-kept4+4"]
+    assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
     assert names[128, 128] == ["joint-terms-kept2+0", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
-
-
-def test_as_many_sequences_at_a_time_as_keep_their_sums_in_the_l2() -> None:
-    def at_once(width: int, seqlen_q: int, heads: int) -> int:
-        return sequences_at_once(backward_tile(width, width), seqlen_q=seqlen_q, heads=heads)
-
-    assert at_once(64, 512, 32) == 8  # of 4 MB each
-    assert at_once(128, 512, 16) == 8
-    assert at_once(72, 100, 1) == 512  # padded to 128 rows and columns
-    assert at_once(64, 100_000, 32) == 1
 
 
 def section_of(seqlen: int, lines: int, group: int = 1, *, deterministic: bool = False) -> int:
@@ -109,7 +98,9 @@ def test_a_section_has_one_line_at_least_and_all_at_most(
 
 
 def test_what_a_section_shares_stays_in_the_l2() -> None:
-    assert section_of(512, 10_000) == 64
+    assert section_of(1024, 10_000, 8) == 18  # one would fit; so many keep all SMs busy
+    assert section_of(4096, 10_000) == 5
+    assert section_of(200, 10_000) == 67
     assert section_of(16_384, 16) == 2
     assert section_of(131_072, 8, group=8) == 1
 
@@ -117,7 +108,13 @@ def test_what_a_section_shares_stays_in_the_l2() -> None:
 def test_a_section_has_a_tile_for_every_sm() -> None:
     """8k with 4 query heads a key head: one line fits the L2, and its 64 tiles would leave half of the SMs idle."""
     assert section_of(8192, 8, group=4) == 4  # with 3, the last section would have 2
+    assert section_of(512, 10_000) == 34
     assert section_of(256, 8, group=1000) == 8
+
+
+@pytest.mark.parametrize(("width", "key_tiles", "clears"), [(64, 8, True), (128, 7, False), (192, 100, False)])
+def test_which_sections_are_cleared_on_the_way(width: int, key_tiles: int, clears: bool) -> None:
+    assert clears_on_the_way(backward_tile(width, width), key_tiles) == clears
 
 
 def parts_of(
@@ -161,7 +158,8 @@ def test_tiles_of_unequal_length_are_shared_out_sooner() -> None:
 
 
 def test_blocks_that_wait_for_their_additions_stay_in_the_l2() -> None:
-    assert [parts_of(n // 128, 8, 4, tapered=True, deterministic=True) for n in (4096, 8192, 32768)] == [1, 2, 4]
+    lengths = (1408, 2048, 4096)
+    assert [parts_of(n // 128, 32, 4, tapered=True, deterministic=True) for n in lengths] == [1, 2, 4]
     assert parts_of(64, 8, 4, tapered=True) == 1
     assert parts_of(64, 8, 4, tapered=False, deterministic=True) == 1
 
@@ -217,6 +215,6 @@ def test_the_covering_set_has_every_kernel_and_option() -> None:
 def test_parameters_are_laid_out_as_in_the_kernels() -> None:
     """Offsets of the C++ structures, by hand: eight-byte fields first, so that neither side pads."""
     assert BackwardParams.dq.offset % 8 == 0
-    pointers_and_strides = 5 * 8 + 8 * 8 + 8
+    pointers_and_strides = 6 * 8 + 8 * 8 + 8
     assert ctypes.sizeof(BackwardParams) == BackwardParams.dq.offset + pointers_and_strides + 8 * 4
     assert ctypes.sizeof(RowsOfDqParams) == 3 * 8 + 3 * 8 + 8 + 4 * 4
