@@ -23,7 +23,7 @@ struct RowTermsParams {
   int64 grad_out_batch, grad_out_row, grad_out_head;
   int64 lse_batch, lse_head;
   int64 padded_rows;
-  int64 zeroed_heads;  // so many, those of the first sequence and so on
+  int64 zeroed_heads;  // of dense sequences so many, those of the first sequence and so on; else more than there are
   int seqlen_q, batch, head_dim_v, zeroed_width, num_counters, reserved;
 };
 
@@ -37,11 +37,9 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) flash_bwd_preprocess(const RowTermsParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(const RowTermsParams p) {
   const int64 first = static_cast<int64>(blockIdx.x) * kRowPadding;
   const int head = blockIdx.y;
-  const int64 block = static_cast<int64>(blockIdx.x) * gridDim.y + blockIdx.y;
-  if (threadIdx.x == 0 && block < p.num_counters) p.counters[block] = 0;
 
   // The sequence that the rows belong to is the last that begins at or before them.
   int batch = 0;
@@ -52,12 +50,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) flash_bwd_preprocess(c
     else
       end = middle;
   }
-  if (p.zeroed && static_cast<int64>(batch) * gridDim.y + head < p.zeroed_heads) {
-    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + (head * p.padded_rows + first) * p.zeroed_width);
-    for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)
-      zeroed[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-
   const int q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
   const int seqlen_q = p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] - q_begin : p.seqlen_q;
   const int64 first_row = first - padded_begin(p.cu_seqlens_q, p.seqlen_q, batch);
@@ -84,5 +76,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) flash_bwd_preprocess(c
       p.lse2[head * p.padded_rows + first + r] = alive ? lse * kLog2e : kInfinity;
       p.delta[head * p.padded_rows + first + r] = sum;
     }
+  }
+
+  const uint32 block = blockIdx.x * gridDim.y + blockIdx.y;
+  if (threadIdx.x == 0 && block < p.num_counters) p.counters[block] = 0;
+  const uint32 sequence = blockIdx.x / static_cast<uint32>((p.seqlen_q + kRowPadding - 1) / kRowPadding);  // if dense
+  if (p.zeroed && static_cast<int64>(sequence) * gridDim.y + head < p.zeroed_heads) {
+    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + (head * p.padded_rows + first) * p.zeroed_width);
+    for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)
+      zeroed[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
