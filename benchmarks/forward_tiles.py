@@ -1,8 +1,8 @@
 """The Hopper forward's tiles beside each other, and peers: those whose warpgroups leave out what none of their own rows
-sees, and those that take each step together.
+sees, those that take each step together, and with `--full` those whose blocks load keys for each other.
 
     python benchmarks/forward_tiles.py [--head-dims 64,256] [--causal | --full] [--seqlens 512,1024,2048]
-                                       [--tiles own,together] [--no-peers] [--out results.json]
+                                       [--tiles own,together,cluster] [--no-peers] [--out results.json]
 
 Cells, inputs, clock and checks are those of `benchmarks/attention.py forward`: tiles take turns on the same inputs in
 the same run, the default of each cell first, and the output is compared with a float32 truth before and after it is
@@ -44,32 +44,38 @@ _TOLERANCE = 1e-3  # of lse, beside the default's
 
 
 class Tile(Enum):
-    """What `flash_fwd_sm90.forward` is told."""
+    """What `flash_fwd_sm90.forward` is told: own and cluster."""
 
-    DEFAULT = None
-    OWN = True
-    TOGETHER = False
+    DEFAULT = None, None
+    OWN = True, False
+    TOGETHER = False, False
+    CLUSTER = False, True
 
     def __str__(self) -> str:
         return self.name.lower()
 
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        own, cluster = self.value
+        return flash_fwd_sm90.forward(args, own=own, cluster=cluster)
 
-def tiles_of(head_dim: int) -> list[Tile]:
-    """The default first."""
+
+def tiles_of(head_dim: int, *, full: bool) -> list[Tile]:
+    """The default first. `full`: no cell has a causal mask."""
     plain = HopperOptions(Options(torch.bfloat16, head_dim, head_dim))
-    return list(Tile) if can_own_keys(plain) else [Tile.DEFAULT]
+    others = [tile for tile, serves in ((Tile.OWN, can_own_keys(plain)), (Tile.CLUSTER, full)) if serves]
+    return [Tile.DEFAULT, *others, Tile.TOGETHER] if others else [Tile.DEFAULT]
 
 
-def contenders_of(head_dim: int, only: Sequence[str] | None) -> list[Contender]:
+def contenders_of(head_dim: int, only: Sequence[str] | None, *, full: bool = False) -> list[Contender]:
     """The default tile, as OURS, and the others of a head_dim, or those of them that are named."""
-    return contenders(SECTION, tiles_of(head_dim), only, _of_tile)
+    return contenders(SECTION, tiles_of(head_dim, full=full), only, _of_tile)
 
 
 def _of_tile(tile: Tile) -> Make:
     def make(cell: Cell, t: Tensors) -> Call:
         args = AttentionArgs(t.q, t.k, t.v, cell.head_dim**-0.5, window_right=0 if cell.causal else -1)
-        compare(*(flash_fwd_sm90.forward(args, own=each.value)[1] for each in (tile, Tile.DEFAULT)))
-        return lambda: flash_fwd_sm90.forward(args, own=tile.value)[0]
+        compare(*(each.forward(args)[1] for each in (tile, Tile.DEFAULT)))
+        return lambda: tile.forward(args)[0]
 
     return make
 
@@ -82,7 +88,7 @@ def compare(own: Tensor, default: Tensor) -> None:
 
 
 def main(
-    head_dims: Annotated[str, typer.Option(help="64, 256 or both")] = "64,256",
+    head_dims: Annotated[str, typer.Option(help="such as 64,256")] = "64,256",
     seqlens: Annotated[str, typer.Option(help="lengths; 16k tokens in all, or one sequence")] = ",".join(
         map(str, SEQLENS)
     ),
@@ -97,10 +103,11 @@ def main(
 ) -> None:
     """Times the tiles of the Hopper forward beside each other."""
     dims = numbers(head_dims)
-    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim)[1:]])
+    full = causal is False
+    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim, full=full)[1:]])
     cells = square_cells(forward_cells(dims, numbers(seqlens)), causal)
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
-    ours = {dim: contenders_of(dim, names) for dim in dims}
+    ours = {dim: contenders_of(dim, names, full=full) for dim in dims}
     options = {"rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
     race(cells, ours, peers((CUDNN, FA3)) if with_peers else (), watch, options, out, commit)
 

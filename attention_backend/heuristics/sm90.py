@@ -17,6 +17,11 @@ SHORT = 2048
 #: Keys below which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none
 #: of its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
 OWN_CAUSAL, OWN_FULL = {64: LONG, 256: 4096}, {64: 2048}
+#: Blocks that load keys and values for each other.
+CLUSTER = 2
+#: Keys from which on that is faster where all rows see all keys and every query head has its own. Measured on an H100,
+#: from 512 keys on; at head_dim 128 it is slower up to 4,096.
+CLUSTER_KEYS = {128: LONG, 256: 2048}
 _WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
 #: Widest tile of the kernel that reads pages of e4m3.
 FP8_HEAD_DIM = 128
@@ -52,6 +57,7 @@ class HopperConfig:
     stages: int = 2
     raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
     own_keys: bool = False  # each warpgroup leaves out what none of its own 64 rows sees, instead of the tile's
+    cluster: int = 1  # blocks that load keys and values for each other
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
@@ -59,7 +65,7 @@ class HopperConfig:
             return 32, 224  # those that convert have as many as producers
         if self.block_m == 192:
             return 32, 160
-        return (40, 232) if roomy or self.own_keys else (24, 240)
+        return (40, 232) if roomy or self.own_keys or self.cluster > 1 else (24, 240)
 
     @property
     def threads(self) -> int:
@@ -146,6 +152,19 @@ def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
     """
     limits = OWN_CAUSAL if causal else OWN_FULL
     return tiles in OWN_TILES and seqlen_k < limits.get(tiles[0], 0)
+
+
+def shares_keys(
+    tiles: tuple[int, int], rows: int, *, seqlen_q: int, seqlen_k: int, lines: int, group: int, num_sms: int
+) -> bool:
+    """Whether blocks that load keys for each other are faster, of rows that all see all keys. `rows`: of a tile.
+
+    `lines`: query heads of all sequences. Two tiles are drawn at a time then, so there may be another round of them.
+    """
+    if group > 1 or seqlen_k < CLUSTER_KEYS.get(tiles[0], seqlen_k + 1):
+        return False
+    alone, together = (-(-seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
+    return -(-together // (num_sms // CLUSTER)) <= -(-alone // num_sms)
 
 
 def _computed(rows: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:

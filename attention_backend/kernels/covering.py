@@ -84,6 +84,9 @@ def _hopper() -> Iterator[KernelVariant]:
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64), short=True))
     for dtype, (tile, tile_v) in product((bf16, fp16), sm90.OWN_TILES):
         yield hopper_variant(HopperOptions(Options(dtype, tile, tile_v), own=True))
+    for tile, long in ((64, False), (128, True), (256, False), (256, True)):
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=long, cluster=True))
+    yield hopper_variant(HopperOptions(Options(fp16, 128, 128), cluster=True))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
 

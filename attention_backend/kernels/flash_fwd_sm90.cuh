@@ -151,6 +151,15 @@ class Consumer {
     if (TURNS) named_arrive(1 + (group + 1) % kConsumers, 256);
   }
 
+  // Gives a stage of keys or values back to whoever fills it: all blocks of the cluster.
+  __device__ __forceinline__ void release(uint32 empty) const {
+#if CLUSTER > 1
+    if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty, threadIdx.x % 128);
+#else
+    if (threadIdx.x % 128 == 0) barrier_arrive(empty);
+#endif
+  }
+
   // Where this warpgroup's rows of tile t are.
   __device__ __forceinline__ uint32 my_queries(int t) const {
     return shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128;
@@ -256,7 +265,11 @@ class Consumer {
     const bool masked = MASK == kMasked || (MASK == kMaybe && sees_mask(steps, t, i, n));
     wgmma_wait<PENDING ? 1 : 0>();
     if (SPARSE) __syncwarp();
+#if CLUSTER > 1
+    release(shared.empty_k + 8 * stage<STAGES>(n));
+#else
     if (threadIdx.x % (128 * kConsumers / kKeyReaders) == 0) barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
+#endif
     if (!FP8_PAGES && i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #if SCORE_CHANGES
 #pragma unroll
@@ -277,7 +290,7 @@ class Consumer {
     const bool rescale = softmax_tile<MASK != kWhole || KEY_MASK || BIAS>(s, rows, correction, score);
     if (PENDING) {
       if (OVERLAP) wgmma_wait_behind(p.work.batch > 0);
-      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
+      release(shared.empty_v + 8 * stage<STAGES>(n - 1));
       if (rescale) {
 #pragma unroll
         for (int x = 0; x < HEAD_DIM_V / 2; x++) acc[x] *= correction[x / 2 % 2];
@@ -304,18 +317,25 @@ class Consumer {
     const Score score(p.forward.score, tile.batch, tile.head);
     end_rows(factor, rows, tile, p, score, local_row);
     wgmma_wait<0>();
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n - 1));
+    release(shared.empty_v + 8 * stage<STAGES>(n - 1));
     store_rows(acc, factor, tile, p, local_row);
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
     flash_fwd_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                    const __grid_constant__ TensorMap map_v, const __grid_constant__ HopperParams p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) shared.init_barriers();
+#if CLUSTER > 1
+  cluster_sync();
+#else
   __syncthreads();
+#endif
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -335,4 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_raise<CONSUMER_REGISTERS>();
     Consumer(shared, p).run();
   }
+#if CLUSTER > 1
+  cluster_sync();  // others may still arrive here, and write
+#endif
 }

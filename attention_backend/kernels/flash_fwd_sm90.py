@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan, owns_keys
+from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan, owns_keys, shares_keys
 from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
@@ -17,6 +17,7 @@ from attention_backend.kernels.hopper_variants import (
     HopperLayout,
     HopperOptions,
     can_own_keys,
+    can_share_keys,
     hopper_layout,
     hopper_variant,
 )
@@ -32,13 +33,17 @@ _COUNTERS = 2  # of the line of work
 
 
 def forward(
-    args: AttentionArgs, sparsity: BlockSparsity | None = None, own: bool | None = None
+    args: AttentionArgs,
+    sparsity: BlockSparsity | None = None,
+    own: bool | None = None,
+    cluster: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
-    `own`: whether each warpgroup leaves out keys that none of its own rows sees, by default where that is faster
-    (heuristics); raises ValueError where `can_own_keys` says no.
+    `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whether blocks load keys
+    for each other, which needs that all rows see all keys of a dense batch. By default where that is faster;
+    raises ValueError where it cannot be.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -46,7 +51,7 @@ def forward(
         return out, lse.fill_(-torch.inf)
     if _no_keys(args):
         return out.zero_(), lse.fill_(-torch.inf)
-    which, plan = _plan(args, sparsity is not None, args.num_splits, own)
+    which, plan = _plan(args, sparsity is not None, args.num_splits, own, cluster)
     if plan.num_splits == 1:
         _launch(args, which, plan, out, lse, sparsity)
     else:
@@ -76,7 +81,7 @@ def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tu
 
 
 def _plan(
-    args: AttentionArgs, sparse: bool, num_splits: int, own: bool | None = None
+    args: AttentionArgs, sparse: bool, num_splits: int, own: bool | None = None, cluster: bool | None = None
 ) -> tuple[HopperOptions, HopperPlan]:
     """How the problem is run; `num_splits` 0: as many as fill the device."""
     options = Options.of(args)
@@ -99,6 +104,25 @@ def _plan(
         num_splits=1 if sparse or options.dropout else num_splits,
         total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
     )
+    if cluster is None:
+        apart = own is None and not plan.pack and plan.num_splits == 1
+        cluster = (
+            apart
+            and _all_see_all(args, which)
+            and shares_keys(
+                hopper_layout(which).tiles,
+                config.block_m,
+                seqlen_q=args.seqlen_q,
+                seqlen_k=seqlen_k,
+                lines=args.batch * args.num_heads,
+                group=args.num_heads // args.num_kv_heads,
+                num_sms=device.num_sms(args.q.device.index),
+            )
+        )
+    if cluster:
+        if not _all_see_all(args, which):
+            raise ValueError("blocks load keys for each other only where all rows see all keys of a dense batch")
+        return which._replace(cluster=True), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
     owning = which._replace(own=True, long=False, short=False)
     if own is None:
         even = args.cu_seqlens_q is None and can_own_keys(owning) and not plan.pack and plan.num_splits == 1
@@ -108,6 +132,13 @@ def _plan(
     if not can_own_keys(owning):
         raise ValueError(f"no warpgroup leaves out keys of its own with {owning}")
     return owning, HopperPlan(pack=False, tile_rows=hopper_layout(owning).config.block_m, num_splits=1)
+
+
+def _all_see_all(args: AttentionArgs, which: HopperOptions) -> bool:
+    """Whether every row sees every key, as far as can_share_keys asks for it."""
+    lengths = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.mask_desc)
+    bounded = args.window_left >= 0 or args.window_right >= 0 or args.chunk_size > 0
+    return can_share_keys(which) and not bounded and all(x is None for x in lengths)
 
 
 def _launch(
@@ -146,8 +177,9 @@ def _launch(
     else:
         queries = tensor_map(args.q, layout.config.block_m)
     tiles = -(-args.seqlen_q * work.pack // plan.tile_rows) * work.heads * work.batch * plan.num_splits
+    cluster = layout.config.cluster
     kernel(
-        (min(tiles, device.num_sms(index)), 1, 1),
+        (min(-(-tiles // cluster), device.num_sms(index) // cluster) * cluster, 1, 1),
         (layout.config.threads, 1, 1),
         (queries, *_key_maps(args, layout), params),
         smem_bytes,

@@ -1,12 +1,13 @@
 """Problem -> the compiled Hopper forward that serves it. Knows no launch and no device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from attention_backend.heuristics.sm90 import (
+    CLUSTER,
     FP8_HEAD_DIM,
     LONG,
     OWN_TILES,
@@ -30,6 +31,7 @@ class HopperOptions(NamedTuple):
     short: bool = False  # of few queries
     fp8: bool = False  # pages of e4m3
     own: bool = False  # warpgroups leave out keys that none of their own rows sees
+    cluster: bool = False  # blocks load keys for each other
 
     @classmethod
     def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
@@ -56,8 +58,16 @@ class HopperLayout:
 def can_own_keys(which: HopperOptions) -> bool:
     """Whether there is a tile whose warpgroups leave out keys that none of their own rows sees."""
     options = which.options
-    plain = not (options.paged or options.extras or which.sparse)
-    return plain and head_dim_tiles(options.head_dim, options.head_dim_v) in OWN_TILES
+    return _plain(which) and head_dim_tiles(options.head_dim, options.head_dim_v) in OWN_TILES
+
+
+def can_share_keys(which: HopperOptions) -> bool:
+    """Whether blocks can load keys for each other."""
+    return _plain(which) and not which.own
+
+
+def _plain(which: HopperOptions) -> bool:
+    return not (which.options.paged or which.options.extras or which.sparse)
 
 
 @cache
@@ -74,15 +84,19 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
         fp8=which.fp8,
         own=which.own,
     )
-    rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
+    if which.cluster:
+        config = replace(config, cluster=CLUSTER)
+    rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n // config.cluster
     return HopperLayout(tiles, config, rows)
 
 
 @cache
 def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = False) -> KernelVariant:
+    if which.cluster and not can_share_keys(which):
+        raise ValueError(f"no blocks load keys for each other with {which}")
     options, layout = which.options, hopper_layout(which)
     config, (tile, tile_v) = layout.config, layout.tiles
-    if config.own_keys and (pack or split):
+    if (config.own_keys or which.cluster) and (pack or split):
         raise ValueError(f"tile {config} knows no packed rows and no parts of the keys")
     producer, consumer = config.registers(roomy=pack or split or which.sparse or options.extras)
     defines = (
@@ -96,6 +110,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("TURNS", int(config.turns)),
         ("OVERLAP", int(not config.turns)),
         ("OWN_KEYS", int(config.own_keys)),
+        ("CLUSTER", config.cluster),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
         ("PAGED", int(options.paged)),

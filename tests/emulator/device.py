@@ -75,7 +75,7 @@ class EmulatedKernel:
         library = runtime()
         failed = library.emu_launch(
             self._entry, (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), smem_bytes, pointers, at_once,
-            int(cooperative), next(self._launches),
+            int(cooperative), dict(self.variant.defines).get("CLUSTER", 1), next(self._launches),
         )  # fmt: skip
         if failed:
             library.emu_message.restype = ctypes.c_char_p

@@ -11,7 +11,7 @@ _SPECIAL = {
     f"%%{name}.{axis}": f"{variable}.{axis}"
     for name, variable in (("tid", "threadIdx"), ("ctaid", "blockIdx"))
     for axis in "xyz"
-}
+} | {"%%cluster_ctarank": "emu::cluster_rank()"}
 
 
 class UnknownInstructionError(ValueError):
@@ -75,6 +75,13 @@ def _tma(m: re.Match[str], o: Operands) -> str:
     (destination,), (tensor_map, *at), (barrier,) = o[0], o[1], o[2]
     place = f"const int ptx_at[] = {{{', '.join(f'static_cast<int>({x})' for x in at)}}};"
     return f"{place} emu::tma_load({destination}, {tensor_map}, {barrier}, {m['rank']}, ptx_at);"
+
+
+def _tma_for(m: re.Match[str], o: Operands) -> str:
+    # [destination], [map, {coordinates}], [barrier], blocks, policy
+    (destination,), (tensor_map, *at), (barrier,), (blocks,) = o[:4]
+    place = f"const int ptx_at[] = {{{', '.join(f'static_cast<int>({x})' for x in at)}}};"
+    return f"{place} emu::tma_load_for({blocks}, {destination}, {tensor_map}, {barrier}, {m['rank']}, ptx_at);"
 
 
 def _tma_store(m: re.Match[str], o: Operands) -> str:
@@ -144,6 +151,7 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"cp\.async\.cg\.shared\.global.*", lambda _, o: f"emu::copy16({o[0][0]}, {o[1][0]}, {o[3][0]});"),
     (r"cp\.async\.commit_group", _call("copy_commit")),
     (r"cp\.async\.wait_group", _call("copy_wait")),
+    (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.shared.*\.multicast.*", _tma_for),
     (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.shared.*", _tma),
     (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.global.*", _tma_store),
     (
@@ -154,6 +162,10 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"cp\.async\.bulk\.wait_group(?:\.read)?", _call("bulk_wait")),
     (r"mbarrier\.init\..*", _call("mbarrier_init")),
     (r"mbarrier\.arrive\.expect_tx\..*", lambda _, o: f"emu::mbarrier_arrive({o[1][0]}, {o[2][0]});"),
+    (r"mapa\.shared::cluster\.u32", _assign("address_at")),
+    (r"mbarrier\.arrive\.shared::cluster\..*", lambda _, o: f"emu::mbarrier_arrive_at({o[1][0]});"),
+    (r"barrier\.cluster\.arrive\..*", lambda *_: "emu::cluster_arrive();"),
+    (r"barrier\.cluster\.wait\..*", lambda *_: "emu::cluster_wait();"),
     (r"mbarrier\.arrive\..*", lambda _, o: f"emu::mbarrier_arrive({o[1][0]}, 0);"),
     (r"mbarrier\.try_wait\.parity\..*", lambda _, o: f"emu::mbarrier_wait({o[1][0]}, {o[2][0]});"),
     (r"mbarrier\.test_wait\.parity\..*", _assign("mbarrier_test")),

@@ -41,6 +41,12 @@ from .memory import guarded
 CPU = torch.device("cpu")
 BF16, FP16 = torch.bfloat16, torch.float16
 AMPERE, HOPPER = Settings((8, 0)), Settings((9, 0))
+#: An odd number of tiles of rows; a cluster with several pairs of them; one block of two without rows.
+CLUSTERS = (
+    (128, Case(300, 330, batch=2, heads=2, kv_heads=1, mask="full")),
+    (64, Case(800, 150, heads=6, kv_heads=3, mask="full", dtype="fp16")),
+    (256, Case(100, 200, batch=2, heads=2, kv_heads=2, mask="full", sinks=True)),
+)
 SMALL = Case(70, 150, batch=2, heads=4, kv_heads=2)
 
 
@@ -142,6 +148,14 @@ def test_warpgroups_that_leave_out_keys_of_their_own(dim: int) -> None:
         with left_at_zero(HOPPER._replace(seed=seed)):
             args = build(case, CPU)
             error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, own=True)))
+
+
+@pytest.mark.parametrize(("dim", "case"), CLUSTERS, ids=str)
+def test_blocks_that_load_keys_for_each_other(dim: int, case: Case) -> None:
+    for seed in range(3):
+        with left_at_zero(HOPPER._replace(seed=seed)):
+            args = build(replace(case, dim=dim, dim_v=dim), CPU)
+            error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, cluster=True)))
 
 
 @pytest.mark.parametrize("bench", [forward_tiles, backward_tiles_benchmark], ids=lambda bench: bench.SECTION)

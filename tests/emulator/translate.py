@@ -9,7 +9,9 @@ from .instructions import call, special_register
 
 _ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+_KERNEL = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__(?:launch_bounds|cluster_dims)__\s*\([^)]*\)\s*)*(\w+)\s*\('
+)
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?(\w+)\s+(\w+)\s*\[\s*\]\s*;")
 _STATIC = re.compile(r"__shared__\s+(?:__align__\s*\(\s*(\d+)\s*\)\s*)?(\w+)\s+(\w+)\s*((?:\[[^;]*\])?)\s*;")
 _REGISTER_TYPES = {".pred": "bool", ".b16": "uint16_t", ".b32": "uint32_t"}

@@ -15,7 +15,7 @@ from attention_backend.kernels import hopper_backward_variants
 from attention_backend.kernels.backward_variants import backward_variant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
 from attention_backend.kernels.hopper_backward_variants import BackwardOptions
-from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, hopper_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, can_share_keys, hopper_variant
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
 from .problems import Case
@@ -56,6 +56,8 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         variants += [hopper_variant(which), hopper_variant(which, pack=True)]
         if can_own_keys(which):
             variants += [hopper_variant(which._replace(own=True, long=False, short=False))]
+        if can_share_keys(which) and case.mask == "full":
+            variants += [hopper_variant(which._replace(cluster=True))]
     return variants
 
 

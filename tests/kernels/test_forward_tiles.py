@@ -1,12 +1,15 @@
 """Warpgroups of the Hopper forward that leave out what none of their own rows sees, also where they are not chosen."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
-from attention_backend.kernels import flash_fwd_sm90
+from attention_backend.kernels import device, flash_fwd_sm90
 
 from .error_rule import check, run
 from .problems import Case, build
@@ -29,12 +32,51 @@ UNEVEN = [
 ]
 
 
+def sees_all(case: Case) -> bool:
+    return case.mask == "full" and case.layout != "varlen" and case.keys == "all"
+
+
+@contextmanager
+def only_plans() -> Iterator[None]:
+    """No launch: what is refused is refused before. A CPU has no multiprocessors to count."""
+    with mock.patch.object(device, "num_sms", return_value=132):
+        yield
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", EVEN + UNEVEN, ids=str)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_error_rule(dim: int, case: Case, hopper: torch.device) -> None:
     args = build(replace(case, dim=dim, dim_v=dim), hopper)
     check(args, run(args, partial(flash_fwd_sm90.forward, own=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in EVEN + UNEVEN if sees_all(case)], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+def test_blocks_that_load_keys_for_each_other(dim: int, case: Case, hopper: torch.device) -> None:
+    args = build(replace(case, dim=dim, dim_v=dim), hopper)
+    check(args, run(args, partial(flash_fwd_sm90.forward, cluster=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "seqlen"), [(128, 8192), (256, 2048)])
+def test_they_do_where_that_is_faster(dim: int, seqlen: int, hopper: torch.device) -> None:
+    """The same products in the same order: the same bits as of blocks that load for themselves."""
+    args = build(Case(seqlen, seqlen, batch=2, heads=9, kv_heads=9, dim=dim, dim_v=dim, mask="full"), hopper)
+    chosen, shared, alone = (flash_fwd_sm90.forward(args, cluster=cluster) for cluster in (None, True, False))
+    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(chosen, shared, alone, strict=True))
+
+
+def test_blocks_load_keys_for_each_other_only_without_a_mask() -> None:
+    for case in (
+        Case(200, 200),
+        Case(200, 200, mask="full", keys="seqused"),
+        Case(200, 200, layout="varlen", mask="full"),
+    ):
+        args = build(replace(case, dim=128, dim_v=128), torch.device("cpu"))
+        with pytest.raises(ValueError, match="only where all rows see all keys"), only_plans():
+            flash_fwd_sm90.forward(args, cluster=True)
 
 
 @pytest.mark.gpu

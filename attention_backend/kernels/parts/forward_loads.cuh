@@ -9,13 +9,17 @@ constexpr int kDrawAhead = 1;
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {
   WorkLine line(p);
-  int index = blockIdx.x;
+  int index = blockIdx.x / CLUSTER;  // in a cluster all tiles take as long: each block knows its own
 #pragma unroll 1
   for (int t = 0;; t++) {
     if (t > 0) {
       barrier_wait(shared.wanted_tile, (t - 1) & 1);
+#if CLUSTER > 1
+      index += gridDim.x / CLUSTER;
+#else
       if (threadIdx.x % 32 == 0) index = gridDim.x + atomicAdd(p.work.counters, 1);
       index = __shfl_sync(~0u, index, 0);
+#endif
     }
     wait_empty<kTileSlots>(shared.empty_tile, t);
     Tile& tile = shared.tiles[stage<kTileSlots>(t)];
@@ -25,7 +29,7 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperPar
     if (!more) break;
   }
   // The last block to get here leaves the counters as it found them.
-  if (threadIdx.x % 32 == 0) {
+  if (CLUSTER == 1 && threadIdx.x % 32 == 0) {
     __threadfence();
     if (atomicAdd(p.work.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
       p.work.counters[0] = 0;
@@ -84,6 +88,9 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
   const uint32 empty_ring = KEYS ? shared.empty_k : shared.empty_v;
 #endif
   constexpr int kBoxBytes = BLOCK_N * kRowBytes;
+#if CLUSTER > 1
+  const int share = cluster_rank() * (BLOCK_N / CLUSTER);
+#endif
   const int lane = threadIdx.x % 32;
   int n = 0;
   for_tiles(shared, [&](const Tile& tile, int) {
@@ -133,7 +140,12 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
         barrier_expect(full, kBoxes * kBoxBytes);
 #pragma unroll
         for (int c = 0; c < kBoxes; c++)
+#if CLUSTER > 1  // each block loads its share of the keys for all
+          tma_load_for((1 << CLUSTER) - 1, to + c * kBoxBytes + share * 128, map, full, c * 64, begin + key + share, kv_head,
+                       kv_batch, kEvictLast);
+#else
           tma_load(to + c * kBoxBytes, map, full, c * 64, begin + key, kv_head, kv_batch, kEvictLast);
+#endif
       }
 #endif
     }

@@ -70,8 +70,8 @@ struct Shared {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full_k + 8 * i, kFillers);
       barrier_init(full_v + 8 * i, kFillers);
-      barrier_init(empty_k + 8 * i, kKeyReaders);
-      barrier_init(empty_v + 8 * i, kConsumers);
+      barrier_init(empty_k + 8 * i, CLUSTER * kKeyReaders);
+      barrier_init(empty_v + 8 * i, CLUSTER * kConsumers);
     }
 #if FP8_PAGES
     for (int i = 0; i < RAW_STAGES; i++) {

@@ -5,6 +5,7 @@
 // together, from the last query rows to the first: under a causal mask those have the most keys.
 #pragma once
 
+#include "parts/cluster.cuh"
 #include "parts/hopper_params.cuh"
 
 #if OWN_KEYS
@@ -37,12 +38,18 @@ static_assert(sizeof(Tile) == 96 + (OWN_KEYS ? 16 * (BLOCK_M / 64) : 0), "_TILE_
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
 __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PACK ? p.work.tile_rows : BLOCK_M; }
+// Of what is drawn: neighbouring tiles, one for each block of a cluster.
+__device__ __forceinline__ int rows_drawn(const HopperParams& p) { return CLUSTER * rows_per_tile(p); }
 __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams& p) {
   return PACK ? tile.head : tile.head / p.forward.group;
 }
 
-// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see.
-#define SKIPS (!SPLIT && !PACK && !SPARSE)
+// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see, and in a cluster
+// all rows see the same.
+#define SKIPS (!SPLIT && !PACK && !SPARSE && CLUSTER == 1)
+#if CLUSTER > 1
+static_assert(!SPLIT && !PACK && !SPARSE && !OWN_KEYS && DENSE_KEYS, "blocks that share keys walk the same tiles of them");
+#endif
 
 #if OWN_KEYS
 static_assert(!SPLIT && !PACK && !SPARSE, "a warpgroup's rows are 64 queries of one head, over one stretch of keys");
@@ -91,19 +98,19 @@ class WorkLine {
   float parts;       // of a step of a sequence's last tile, where their number is chosen
 
   static __device__ __forceinline__ int row_tiles(int seqlen_q, const HopperParams& p) {
-    return (seqlen_q * rows_packed(p) + rows_per_tile(p) - 1) / rows_per_tile(p);
+    return (seqlen_q * rows_packed(p) + rows_drawn(p) - 1) / rows_drawn(p);
   }
 
   // Tiles of rows that see nothing, from a sequence's first one on: they are not drawn. One is, if no row sees anything.
   static __device__ __forceinline__ int skipped_tiles(const Sequence& seq, const HopperParams& p) {
     if (!SKIPS || seq.seqlen_q <= 0) return 0;
-    return min(seq.first_row_with_keys() / rows_per_tile(p), row_tiles(seq.seqlen_q, p) - 1);
+    return min(seq.first_row_with_keys() / rows_drawn(p), row_tiles(seq.seqlen_q, p) - 1);
   }
 
   // Key tiles that the last tile of rows of a sequence sees: the most.
   static __device__ __forceinline__ int most_steps(const Sequence& seq, const HopperParams& p) {
     if (seq.seqlen_q <= 0) return 0;
-    const int first_row = (row_tiles(seq.seqlen_q, p) - 1) * rows_per_tile(p);
+    const int first_row = (row_tiles(seq.seqlen_q, p) - 1) * rows_drawn(p);
     const int low = seq.low(first_row / rows_packed(p)), high = seq.high(seq.seqlen_q - 1);
     return high > low ? (high + BLOCK_N - 1) / BLOCK_N - low / BLOCK_N : 0;
   }
@@ -191,7 +198,7 @@ class WorkLine {
     const int heads = min(together, p.work.heads - section * together), unit = index / heads;
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
     const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
-    const int first_row = m * rows_per_tile(p);
+    const int first_row = m * rows_drawn(p) + (CLUSTER > 1 ? cluster_rank() * BLOCK_M : 0);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {
       tile.head = section * together + index - unit * heads;

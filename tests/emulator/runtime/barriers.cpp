@@ -116,8 +116,7 @@ void barrier(int id, int threads, bool waits) {
 }
 
 namespace {
-MBarrier& mbarrier_at(uint32_t address) {
-  Block& block = *me()->block;
+MBarrier& mbarrier_at(uint32_t address, Block& block = *me()->block) {
   const auto found = block.mbarriers.find(address);
   if (found == block.mbarriers.end()) fail("an mbarrier at %u that was not made", address);
   return found->second;
@@ -138,12 +137,53 @@ void mbarrier_init(uint32_t address, uint32_t arrivals) {
   fresh.arrivals = arrivals, fresh.pending = arrivals;
   me()->block->mbarriers[address] = fresh;
 }
-void mbarrier_arrive(uint32_t address, uint32_t bytes) {
-  MBarrier& barrier = mbarrier_at(address);
+namespace {
+void arrive(Block& block, uint32_t address, uint32_t bytes) {
+  MBarrier& barrier = mbarrier_at(address, block);
   barrier.bytes += bytes;
   if (--barrier.pending < 0) fail("more than %u arrivals at the mbarrier at %u", barrier.arrivals, address);
-  complete(*me()->block, barrier);
+  complete(block, barrier);
   step();
+}
+constexpr int kRankShift = 24;  // above every address
+}  // namespace
+
+void mbarrier_arrive(uint32_t address, uint32_t bytes) { arrive(*me()->block, address, bytes); }
+
+uint32_t cluster_rank() { return me()->block->index.x % launch->cluster; }
+Block& block_at(uint32_t rank) {
+  if (rank >= launch->cluster) fail("block %u of a cluster of %u", rank, launch->cluster);
+  const dim3& mine = me()->block->index;
+  const uint32_t x = mine.x - mine.x % launch->cluster + rank;
+  for (Block* block : launch->resident)
+    if (block->index.x == x && block->index.y == mine.y && block->index.z == mine.z) return *block;
+  fail("block %u of the cluster has ended", rank);
+}
+uint32_t address_at(uint32_t address, uint32_t rank) {
+  block_at(rank);
+  return address | (rank + 1) << kRankShift;
+}
+void mbarrier_arrive_at(uint32_t address) {
+  if (!(address >> kRankShift)) fail("an arrival at %u of no block", address);
+  arrive(block_at((address >> kRankShift) - 1), address & ((1u << kRankShift) - 1), 0);
+}
+namespace {
+ClusterBarrier& cluster_barrier() { return launch->clusters[me()->block->index.x / launch->cluster]; }
+}  // namespace
+void cluster_arrive() {
+  ClusterBarrier& barrier = cluster_barrier();
+  me()->cluster_phase = barrier.phase;
+  if (++barrier.arrived < launch->cluster * me()->block->fibers.size()) return;
+  barrier.arrived = 0, barrier.phase++;
+  launch->idle = 0;
+  wake_all(barrier.waiting);
+}
+void cluster_wait() {
+  ClusterBarrier& barrier = cluster_barrier();
+  while (barrier.phase == me()->cluster_phase) {
+    barrier.waiting.push_back(me());
+    wait("the cluster");
+  }
 }
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   MBarrier& barrier = mbarrier_at(address);

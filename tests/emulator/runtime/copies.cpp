@@ -78,8 +78,7 @@ void arrive_bytes(Block& block, uint32_t address, uint32_t bytes) {
 }
 
 // `land` goes on its way; `bytes` of shared memory at `destination` are undefined until it lands.
-void send(uint32_t destination, uint32_t bytes, uint32_t mbarrier, std::function<void(Block&)> land) {
-  Block* const block = me()->block;
+void send(Block* block, uint32_t destination, uint32_t bytes, uint32_t mbarrier, std::function<void(Block&)> land) {
   if (!block->mbarriers.count(mbarrier)) fail("a copy on an mbarrier at %u that was not made", mbarrier);
   memset(shared_of(*block, destination, bytes), 0xff, bytes);
   block->under_way.push_back(new Copy{[=] {
@@ -93,8 +92,20 @@ void send(uint32_t destination, uint32_t bytes, uint32_t mbarrier, std::function
 void tma_load(uint32_t destination, const void* encoded, uint32_t mbarrier, int dimensions, const int* at) {
   const Map map = decode(encoded, dimensions, destination);
   const std::vector<int> place(at, at + dimensions);
-  send(destination, bytes_of(map), mbarrier,
+  send(me()->block, destination, bytes_of(map), mbarrier,
        [=](Block& block) { move_box(block, map, destination, place.data(), true); });
+}
+
+void tma_load_for(uint32_t blocks, uint32_t destination, const void* encoded, uint32_t mbarrier, int dimensions,
+                  const int* at) {
+  if (!blocks || blocks >> launch->cluster) fail("a copy for the blocks %x of a cluster of %u", blocks, launch->cluster);
+  for (uint32_t rank = 0; rank < launch->cluster; rank++) {
+    if (!(blocks >> rank & 1)) continue;
+    const Map map = decode(encoded, dimensions, destination);
+    const std::vector<int> place(at, at + dimensions);
+    send(&block_at(rank), destination, bytes_of(map), mbarrier,
+         [=](Block& block) { move_box(block, map, destination, place.data(), true); });
+  }
 }
 
 void tma_store(const void* encoded, uint32_t source, int dimensions, const int* at) {
@@ -108,7 +119,7 @@ void tma_store(const void* encoded, uint32_t source, int dimensions, const int* 
 
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
   if (destination % 16 || bytes % 16 || reinterpret_cast<size_t>(source) % 16) fail("a misaligned bulk copy");
-  send(destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, source, bytes); });
+  send(me()->block, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, source, bytes); });
 }
 
 void copy16(uint32_t destination, const void* source, int bytes) {

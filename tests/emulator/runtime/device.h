@@ -7,6 +7,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define threadIdx (emu::self->thread_index)
@@ -46,11 +47,19 @@ void mbarrier_arrive(uint32_t address, uint32_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 bool mbarrier_test(uint32_t address, uint32_t parity);
 
+// Clusters of blocks: an address of another one's shared memory is its own with the block's rank above.
+uint32_t cluster_rank();
+uint32_t address_at(uint32_t address, uint32_t rank);
+void mbarrier_arrive_at(uint32_t address);
+void cluster_arrive();
+void cluster_wait();
+
 // Copies, which land as late as they may, or at any time before; what they will overwrite is NaN meanwhile.
 void copy16(uint32_t destination, const void* source, int bytes);
 void copy_commit();
 void copy_wait(int pending);
 void tma_load(uint32_t destination, const void* map, uint32_t mbarrier, int dimensions, const int* at);
+void tma_load_for(uint32_t blocks, uint32_t destination, const void* map, uint32_t mbarrier, int dimensions, const int* at);
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier);
 void tma_store(const void* map, uint32_t source, int dimensions, const int* at);
 void bulk_add(void* destination, uint32_t source, uint32_t bytes);

@@ -124,14 +124,17 @@ void run_warp(Warp& warp) {
 void run(dim3 grid, uint32_t smem, unsigned at_once, bool together) {
   const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
   if (together && blocks > at_once) fail("%lu blocks that wait for each other, %u run at once", blocks, at_once);
+  const unsigned cluster = launch->cluster;
+  if (grid.x % cluster) fail("%u blocks in clusters of %u", grid.x, cluster);
   uint64_t next = 0;
   for (;;) {
-    while (launch->resident.size() < at_once && next < blocks) {
-      Block* const block = new Block;
-      launch->resident.push_back(block);
-      const unsigned at = static_cast<unsigned>(next);
-      start(*block, {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y}, smem);
-      next++;
+    while (launch->resident.size() + cluster <= std::max(at_once, cluster) && next < blocks) {
+      for (unsigned i = 0; i < cluster; i++, next++) {
+        Block* const block = new Block;
+        launch->resident.push_back(block);
+        const unsigned at = static_cast<unsigned>(next);
+        start(*block, {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y}, smem);
+      }
     }
     if (launch->resident.empty()) return;
     const bool stuck = launch->ready.empty() || launch->idle > 16 * launch->live + 1000;
@@ -188,7 +191,7 @@ void spin() {
 
 // Runs `kernel` over a grid. 0: done; 1: it failed, see emu_message().
 extern "C" int emu_launch(void* kernel, const unsigned* grid, const unsigned* block, unsigned smem, void** parameters,
-                          unsigned at_once, int together, unsigned seed) {
+                          unsigned at_once, int together, unsigned cluster, unsigned seed) {
   constexpr int kStacks = 8192;
   if (!stacks) {
     stacks = map(kStacks * kStack);
@@ -199,6 +202,7 @@ extern "C" int emu_launch(void* kernel, const unsigned* grid, const unsigned* bl
   Launch here;
   here.random.state = 0x9e3779b97f4a7c15ull * (seed + 1);
   here.late = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 4 : 64;
+  here.cluster = cluster;
   launch = &here, self = nullptr;
   block_dim = {block[0], block[1], block[2]}, grid_dim = {grid[0], grid[1], grid[2]};
   entry = reinterpret_cast<Entry>(kernel), arguments = parameters;

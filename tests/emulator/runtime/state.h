@@ -30,7 +30,8 @@ struct Fiber : Thread {
   const char* waiting_for = "";  // in words, for reports
   std::vector<std::function<void()>> open_copies;
   std::deque<std::vector<std::function<void()>>> copy_groups;
-  std::vector<std::function<void()>> bulk;  // additions that have not read shared memory yet
+  std::vector<std::function<void()>> bulk;  // copies that have not read shared memory yet
+  uint64_t cluster_phase = 0;               // of its cluster's barrier, when it arrived
 };
 
 struct Meeting {  // of the lanes of a warp
@@ -55,6 +56,12 @@ struct MBarrier {
   uint32_t arrivals = 0;
   int64_t pending = 0, bytes = 0;
   uint32_t phase = 0;
+  std::vector<Fiber*> waiting;
+};
+
+struct ClusterBarrier {  // of all threads of a cluster's blocks
+  unsigned arrived = 0;
+  uint64_t phase = 0;
   std::vector<Fiber*> waiting;
 };
 
@@ -105,6 +112,8 @@ struct Launch {
   std::vector<Block*> resident;
   uint64_t idle = 0;  // turns since something happened that others can see
   size_t live = 0;    // fibers
+  unsigned cluster = 1;  // blocks
+  std::unordered_map<unsigned, ClusterBarrier> clusters;
 };
 
 // Signals of accesses that are not allowed fail the launch while this exists.
@@ -124,5 +133,6 @@ void wake(Fiber* fiber);
 void wake_all(std::vector<Fiber*>& waiting);
 void wait(const char* what);  // until somebody wakes this fiber
 void complete(Block& block, MBarrier& barrier);
+Block& block_at(uint32_t rank);  // of this thread's cluster
 char* shared_of(Block& block, uint32_t address, size_t bytes);
 }  // namespace emu

@@ -15,7 +15,7 @@ from attention_backend.heuristics.sm90 import (
     hopper_config,
     hopper_plan,
 )
-from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, hopper_variant
+from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, can_share_keys, hopper_variant
 from attention_backend.kernels.variants import Options
 
 _SHARED_MEMORY = 227 * 1024
@@ -72,6 +72,42 @@ def test_up_to_which_lengths_keys_are_owned(width: int, causal: bool, longest: i
     """As measured on an H100."""
     for seqlen_k in (1, 512, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
         assert sm90.owns_keys((width, width), seqlen_k, causal=causal) == (seqlen_k <= longest)
+
+
+@pytest.mark.parametrize(
+    ("width", "seqlen", "lines", "group", "shares"),
+    [
+        (128, 8192, 16, 1, True),
+        (128, 8191, 16, 1, False),  # where it is slower
+        (256, 2048, 64, 1, True),
+        (256, 2047, 64, 1, False),
+        (64, 100_000, 32, 1, False),
+        (128, 8192, 32, 4, False),  # grouped heads
+        (256, 4100, 16, 1, False),  # 5 rounds of pairs of tiles, and 4 of tiles
+        (256, 4100, 2, 1, True),  # one round, either way
+    ],
+)
+def test_where_blocks_load_keys_for_each_other(width: int, seqlen: int, lines: int, group: int, shares: bool) -> None:
+    """As measured on an H100."""
+    sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "lines": lines, "group": group, "num_sms": 132}
+    assert sm90.shares_keys((width, width), 128, **sizes) == shares
+
+
+def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() -> None:
+    plain = HopperOptions(Options(torch.bfloat16, 128, 128))
+    assert can_share_keys(plain)
+    alone, shared = hopper_variant(plain), hopper_variant(plain._replace(cluster=True))
+    assert (dict(alone.defines)["CLUSTER"], dict(shared.defines)["CLUSTER"]) == (1, sm90.CLUSTER)
+    for other in (
+        plain._replace(sparse=True),
+        HopperOptions(Options(torch.bfloat16, 64, 64), own=True),
+        HopperOptions(Options(torch.bfloat16, 64, 64, softcap=True)),
+    ):
+        assert not can_share_keys(other)
+        with pytest.raises(ValueError, match="no blocks load keys for each other"):
+            hopper_variant(other._replace(cluster=True))
+    with pytest.raises(ValueError, match="no packed rows and no parts"):
+        hopper_variant(plain._replace(cluster=True), pack=True)
 
 
 @pytest.mark.parametrize("tiles", [(t, t) for t in sm90.HEAD_DIM_TILES if t <= sm90.FP8_HEAD_DIM])
