@@ -4,13 +4,15 @@
 
 #include "parts/backward_clear.cuh"
 
-// What comes before all else. The number of a block's first tile in the order of work is left in shared memory; in
-// deterministic mode, where blocks wait for tiles in front of theirs, it is drawn, so that no tile belongs to a block that
-// does not run yet.
+// Whether blocks wait for what others do with tiles in front of theirs. Then a block's first tile is drawn too, so that no
+// tile belongs to a block that does not run yet, as the GPU may have other work.
+__device__ __forceinline__ bool waits_for_others(const BackwardParams& p) { return DETERMINISTIC || p.cleared != nullptr; }
+
+// What comes before all else. The number of a block's first tile in the order of work is left in shared memory.
 __device__ __forceinline__ void start(const Shared& shared, const BackwardParams& p) {
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    shared.tiles[0].number = DETERMINISTIC ? atomicAdd(p.counters, 1) : blockIdx.x;
+    shared.tiles[0].number = waits_for_others(p) ? atomicAdd(p.counters, 1) : blockIdx.x;
   }
   __syncthreads();
 }
@@ -21,7 +23,7 @@ constexpr int kDrawAhead = 2;
 
 __device__ __forceinline__ int draw(const BackwardParams& p) {
   int index = 0;
-  if (threadIdx.x % 32 == 0) index = (DETERMINISTIC ? 0 : gridDim.x) + atomicAdd(p.counters, 1);
+  if (threadIdx.x % 32 == 0) index = (waits_for_others(p) ? 0 : gridDim.x) + atomicAdd(p.counters, 1);
   return __shfl_sync(~0u, index, 0);
 }
 
