@@ -90,8 +90,8 @@ def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: to
 def test_sections_behind_the_first_are_cleared_on_the_way(
     mask: str, num_sms: int, dim: int, deterministic: bool, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums of dQ are cleared by whoever draws a tile a section earlier; of one group by its parts. Blocks that do not run
-    yet, as in the emulator most of 20, are waited for by nobody."""
+    """By whoever draws a tile a section earlier. Nobody waits for blocks that do not run yet, as most of 20 in the
+    emulator."""
     monkeypatch.setattr(sm90_backward, "_L2_BYTES", 1)
     monkeypatch.setattr(sm90_backward, "_FEWEST_TO_CLEAR", 1)
     monkeypatch.setattr(flash_bwd_sm90.device, "num_sms", lambda _: num_sms)
