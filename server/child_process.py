@@ -14,6 +14,11 @@ import msgspec
 #: first, deterministic plans are refused on a GPU (32 MiB: as much as torch gives cuBLAS on Hopper). Without the other
 #: one, what a long sequence keeps lies scattered between blocks that its layers free, and less of it fits.
 TRAINING = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+#: The same on a CPU, where no OMP_WAIT_POLICY says how threads wait for each other: a moment, and then they sleep. They
+#: would spin for milliseconds, and where another process keeps a core busy, on the one that the awaited thread needs: a
+#: step took up to 44 s in place of 0.7. Fewer threads, as the engine takes meanwhile, may round differently, and jobs
+#: repeat bit for bit.
+WAITING = {"GOMP_SPINCOUNT": "1000"}
 
 
 class TrainerArguments(Protocol):
@@ -31,7 +36,8 @@ def spawn_trainer(worker: str, arguments: TrainerArguments, theirs: socket) -> "
     text = msgspec.json.encode(arguments).decode()
     sign = () if arguments.answering_fd is None else (arguments.answering_fd,)
     number = theirs.fileno()
-    return spawn(worker, [str(number), text], cache_dir=arguments.cache_dir, files=(number, *sign), defaults=TRAINING)
+    defaults = TRAINING if "OMP_WAIT_POLICY" in os.environ else TRAINING | WAITING
+    return spawn(worker, [str(number), text], cache_dir=arguments.cache_dir, files=(number, *sign), defaults=defaults)
 
 
 def spawn(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from quantized_folders import fp8, unquantized
+from safetensors.torch import load_file, save_file
 from training_runs import Reports, random_examples, random_preferences, tiny_plan, write_model
 
 from models.registry import ModelSource
@@ -52,6 +53,22 @@ def test_a_run_reports_every_step_and_leaves_a_whole_result(tiny_folder: Path, t
     assert [report.valid_loss is not None for report in reports] == [False, True] * 3
     assert all(0 <= report.train_mean_token_accuracy <= 1 and report.seconds > 0 for report in reports)
     assert reports[-1].learning_rate < reports[0].learning_rate
+
+
+def test_a_run_on_fp8_weights_ends_with_the_adapter_of_what_they_mean(tmp_path: Path) -> None:
+    source, meant = fp8(tmp_path / "fp8")
+    plain = unquantized(tmp_path / "plain")
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    learnt = []
+    for folder in (source.folder, plain):
+        outcome = trainer(folder, tmp_path / f"run-{folder.name}").run(Reports())
+        assert (outcome.finished, outcome.steps) == (True, STEPS)
+        assert outcome.result is not None
+        learnt.append(weights(outcome.result))
+    ours, expected = learnt
+    assert ours.keys() == expected.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_the_loss_falls_on_what_is_learnt(tiny_folder: Path, tmp_path: Path) -> None:

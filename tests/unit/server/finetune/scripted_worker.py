@@ -93,8 +93,8 @@ class ScriptedTrainer:
             if verdict is Verdict.PAUSE:
                 self._save(state)
                 return Outcome(False, number, 0, None)
-        names = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF")  # torch wants them on a GPU
-        (self.script_folder / "environment").write_text(" ".join(os.environ[name] for name in names))
+        names = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT")  # for torch: a GPU's two, a CPU's
+        (self.script_folder / "environment").write_text(" ".join(os.environ.get(name, "unset") for name in names))
         result = self.folder / "result"
         result.mkdir(exist_ok=True)
         (result / "weights").write_text(state["weights"])
