@@ -26,8 +26,8 @@ __device__ __forceinline__ void barrier_arrive_at(uint32 barrier, int rank) {
 }
 
 // As tma_load, to the same place in every block whose bit is set in `blocks`; the bytes count on each one's own barrier.
-__device__ __forceinline__ void tma_load_for(unsigned short blocks, uint32 destination, const TensorMap* map, uint32 barrier, int c0,
-                                             int c1, int c2, int c3, uint64 policy) {
+__device__ __forceinline__ void tma_load_for(unsigned short blocks, uint32 destination, const TensorMap* map,
+                                             uint32 barrier, int c0, int c1, int c2, int c3, uint64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(destination),
