@@ -106,8 +106,7 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
         return replace(joint, apart=True, key_stages=2), joint
     if tile == 96:
         return (replace(joint, kept_k=4),)
-    joint = replace(joint, kept_k=2)
-    return replace(joint, terms_first=True), joint
+    return replace(joint, terms_first=True), replace(joint, kept_k=2)
 
 
 def section_lines(

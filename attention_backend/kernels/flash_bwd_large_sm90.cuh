@@ -51,7 +51,7 @@ class First : Half<0> {
     const uint32 lse2 = shared.lse2 + q.at * kBytesTerms;
     Terms terms;
     terms.load(lse2, lane);
-    to_probabilities(s, tile(), p, lse2, terms, now, is_masked(), lane);
+    to_probabilities(s, tile(), p, lse2, terms, now, is_masked(), has_dead(lse2), lane);
   }
 
   // One step, whose probabilities are in s and handed over. With MORE those of the next are afterwards.
@@ -61,7 +61,8 @@ class First : Half<0> {
     pack_kept(probs, s, kept_of(now));
     const uint32 rows_o = shared.o + o.at * kBytesO;
     o.wait_full(shared.full_o);
-    if (is_masked()) clear_dead_rows(rows_o, kSlabsV, shared.lse2 + q.at * kBytesTerms);
+    const uint32 lse2 = shared.lse2 + q.at * kBytesTerms;
+    if (has_dead(lse2)) clear_dead_rows(rows_o, kSlabsV, lse2);
     start_sum<HEAD_DIM_V>(dv, probs, rows_o);
     RingPlace<Q_STAGES> next = q;
     next.next();
@@ -125,12 +126,12 @@ class Second : Half<1> {
   // One step, whose dP is under way in dp. With MORE that of the next is afterwards.
   template <bool MORE>
   __device__ __forceinline__ void step(float (&dk)[HEAD_DIM / 2], float (&dp)[kRows / 2]) {
-    const bool masked = is_masked();
     const uint32 lse2 = shared.lse2 + q.at * kBytesTerms, delta = shared.delta + o.at * kBytesTerms;
     const uint32 rows_q = shared.q + q.at * kBytesQ;
     const Kept kept = kept_of(now);
     float probs[kRows / 2];
     named_sync(kProbsFull, 256);
+    const bool dead = has_dead(lse2);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const float4 x = load_shared4(shared.handover + j * 2048 + threadIdx.x % 128 * 16);
@@ -139,7 +140,7 @@ class Second : Half<1> {
     named_arrive(kProbsFree, 256);
     wgmma_wait<0>();  // dP
     if (!MORE && first_thread()) barrier_arrive(shared.empty_v);
-    to_score_gradients(dp, probs, tile(), p, kept, lse2, delta, now, masked, lane);
+    to_score_gradients(dp, probs, tile(), p, kept, lse2, delta, now, dead, lane);
     uint32 ds[kRows / 16][4];
     pack_tile(ds, dp);
     ds_place.wait_empty(shared.free_space);
@@ -149,7 +150,7 @@ class Second : Half<1> {
     named_sync(1 + 1, 128);
     if (first_thread()) barrier_arrive(shared.empty_o + 8 * o.at);
     o.next();
-    if (masked) {
+    if (dead) {
       q.wait_full(shared.full_q);
       clear_dead_rows(rows_q, kSlabsK, lse2);
     }

@@ -10,7 +10,11 @@
 //
 // With APART a third warpgroup computes dQ from what the consumers leave in shared memory: they never wait for each other
 // then, and while one of them computes probabilities the tensor cores have the products of the other. At HEAD_DIM 128 there
-// are no registers for it, so both consumers compute dQ, and meet in every step.
+// are no registers for it, so both consumers compute dQ, and meet in every step, when their sums of dV and dK are on their
+// way.
+//
+// A warpgroup whose 64 keys none of a step's rows see, half of the first step of a tile under a causal mask, computes
+// nothing there.
 //
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
@@ -195,89 +199,116 @@ class Consumer {
     ::clear_dead_rows(rows_q, kSlabsK, lse2);
   }
 
-  // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
-  template <int PART>
-  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const KeyTile& tile,
-                                       const Whole& whole, Step& now, Rings& rings) const {
-    constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
-    constexpr int kOffset = PART * kRows * 128;
-    const uint32 lse2 = shared.lse2 + rings.q.at * kBytesTerms + PART * kRows * 4;
-    const uint32 delta = shared.delta + rings.o.at * kBytesTerms + PART * kRows * 4;
-    const uint32 rows_q = shared.q + rings.q.at * kBytesQ + kOffset, rows_o = shared.o + rings.o.at * kBytesO + kOffset;
-    const bool masked = !whole.has(now.m);
-    float s[kRows / 2], dp[kRows / 2];
-    uint32 probs[kRows / 16][4], ds[kRows / 16][4];
+  // Whether a step's rows come before all that see this warpgroup's keys.
+  __device__ __forceinline__ bool sees_nothing(const KeyTile& tile, int m) const {
+    return (m + 1) * kRows <= tile.rows[group * 64].first;
+  }
 
-    if (PART == 0) rings.q.wait_full(shared.full_q);
-    if (TERMS_FIRST) {
-      if (PART == 0) rings.o.wait_full(shared.full_o);
-      begin_with_terms(s, lse2, per_lse2, lane);
-      begin_with_terms(dp, delta, -1.f, lane);
-    }
-    start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k + rings.keys.at * kBytesK, rows_q);
-    if (!TERMS_FIRST && PART == 0) rings.o.wait_full(shared.full_o);
-    start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v + rings.keys.at * kBytesV, rows_o);
-    Terms terms;
-    if (APART) terms.load(lse2, lane);  // without, there are no registers for them yet
-    wgmma_wait<1>();                    // the scores
-    if (!APART) terms.load(lse2, lane);
-    if (APART && kEnds && last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
-    to_probabilities(s, tile, p, lse2, terms, now, masked, lane);
-#if DROPOUT
-    const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
-    const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);
-#else
-    const Kept kept;
-#endif
-    pack_kept(probs, s, kept);
-    if (APART)
-      wgmma_wait_between<0>(p.batch > 0);
-    else
-      wgmma_wait<0>();
-    if (!APART && kEnds && last && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
-    if (masked) clear_dead_rows(rows_q, rows_o, lse2);
-    to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, masked, lane);
-    pack_tile(ds, dp);
-    now.next(1, tile);
+  // Leaves a step's dS to the sum of dQ, starts those of dK and dV, and waits until what they read may be overwritten.
+  template <int PART, class StartSums>
+  __device__ __forceinline__ void hand_on(const uint32 (&ds)[kRows / 16][4], bool last, Rings& rings,
+                                          StartSums start_sums) const {
+    constexpr bool kEnds = PART == kTileSteps - 1;
 #if APART
     rings.ds.wait_empty(shared.empty_ds);
     store_ds(shared.ds + rings.ds.at * kBytesDs, ds, group * 64);
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared.full_ds + 8 * rings.ds.at);
     rings.ds.next();
-    start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
-    start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
+    start_sums();
     wgmma_wait<0>();
-    if (!kEnds) return;
-    if (first_thread()) {
+    if (kEnds && first_thread()) {
       barrier_arrive(shared.empty_q + 8 * rings.q.at);
       barrier_arrive(shared.empty_o + 8 * rings.o.at);
     }
 #else
     const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
-    start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
-    float dq[32];
-    if (kEnds) {
-      named_sync(3, 128 * kConsumers);
-      fence_async_proxy();
-      start_dq(dq, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), shared.k + rings.keys.at * kBytesK, group);
-    }
-    start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
+    start_sums();
     if (!kEnds) return;
-    wgmma_wait<2>();  // dV
-    if (first_thread()) barrier_arrive(shared.empty_o + 8 * rings.o.at);
+    float dq[32];
+    named_sync(3, 128 * kConsumers);
+    fence_async_proxy();
+    start_dq(dq, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), shared.k + rings.keys.at * kBytesK, group);
+    wgmma_wait<1>();  // dV and dK
+    if (first_thread()) {
+      barrier_arrive(shared.empty_o + 8 * rings.o.at);
+      barrier_arrive(shared.empty_q + 8 * rings.q.at);
+    }
     rings.dq.wait_empty(shared.free_space + 8 * group);
-    wgmma_wait<1>();  // dQ
+    wgmma_wait<0>();
     if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
     hand_over_dq(dq, shared, group);
-    wgmma_wait<0>();  // dK
-    if (first_thread()) barrier_arrive(shared.empty_q + 8 * rings.q.at);
     rings.ds.next();
     rings.dq.next();
 #endif
-    rings.q.next();
-    rings.o.next();
+  }
+
+  // The last products of a tile of keys with its scores, or (VALUES) with its values, have been made.
+  template <bool VALUES>
+  __device__ __forceinline__ void leave(bool last, const Rings& rings) const {
+    if (APART != VALUES && last && first_thread()) barrier_arrive((VALUES ? shared.empty_v : shared.empty_k) + 8 * rings.keys.at);
+  }
+
+  // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
+  template <int PART>
+  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const KeyTile& tile,
+                                       const Whole& whole, Step& now, Rings& rings) const {
+    constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
+    constexpr int kOffset = PART * kRows * 128;
+    const uint32 rows_q = shared.q + rings.q.at * kBytesQ + kOffset, rows_o = shared.o + rings.o.at * kBytesO + kOffset;
+    const bool masked = !whole.has(now.m);
+
+    if (PART == 0) rings.q.wait_full(shared.full_q);
+    if (masked && uniform(sees_nothing(tile, now.m))) {
+      const uint32 nothing[kRows / 16][4] = {};
+      if (PART == 0) rings.o.wait_full(shared.full_o);
+      leave<false>(kEnds && last, rings);
+      leave<true>(kEnds && last, rings);
+      now.next(1, tile);
+      hand_on<PART>(nothing, last, rings, [] {});
+    } else {
+      const uint32 lse2 = shared.lse2 + rings.q.at * kBytesTerms + PART * kRows * 4;
+      const uint32 delta = shared.delta + rings.o.at * kBytesTerms + PART * kRows * 4;
+      const bool dead = masked && has_dead_rows(lse2);
+      float s[kRows / 2], dp[kRows / 2];
+      uint32 probs[kRows / 16][4], ds[kRows / 16][4];
+      if (TERMS_FIRST) {
+        if (PART == 0) rings.o.wait_full(shared.full_o);
+        begin_with_terms(s, lse2, per_lse2, lane);
+        begin_with_terms(dp, delta, -1.f, lane);
+      }
+      start_product<HEAD_DIM, KEPT_K>(s, kept_keys.k, shared.k + rings.keys.at * kBytesK, rows_q);
+      if (!TERMS_FIRST && PART == 0) rings.o.wait_full(shared.full_o);
+      start_product<HEAD_DIM_V, KEPT_V>(dp, kept_keys.v, shared.v + rings.keys.at * kBytesV, rows_o);
+      Terms terms;
+      if (APART) terms.load(lse2, lane);  // without, there are no registers for them yet
+      wgmma_wait<1>();                    // the scores
+      if (!APART) terms.load(lse2, lane);
+      leave<false>(kEnds && last, rings);
+      to_probabilities(s, tile, p, lse2, terms, now, masked, dead, lane);
+#if DROPOUT
+      const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
+      const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);
+#else
+      const Kept kept;
+#endif
+      pack_kept(probs, s, kept);
+      wgmma_wait_between<0>(p.batch > 0);
+      leave<true>(kEnds && last, rings);
+      if (dead) clear_dead_rows(rows_q, rows_o, lse2);
+      to_score_gradients(dp, s, tile, p, kept, lse2, delta, now, dead, lane);
+      pack_tile(ds, dp);
+      now.next(1, tile);
+      hand_on<PART>(ds, last, rings, [&] {
+        start_sum<HEAD_DIM_V>(sums.dv, probs, rows_o);
+        start_sum<HEAD_DIM>(sums.dk, ds, rows_q);
+      });
+    }
+    if (kEnds) {
+      rings.q.next();
+      rings.o.next();
+    }
   }
 };
 

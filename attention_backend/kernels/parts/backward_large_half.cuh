@@ -51,6 +51,8 @@ class Half {
   __device__ __forceinline__ bool is_masked() const {
     return now.m < uniform(tile().whole_begin) || now.m >= uniform(tile().whole_end);
   }
+  // Whether some rows of this step see no key. All warps find the same.
+  __device__ __forceinline__ bool has_dead(uint32 lse2) const { return is_masked() && has_dead_rows(lse2); }
   __device__ __forceinline__ void next_step() { now.next(1, tile()); }
 
   __device__ __forceinline__ void wait_keys() const {

@@ -13,19 +13,28 @@ struct Lane {
       : key(first_key + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4), row(threadIdx.x % 4 * 2) {}
 };
 
-// Gives `value` to what is hidden: rows that do not see the key, rows that see nothing (they may be NaN), rows of padding.
-__device__ __forceinline__ void hide(float (&x)[kRows / 2], float value, const KeyTile& tile, uint32 lse2, int m,
-                                     const Lane& lane) {
-  const KeyRows rows[2] = {tile.rows[lane.key], tile.rows[lane.key + 8]};
+// Makes nothing of the scores of rows that do not see the key.
+__device__ __forceinline__ void hide_unseen(float (&s)[kRows / 2], const KeyTile& tile, int m, const Lane& lane) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const KeyRows seen = tile.rows[lane.key + half * 8];
+    const uint32 first = m * kRows + lane.row - seen.first;
+#pragma unroll
+    for (int i = 0; i < kRows / 8; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (first + i * 8 + j >= static_cast<uint32>(seen.count)) s[i * 4 + half * 2 + j] = -kInfinity;
+  }
+}
+
+// Gives `value` to rows that see nothing, whose numbers may be NaN, and to rows of padding.
+__device__ __forceinline__ void hide_dead(float (&x)[kRows / 2], float value, uint32 lse2, const Lane& lane) {
 #pragma unroll
   for (int i = 0; i < kRows / 8; i++) {
     const float2 l = load_shared2(lse2 + (i * 8 + lane.row) * 4);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const KeyRows& seen = rows[j / 2];
-      const uint32 row = m * kRows + i * 8 + lane.row + j % 2 - seen.first;
-      if (row >= static_cast<uint32>(seen.count) || (j % 2 ? l.y : l.x) == kInfinity) x[i * 4 + j] = value;
-    }
+    for (int j = 0; j < 4; j++)
+      if ((j % 2 ? l.y : l.x) == kInfinity) x[i * 4 + j] = value;
   }
 }
 
@@ -58,9 +67,9 @@ struct Terms {
   }
 };
 
-// Scores, as the product left them, become probabilities.
+// Scores, as the product left them, become probabilities. `masked`: not every row sees every key; `dead`: some see none.
 __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const BackwardParams& p,
-                                                 uint32 lse2, const Terms& terms, const Step& step, bool masked,
+                                                 uint32 lse2, const Terms& terms, const Step& step, bool masked, bool dead,
                                                  const Lane& lane) {
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
@@ -68,7 +77,8 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
   for (int x = 0; x < kRows / 2; x++)
     s[x] = score(s[x], step.m * kRows + x / 4 * 8 + lane.row + x % 2, tile.first_key + lane.key + x / 2 % 2 * 8, tile.seq);
 #endif
-  if (masked) hide(s, -kInfinity, tile, lse2, step.m, lane);
+  if (masked) hide_unseen(s, tile, step.m, lane);
+  if (dead) hide_dead(s, -kInfinity, lse2, lane);
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++) {
 #if TERMS_FIRST
@@ -79,16 +89,17 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
   }
 }
 
-// dP becomes dS, times what turns a gradient of scores into one of q k^T but for the softmax scale.
+// dP becomes dS, times what turns a gradient of scores into one of q k^T but for the softmax scale. Where a row does not see
+// a key its probability is 0, so dP is hidden only where it may not be a number.
 __device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const float (&probs)[kRows / 2],
                                                    const KeyTile& tile, const BackwardParams& p, const Kept& kept,
-                                                   uint32 lse2, uint32 delta, const Step& step, bool hides,
+                                                   uint32 lse2, uint32 delta, const Step& step, bool dead,
                                                    const Lane& lane) {
 #if DROPOUT
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++) dp[x] = kept(x) ? dp[x] * p.dropout.scale : 0.f;
 #endif
-  if (hides) hide(dp, 0.f, tile, lse2, step.m, lane);
+  if (dead) hide_dead(dp, 0.f, lse2, lane);
 #if TERMS_FIRST
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++) dp[x] *= probs[x];

@@ -71,7 +71,7 @@ def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
 def test_tiles_are_told_apart_by_their_names() -> None:
     names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
     assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
-    assert names[128, 128] == ["joint-terms-kept2+0", "joint-kept2+0"]
+    assert names[128, 128] == ["joint-terms-kept0+0", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
 
 
