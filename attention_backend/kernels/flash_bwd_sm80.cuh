@@ -140,12 +140,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
               float t = s[x][i][half * 2 + j];
 #if SOFTCAP
               // Of a hidden score too, which is -inf.
-              slope[j] = fmaxf(1.f - t / score.softcap * (t / score.softcap), 0.f);
+              slope[j] = fmaxf(1.f - t * score.per_softcap * (t * score.per_softcap), 0.f);
 #elif SCORE_CHANGES
               t = score.capped(t);
 #endif
 #if SCORE_CHANGES
-              t = score.biased(t, row0 + x * 16 + half * 8, key0 + i * 8 + j, seq);
+              t = score.biased(t, row0 + x * 16 + half * 8, key0, i * 8 + j, seq);
 #endif
               prob[j] = exp2_approx(fmaf(t, score.scale_log2, -lse2));
             }

@@ -2,11 +2,14 @@
 
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
+from math import e, log2
 
 import torch
 from torch import Tensor
 
 from attention_backend.problem import FURTHEST, AttentionArgs
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class SequenceParams(ctypes.Structure):
@@ -27,8 +30,7 @@ class ScoreParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("key_mask", "bias", "alibi_slopes")),
         *((name, c_int64) for name in ("key_mask_batch", "bias_batch", "bias_head", "bias_row", "alibi_batch")),
-        ("softmax_scale", c_float),
-        ("softcap", c_float),
+        *((name, c_float) for name in ("softmax_scale", "softcap", "cap_log2", "per_softcap")),
     )
 
 
@@ -84,6 +86,9 @@ def sequence_params(args: AttentionArgs) -> SequenceParams:
 
 def score_params(args: AttentionArgs) -> ScoreParams:
     p = ScoreParams(softmax_scale=args.softmax_scale, softcap=args.softcap)
+    if args.softcap:
+        p.per_softcap = min(1 / args.softcap, _LARGEST)
+        p.cap_log2 = min(2 * log2(e) * args.softmax_scale / args.softcap, _LARGEST)
     if args.key_mask is not None:
         p.key_mask = args.key_mask.data_ptr()
         p.key_mask_batch = args.key_mask.stride(0)

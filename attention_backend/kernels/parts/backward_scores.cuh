@@ -74,8 +74,8 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
 #pragma unroll
-  for (int x = 0; x < kRows / 2; x++)
-    s[x] = score(s[x], step.m * kRows + x / 4 * 8 + lane.row + x % 2, tile.first_key + lane.key + x / 2 % 2 * 8, tile.seq);
+  for (int x = 0; x < kRows / 2; x++)  // a row that comes later is what a key in front is, and there is no bias
+    s[x] = score(s[x], step.m * kRows + lane.row, tile.first_key + lane.key, x / 2 % 2 * 8 - x / 4 * 8 - x % 2, tile.seq);
 #endif
   if (masked) hide_unseen(s, tile, step.m, lane);
   if (dead) hide_dead(s, -kInfinity, lse2, lane);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void to_score_gradients(float (&dp)[kRows / 2], const
       const int row = step.m * kRows + i * 8 + lane.row + j % 2, key = tile.first_key + lane.key + j / 2 * 8;
       capped += score.slope * fabsf(static_cast<float>(row + tile.seq.q_offset - key));
 #endif
-      const float tanh = capped / score.softcap;
+      const float tanh = capped * score.per_softcap;
       dp[x] = probs[x] > 0.f ? dp[x] * fmaxf(1.f - tanh * tanh, 0.f) : 0.f;
     }
   }

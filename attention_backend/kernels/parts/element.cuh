@@ -56,6 +56,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x by the special function unit, within one unit in the last place; subnormal results are flushed to zero.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ uint32 shared_address(const void* p) {
   return static_cast<uint32>(__cvta_generic_to_shared(p));
 }

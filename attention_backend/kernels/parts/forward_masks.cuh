@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32 keys_below(int end) {
   return bits >= 32 ? ~0u : (1u << bits) - 1;
 }
 
-// As mask_scores, of a thread's keys in one word: two instructions a score instead of three. nothing but an interval hides keys, from bits: two instructions a score instead of three.
+// As mask_scores where nothing but an interval hides keys, a thread's in one word: two instructions a score for three.
 template <int SCORES>
 __device__ __forceinline__ void mask_scores_by_bits(float (&s)[SCORES], const Tile& tile, int row0, int key0, int column) {
   static_assert(SCORES <= 64, "a row's keys of a thread are a word");

@@ -18,6 +18,8 @@ struct ScoreParams {
   int64 alibi_batch;
   float softmax_scale;
   float softcap;
+  float cap_log2;     // 2 log2(e) softmax_scale / softcap, or the largest number
+  float per_softcap;  // 1 / softcap, or the largest number
 };
 
 struct Score {
@@ -27,7 +29,7 @@ struct Score {
   __device__ __forceinline__ bool key_visible(int key) const { return key_mask[key]; }
 #endif
 #if SCORE_CHANGES
-  float softmax_scale, softcap, slope;
+  float softmax_scale, softcap, cap_log2, per_softcap, slope;
   const void* bias;
   int64 bias_row;
 #endif
@@ -40,6 +42,8 @@ struct Score {
 #if SCORE_CHANGES
     softmax_scale = p.softmax_scale;
     softcap = p.softcap;
+    cap_log2 = p.cap_log2;
+    per_softcap = p.per_softcap;
     slope = ALIBI ? p.alibi_slopes[batch * p.alibi_batch + head] : 0.f;
     const int64 offset = batch * p.bias_batch + head * p.bias_head;
     bias = BIAS == 1 ? static_cast<const void*>(static_cast<const float*>(p.bias) + offset)
@@ -64,27 +68,29 @@ struct Score {
   __device__ __forceinline__ float shift(float m) const { return m == -kInfinity ? 0.f : level(m); }
 
 #if SCORE_CHANGES
-  // From a product of q and k to a score, in two steps: the scale and the cap; then what is added.
-  __device__ __forceinline__ float operator()(float s, int row, int key, const Sequence& seq) const {
-    return biased(capped(s), row, key, seq);
+  // From a product of q and k to a score, in two steps: the scale and the cap; then what is added. The key is `key` +
+  // `further`, of which only the latter differs between a thread's scores of a row: floats are subtracted where integers
+  // would have to be converted, each by the special function unit.
+  __device__ __forceinline__ float operator()(float s, int row, int key, int further, const Sequence& seq) const {
+    return biased(capped(s), row, key, further, seq);
   }
 
   __device__ __forceinline__ float capped(float s) const {
-    s *= softmax_scale;
 #if SOFTCAP
     // tanh by exp2: the hardware's tanh.approx is off by 2^-11, which softcap multiplies.
-    s = softcap * (1.f - 2.f / (1.f + exp2_approx(s / softcap * (2.f * kLog2e))));
+    return fmaf(-2.f * softcap, reciprocal_approx(1.f + exp2_approx(s * cap_log2)), softcap);
+#else
+    return s * softmax_scale;
 #endif
-    return s;
   }
 
-  __device__ __forceinline__ float biased(float s, int row, int key, const Sequence& seq) const {
+  __device__ __forceinline__ float biased(float s, int row, int key, int further, const Sequence& seq) const {
 #if ALIBI
-    s -= slope * fabsf(static_cast<float>(row + seq.q_offset - key));
+    s -= slope * fabsf(static_cast<float>(row + seq.q_offset - key) - static_cast<float>(further));
 #endif
 #if BIAS
-    if (row < seq.seqlen_q && key < seq.stop) {
-      const int64 at = row * bias_row + key;
+    if (row < seq.seqlen_q && key + further < seq.stop) {
+      const int64 at = row * bias_row + key + further;
       s += BIAS == 1 ? static_cast<const float*>(bias)[at] : to_float(static_cast<const element*>(bias)[at]);
       // "Hidden" is often written as the lowest float, which times log2(e) would overflow; -inf stays what it is.
       if (s < kLowestScore && s != -kInfinity) s = kLowestScore;

@@ -107,6 +107,10 @@ inline float exp2_flushed(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0.f : y;
 }
+inline float reciprocal_flushed(float x) {
+  const float y = 1.f / x;
+  return fabsf(y) < 0x1p-126f ? 0.f : y;
+}
 inline uint32_t pack_bf16(float high, float low) { return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16; }
 inline uint32_t pack_half(float high, float low) { return to_half(low) | static_cast<uint32_t>(to_half(high)) << 16; }
 inline uint16_t pack_e4m3(float high, float low) { return to_e4m3(low) | to_e4m3(high) << 8; }
