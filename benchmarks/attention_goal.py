@@ -25,6 +25,7 @@ class Goal:
     values: Sequence[float]  # one per cell; empty when no cell was timed
     cells: Sequence[str] = ()  # what each value is of
     rule: Rule = Rule.EACH
+    over_best: bool = False  # whether the values are ratios over each cell's best peer
 
     @property
     def worst(self) -> int:
@@ -87,7 +88,7 @@ def of_cells(
         if record.cell.section == section and where(record) and (x := value(record)) is not None:
             values.append(x)
             cells.append(str(record.cell))
-    return Goal(name, goal, values, cells, rule)
+    return Goal(name, goal, values, cells, rule, value is over_best)
 
 
 def over(peer: str) -> Callable[[Record], float | None]:

@@ -59,7 +59,9 @@ def with_section(reports: Sequence[Report], section: str) -> list[Report]:
 
 
 def rows(reports: Sequence[Report], section: str) -> list[Row]:
-    """Of the cells that ours was timed in, in the order of the files."""
+    """Of the cells that ours was timed in, in the order of the run with the most of them."""
+    largest = max(reports, key=lambda report: len(report.of_section(section)), default=None)
+    order = [] if largest is None else [record.cell for record in largest.of_section(section)]
     found: dict[Cell, Row] = {}
     for report in reports:
         for record in report.of_section(section):
@@ -72,7 +74,7 @@ def rows(reports: Sequence[Report], section: str) -> list[Row]:
                 ratio = record.ratio(OURS, name)
                 if ratio is not None:
                     row.ratios.setdefault(name, ratio)
-    return list(found.values())
+    return sorted(found.values(), key=lambda row: order.index(row.cell) if row.cell in order else len(order))
 
 
 def _share(ours: float, report: Report) -> float | None:
@@ -80,7 +82,11 @@ def _share(ours: float, report: Report) -> float | None:
 
 
 def all_goals(reports: Sequence[Report]) -> list[Goal]:
-    """The goals that anything was measured for, over all runs together: each cell as in the newest that has it."""
+    """The goals that anything was measured for, over all runs together: each cell as in the newest that has it, and its
+    best peer of all runs, each peer as in the newest that has both."""
+    sections = {record.cell.section for report in reports for record in report.records}
+    found = [row for section in sections for row in rows(reports, section)]
+    best = {str(row.cell): min(row.ratios.values()) for row in found if row.ratios}
     together: dict[str, Goal] = {}
     for report in reports:
         for goal in goals(report.records, report.copy_tb_per_s):
@@ -93,4 +99,7 @@ def all_goals(reports: Sequence[Report]) -> list[Goal]:
                 new = [(v, c) for v, c in zip(goal.values, goal.cells, strict=True) if c not in known.cells]
                 values, cells = [*known.values, *(v for v, _ in new)], [*known.cells, *(c for _, c in new)]
                 together[goal.name] = replace(known, values=values, cells=cells)
-    return list(together.values())
+    return [
+        replace(goal, values=[best[cell] for cell in goal.cells]) if goal.over_best else goal
+        for goal in together.values()
+    ]
