@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
               t = score.capped(t);
 #endif
 #if SCORE_CHANGES
-              t = score.biased(t, row0 + x * 16 + half * 8, key0, i * 8 + j, seq);
+              t = score.biased(t, row0 + x * 16 + half * 8, key0 + i * 8 + j, seq);
 #endif
               prob[j] = exp2_approx(fmaf(t, score.scale_log2, -lse2));
             }

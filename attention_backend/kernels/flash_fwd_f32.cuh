@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_fwd_f32(const Forwa
     for (int j = 0; j < 4; j++) {
       const int at = n0 + c + 8 * j;
 #if SCORE_CHANGES
-      s[j] = score(s[j], row, n0 + c, 8 * j, seq);
+      s[j] = score(s[j], row, at, seq);
 #else
       s[j] *= p.score.softmax_scale;
 #endif

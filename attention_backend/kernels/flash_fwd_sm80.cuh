@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_fwd_sm8
       for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          s[x][i][j] = score(s[x][i][j], row0 + j / 2 * 8, n * BLOCK_N + lane % 4 * 2, i * 8 + j % 2, seq);
+          s[x][i][j] = score(s[x][i][j], row0 + j / 2 * 8, n * BLOCK_N + i * 8 + lane % 4 * 2 + j % 2, seq);
 #endif
       if (edge) {
 #pragma unroll

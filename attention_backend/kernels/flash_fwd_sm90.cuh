@@ -274,7 +274,7 @@ class Consumer {
 #if SCORE_CHANGES
 #pragma unroll
     for (int x = 0; x < kScores; x++)
-      s[x] = score(s[x], row0 + x / 2 % 2 * 8, key0 + column, x / 4 * 8 + x % 2, tile.seq);
+      s[x] = score(s[x], row0 + x / 2 % 2 * 8, key0 + column + x / 4 * 8 + x % 2, tile.seq);
 #endif
 #if KEY_MASK
 #pragma unroll

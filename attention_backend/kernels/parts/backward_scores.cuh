@@ -74,8 +74,8 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
 #pragma unroll
-  for (int x = 0; x < kRows / 2; x++)  // a row that comes later is what a key in front is, and there is no bias
-    s[x] = score(s[x], step.m * kRows + lane.row, tile.first_key + lane.key, x / 2 % 2 * 8 - x / 4 * 8 - x % 2, tile.seq);
+  for (int x = 0; x < kRows / 2; x++)
+    s[x] = score(s[x], step.m * kRows + x / 4 * 8 + lane.row + x % 2, tile.first_key + lane.key + x / 2 % 2 * 8, tile.seq);
 #endif
   if (masked) hide_unseen(s, tile, step.m, lane);
   if (dead) hide_dead(s, -kInfinity, lse2, lane);

@@ -218,7 +218,7 @@ struct WarpRows {
 #endif
 #if SCORE_CHANGES
         const Score changes(p.score, batch, first_head + row % p.group);
-        s[c][x] = changes(s[c][x], row / p.group, at, 0, seq);
+        s[c][x] = changes(s[c][x], row / p.group, at, seq);
 #endif
         if (edge) {
           const int query = min(row / p.group, seq.seqlen_q - 1);

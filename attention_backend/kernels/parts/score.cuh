@@ -68,11 +68,9 @@ struct Score {
   __device__ __forceinline__ float shift(float m) const { return m == -kInfinity ? 0.f : level(m); }
 
 #if SCORE_CHANGES
-  // From a product of q and k to a score, in two steps: the scale and the cap; then what is added. The key is `key` +
-  // `further`, of which only the latter differs between a thread's scores of a row: floats are subtracted where integers
-  // would have to be converted, each by the special function unit.
-  __device__ __forceinline__ float operator()(float s, int row, int key, int further, const Sequence& seq) const {
-    return biased(capped(s), row, key, further, seq);
+  // From a product of q and k to a score, in two steps: the scale and the cap; then what is added.
+  __device__ __forceinline__ float operator()(float s, int row, int key, const Sequence& seq) const {
+    return biased(capped(s), row, key, seq);
   }
 
   __device__ __forceinline__ float capped(float s) const {
@@ -84,13 +82,13 @@ struct Score {
 #endif
   }
 
-  __device__ __forceinline__ float biased(float s, int row, int key, int further, const Sequence& seq) const {
+  __device__ __forceinline__ float biased(float s, int row, int key, const Sequence& seq) const {
 #if ALIBI
-    s -= slope * fabsf(static_cast<float>(row + seq.q_offset - key) - static_cast<float>(further));
+    s -= slope * fabsf(static_cast<float>(row + seq.q_offset - key));
 #endif
 #if BIAS
-    if (row < seq.seqlen_q && key + further < seq.stop) {
-      const int64 at = row * bias_row + key + further;
+    if (row < seq.seqlen_q && key < seq.stop) {
+      const int64 at = row * bias_row + key;
       s += BIAS == 1 ? static_cast<const float*>(bias)[at] : to_float(static_cast<const element*>(bias)[at]);
       // "Hidden" is often written as the lowest float, which times log2(e) would overflow; -inf stays what it is.
       if (s < kLowestScore && s != -kInfinity) s = kLowestScore;
