@@ -244,10 +244,11 @@ class Consumer {
 #endif
   }
 
-  // The last products of a tile of keys with its scores, or (VALUES) with its values, have been made.
+  // After the last product that needs a tile's keys (where dQ is another's), or (VALUES, where no results go there) values.
   template <bool VALUES>
   __device__ __forceinline__ void leave(bool last, const Rings& rings) const {
-    if (APART != VALUES && last && first_thread()) barrier_arrive((VALUES ? shared.empty_v : shared.empty_k) + 8 * rings.keys.at);
+    const uint32 empty = VALUES ? shared.empty_v : shared.empty_k;
+    if (APART != VALUES && last && first_thread()) barrier_arrive(empty + 8 * rings.keys.at);
   }
 
   // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
