@@ -46,6 +46,21 @@ def test_peers_stand_beside_ours_of_their_own_run(results: Path) -> None:
     assert row.peer("flashinfer") == pytest.approx(row.ours / 1.3)
 
 
+def test_a_newer_run_of_one_cell_changes_that_cell_and_no_order(results: Path) -> None:
+    cells = list(forward_cells())
+    later = NEWER | {"date": "2026-11-23T12:00:00+00:00"}
+    run(cells[-1:], machine=later, longwave=1.0, fa3=0.9).write(results / "attention_c.json")
+    rows = attention_results.rows(attention_results.runs(results), "forward")
+    assert [row.cell for row in rows] == cells
+    assert rows[-1].ratios == pytest.approx({"fa3": 0.9, "cudnn": 0.95, "flashinfer": 1.3, "fa4": 1.1})
+    goals = {goal.name: goal for goal in attention_results.all_goals(attention_results.runs(results))}
+    values = dict(
+        zip(goals["forward over its best peer"].cells, goals["forward over its best peer"].values, strict=True)
+    )
+    assert values[str(cells[-1])] == pytest.approx(0.9)
+    assert values[str(cells[0])] == pytest.approx(0.95)
+
+
 def test_goals_of_several_runs_are_one_line_each(results: Path) -> None:
     found = {goal.name: goal for goal in attention_results.all_goals(attention_results.runs(results))}
     over = found["decode over shuffled pages over cuDNN's contiguous decode"]
