@@ -61,7 +61,7 @@ def with_section(reports: Sequence[Report], section: str) -> list[Report]:
 def rows(reports: Sequence[Report], section: str) -> list[Row]:
     """Of the cells that ours was timed in, in the order of the run with the most of them."""
     largest = max(reports, key=lambda report: len(report.of_section(section)), default=None)
-    order = [] if largest is None else [record.cell for record in largest.of_section(section)]
+    places = {} if largest is None else {record.cell: i for i, record in enumerate(largest.of_section(section))}
     found: dict[Cell, Row] = {}
     for report in reports:
         for record in report.of_section(section):
@@ -74,7 +74,7 @@ def rows(reports: Sequence[Report], section: str) -> list[Row]:
                 ratio = record.ratio(OURS, name)
                 if ratio is not None:
                     row.ratios.setdefault(name, ratio)
-    return sorted(found.values(), key=lambda row: order.index(row.cell) if row.cell in order else len(order))
+    return sorted(found.values(), key=lambda row: places.get(row.cell, len(places)))
 
 
 def _share(ours: float, report: Report) -> float | None:

@@ -13,8 +13,8 @@
 // are no registers for it, so both consumers compute dQ, and meet in every step, when their sums of dV and dK are on their
 // way.
 //
-// A warpgroup whose 64 keys none of a step's rows see, half of the first step of a tile under a causal mask, computes
-// nothing there.
+// A warpgroup whose 64 keys none of a step's rows see, the second one in a tile's first step under a causal mask, leaves
+// zeros for dS and multiplies for nobody but dQ.
 //
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
