@@ -57,11 +57,6 @@ __device__ __forceinline__ void write_words(uint4* p, const uint4& x) {
 }
 __device__ __forceinline__ bool all_there(const uint4& x) { return x.x && x.y && x.z && x.w; }
 
-__device__ __forceinline__ float2 unpack2(uint32 word) {
-  const element* const x = reinterpret_cast<const element*>(&word);
-  return make_float2(to_float(x[0]), to_float(x[1]));
-}
-
 // What finishing a group wants from memory, asked for before its tiles are multiplied. Lane 8 * row + i of a warp has
 // two neighbouring columns of a row: of 16, or, where the group's two halves belong together (the gate's and the other
 // projection's columns, what is turned together), of both halves, and only half the lanes have some.

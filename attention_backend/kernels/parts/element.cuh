@@ -49,6 +49,17 @@ __device__ __forceinline__ uint32 pack2(float lo, float hi) {
   return r;
 }
 
+#if !FP32
+// The two elements of such a register.
+__device__ __forceinline__ float2 unpack2(uint32 x) {
+#if BF16
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
+#else
+  return __half22float2(*reinterpret_cast<const __half2*>(&x));
+#endif
+}
+#endif
+
 // 2^x by the special function unit; subnormal results are flushed to zero.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

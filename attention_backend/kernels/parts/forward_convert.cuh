@@ -133,12 +133,4 @@ struct Queries {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, chunk = 2 * i + threadIdx.x % 32 / 16;
     return rows + chunk / 8 * kSlabQ + row * 128 + ((chunk ^ row) & 7) * 16;
   }
-
-  static __device__ __forceinline__ float2 unpack2(uint32 x) {
-#if BF16
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-#else
-    return __half22float2(*reinterpret_cast<const __half2*>(&x));
-#endif
-  }
 };

@@ -37,14 +37,6 @@ __device__ __forceinline__ int64 state_offset(const LinearParams& p, int batch, 
   return ((static_cast<int64>(batch) * p.num_kv_heads + kv_head) * p.segments + segment) * kStateFloats;
 }
 
-__device__ __forceinline__ float2 unpack2(uint32 x) {
-#if BF16
-  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-#else
-  return __half22float2(*reinterpret_cast<const __half2*>(&x));
-#endif
-}
-
 __device__ __forceinline__ float feature(float x) {
 #if FEATURES == 1
   return x > 0.f ? x + 1.f : exp2_approx(x * kLog2e);

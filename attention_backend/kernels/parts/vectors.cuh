@@ -9,13 +9,8 @@ __device__ __forceinline__ void unpack(const uint4& bits, float (&x)[kVector]) {
   const uint32 words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-#if BF16
-    x[2 * i] = __uint_as_float(words[i] << 16);
-    x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-#else
-    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
+    const float2 pair = unpack2(words[i]);
     x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-#endif
   }
 }
 
