@@ -91,6 +91,12 @@ def _tma_store(m: re.Match[str], o: Operands) -> str:
     return f"{place} emu::tma_store({tensor_map}, {source}, {m['rank']}, ptx_at);"
 
 
+def _store_there(_: re.Match[str], o: Operands) -> str:
+    # [destination], words, [barrier], both in another block
+    words = f"const uint32_t ptx_words[] = {{{', '.join(o[1])}}};"
+    return f"{words} emu::store_there({o[0][0]}, ptx_words, {len(o[1])}, {o[2][0]});"
+
+
 def _matrices(m: re.Match[str], o: Operands) -> str:
     out = ", ".join(f"&({x})" for x in o[0])
     return f"uint32_t* const ptx_out[] = {{{out}}}; emu::load_matrices(ptx_out, {o[1][0]}, {_flag(m['trans'])});"
@@ -155,6 +161,8 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.shared.*\.multicast.*", _tma_for),
     (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.shared.*", _tma),
     (r"cp\.async\.bulk\.tensor\.(?P<rank>\d)d\.global.*", _tma_store),
+    (r"cp\.async\.bulk\.shared::cluster\.shared::cta\..*", _call("copy_there")),
+    (r"st\.async\.shared::cluster\..*", _store_there),
     (
         r"cp\.async\.bulk\.shared.*",
         lambda _, o: f"emu::bulk_load({o[0][0]}, (const void*)({o[1][0]}), {o[2][0]}, {o[3][0]});",

@@ -163,9 +163,15 @@ uint32_t address_at(uint32_t address, uint32_t rank) {
   block_at(rank);
   return address | (rank + 1) << kRankShift;
 }
+Block& block_of(uint32_t& address) {
+  const uint32_t rank = address >> kRankShift;
+  if (!rank) fail("an address %u of no block", address);
+  address &= (1u << kRankShift) - 1;
+  return block_at(rank - 1);
+}
 void mbarrier_arrive_at(uint32_t address) {
-  if (!(address >> kRankShift)) fail("an arrival at %u of no block", address);
-  arrive(block_at((address >> kRankShift) - 1), address & ((1u << kRankShift) - 1), 0);
+  Block& block = block_of(address);
+  arrive(block, address, 0);
 }
 namespace {
 ClusterBarrier& cluster_barrier() { return launch->clusters[me()->block->index.x / launch->cluster]; }

@@ -122,6 +122,22 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
   send(me()->block, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, source, bytes); });
 }
 
+void store_there(uint32_t destination, const uint32_t* words, int count, uint32_t mbarrier) {
+  Block& block = block_of(destination);
+  if (&block != &block_of(mbarrier)) fail("a store to one block counts on an mbarrier of another");
+  if (destination % (4 * count)) fail("a misaligned store to another block");
+  const std::vector<uint32_t> held(words, words + count);
+  send(&block, destination, 4 * count, mbarrier,
+       [=](Block& block) { memcpy(block.base + destination, held.data(), 4 * count); });
+}
+void copy_there(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t mbarrier) {
+  Block& block = block_of(destination);
+  if (&block != &block_of(mbarrier)) fail("a copy to one block counts on an mbarrier of another");
+  if (destination % 16 || source % 16 || bytes % 16) fail("a misaligned bulk copy");
+  const char* const from = shared_of(*me()->block, source, bytes);
+  send(&block, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, from, bytes); });
+}
+
 void copy16(uint32_t destination, const void* source, int bytes) {
   char* const to = shared_pointer(destination, 16);
   if (bytes && reinterpret_cast<size_t>(source) % 16) fail("a misaligned asynchronous copy");

@@ -51,6 +51,8 @@ bool mbarrier_test(uint32_t address, uint32_t parity);
 uint32_t cluster_rank();
 uint32_t address_at(uint32_t address, uint32_t rank);
 void mbarrier_arrive_at(uint32_t address);
+void store_there(uint32_t address, const uint32_t* words, int count, uint32_t mbarrier);
+void copy_there(uint32_t address, uint32_t source, uint32_t bytes, uint32_t mbarrier);
 void cluster_arrive();
 void cluster_wait();
 
@@ -118,6 +120,7 @@ inline uint32_t half_of_e4m3(uint16_t x) { return pack_half(from_e4m3(x >> 8), f
 }  // namespace emu
 
 inline size_t __cvta_generic_to_shared(const void* p) { return emu::shared_address(p); }
+inline void* __cvta_shared_to_generic(size_t address) { return emu::shared_pointer(address, 1); }
 inline size_t __cvta_generic_to_global(const void* p) { return reinterpret_cast<size_t>(p); }
 inline void __syncthreads() { emu::barrier(0, emu::block_dim.x * emu::block_dim.y * emu::block_dim.z, true); }
 inline void __syncwarp(unsigned mask = ~0u) { emu::meet(mask, "__syncwarp", nullptr, [](void**, unsigned) {}); }

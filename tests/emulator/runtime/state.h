@@ -133,6 +133,7 @@ void wake(Fiber* fiber);
 void wake_all(std::vector<Fiber*>& waiting);
 void wait(const char* what);  // until somebody wakes this fiber
 void complete(Block& block, MBarrier& barrier);
-Block& block_at(uint32_t rank);  // of this thread's cluster
+Block& block_at(uint32_t rank);      // of this thread's cluster
+Block& block_of(uint32_t& address);  // that address_at named; the address is that block's own then
 char* shared_of(Block& block, uint32_t address, size_t bytes);
 }  // namespace emu
