@@ -22,7 +22,7 @@ _FEWEST_TO_CLEAR = 8  # tiles of keys
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """Tile of a kernel: `block_n` keys, tiles of `block_m` query rows in steps of `step_rows`, rings of stages."""
+    """Tile of a kernel: `block_n` keys, tiles of `block_m` query rows in steps of 64, rings of stages."""
 
     kernel: str
     head_dim: int
@@ -32,14 +32,17 @@ class BackwardTile:
     q_stages: int
     o_stages: int
     ds_stages: int
-    handover: int  # chunks of 64 x 64 floats
+    handover: int = 0  # chunks of 64 x 64 floats
     kept_k: int = 0  # slices of 16 columns of keys and of values that consumers keep in registers
     kept_v: int = 0
     apart: bool = False  # a warpgroup of its own computes dQ
     terms_first: bool = False  # scores and dP are added to what would be taken from them
     key_stages: int = 1  # tiles of keys and values: with two, the next ones are loaded while the last rows are computed
+    cluster: int = 1  # blocks that share a tile: two of them, of head_dim above 128
 
     def __str__(self) -> str:
+        if self.cluster > 1:
+            return "pair"
         how = ("apart" if self.apart else "joint") + ("-terms" if self.terms_first else "")
         return f"{how}-kept{self.kept_k}+{self.kept_v}"
 
@@ -50,12 +53,9 @@ class BackwardTile:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a producer's, a consumer's and dQ's thread, if it has its own."""
+        if self.cluster > 1:
+            return (24, 240, 0)
         return (24, 208, 72) if self.apart else (24, 240, 0)
-
-    @property
-    def wide(self) -> bool:
-        """Whether it is a tile of the kernel for head_dim above 128."""
-        return self.head_dim > 128
 
     @property
     def tile_slots(self) -> int:
@@ -68,17 +68,36 @@ class BackwardTile:
 
     @property
     def smem_bytes(self) -> int:
+        seen = (1 if self.cluster > 1 else _TILE_SLOTS) * _KEY_BYTES * self.block_n
+        used = (self._pair_bytes if self.cluster > 1 else self._block_bytes) + _TILE_SLOTS * _TILE_BYTES + seen
+        # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
+        return min(used + 1024, _SHARED_MEMORY)
+
+    @property
+    def _block_bytes(self) -> int:
+        """But for descriptions: tiles, rings, dS, what is handed over, barriers (parts/backward_shared.cuh)."""
         slabs, slabs_v = self.slabs, -(-self.head_dim_v // 64)
         keys = self.key_stages * (slabs + slabs_v) * self.block_n * 128
         rows = (self.q_stages * slabs + self.o_stages * slabs_v) * self.block_m * 128
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * (_STEP_ROWS if self.apart else self.block_m) * 2
         rings = 2 * (self.q_stages + self.o_stages + _TILE_SLOTS + self.ds_stages * self.apart)
-        barriers = 8 * (4 * self.key_stages + rings + 3 * _CONSUMERS + 1)
-        tiles = _TILE_SLOTS * (_TILE_BYTES + _KEY_BYTES * self.block_n)
-        used = keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers + tiles
-        # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
-        return min(used + 1024, _SHARED_MEMORY)
+        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 1)
+        return keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers
+
+    @property
+    def _pair_bytes(self) -> int:
+        """The same of either block of a pair, whichever has more (parts/backward_pair_shared.cuh)."""
+        slab, row_slab = self.block_n * 128, self.block_m * 128
+        slabs, slabs_v = self.slabs, -(-self.head_dim_v // 64)
+        ds = self.block_n * self.block_m * 2
+        keys = self.ds_stages * ds + slabs * slab + self.q_stages * slabs * row_slab
+        probs_stages = self.ds_stages + 1
+        values = probs_stages * ds + (slabs_v + slabs - _CONSUMERS) * slab + self.o_stages * slabs_v * row_slab
+        stages = max(self.q_stages, self.o_stages)
+        terms = max(self.q_stages, 2 * self.o_stages) * self.block_m * 4
+        barriers = 8 * (4 + 2 * stages + 2 * _TILE_SLOTS + 2 * self.ds_stages + (2 + probs_stages) * _CONSUMERS + 3)
+        return max(keys, values) + terms + barriers
 
 
 def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False) -> BackwardTile:
@@ -99,7 +118,7 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
     if (tile, tile_v) not in MIXED_TILES:
         tile = tile_v = max(tile, tile_v)
     if tile > 128:
-        return (BackwardTile("flash_bwd_large_sm90", tile, tile_v, 64, 64, 2, 2, 2, 1),)
+        return (BackwardTile("flash_bwd_pair_sm90", tile, tile_v, 64, 128, 4, 2, 2, cluster=2),)
     joint = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2)
     if tile == 64:
         joint = replace(joint, block_m=128, kept_k=4, kept_v=4)
@@ -126,9 +145,8 @@ def section_lines(
 
 def clears_on_the_way(tile: BackwardTile, key_tiles: int) -> bool:
     """Whether the sums of dQ of a section are better cleared while the section before is computed, where they stay in
-    the L2, than all in front. On an H100 up to 3 % faster from 8 tiles of keys a head on; with 4 it was slower, and
-    with the large kernel no faster."""
-    return not tile.wide and key_tiles >= _FEWEST_TO_CLEAR
+    the L2, than all in front. On an H100 up to 3 % faster from 8 tiles of keys a head on; with 4 it was slower."""
+    return tile.cluster == 1 and key_tiles >= _FEWEST_TO_CLEAR
 
 
 def query_parts(

@@ -24,7 +24,6 @@
 // registers), TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key
 // head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
-#define LARGE 0
 #include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
 #include "parts/backward_loads.cuh"
@@ -55,7 +54,7 @@ class Consumer {
 #pragma unroll 1
     for (;; slot.next()) {
       slot.wait_full(shared.full_tile);
-      const KeyTile& tile = shared.tiles[uniform(slot.at)];
+      const SeenKeyTile& tile = shared.tiles[uniform(slot.at)];
       const int tiles = uniform(tile.tiles);
       if (tiles < 0) break;
       run_tile(tile, tiles, rings);
@@ -93,7 +92,7 @@ class Consumer {
     uint32 k[KEPT_K > 0 ? KEPT_K : 1][4], v[KEPT_V > 0 ? KEPT_V : 1][4];
   };
 
-  __device__ __forceinline__ void run_tile(const KeyTile& tile, int tiles, Rings& rings) const {
+  __device__ __forceinline__ void run_tile(const SeenKeyTile& tile, int tiles, Rings& rings) const {
     Sums sums;
     zero(sums.dk);
     zero(sums.dv);
@@ -124,7 +123,7 @@ class Consumer {
   // The tile's gradients of keys and values. Stores by threads would wait behind each other; so they go by the TMA, where
   // it writes no other sequence's keys, from shared memory that nobody reads anymore: these keys' values with APART, else
   // where their dS was.
-  __device__ __forceinline__ void store(const Sums& sums, const KeyTile& tile, int tiles, const Rings& rings) const {
+  __device__ __forceinline__ void store(const Sums& sums, const SeenKeyTile& tile, int tiles, const Rings& rings) const {
     if (!APART && tiles > 0) named_sync(3, 128 * kConsumers);  // nobody reads dS
 #if !PARTS
     const bool whole = !p.sequence.cu_seqlens_k || tile.seqlen_k - tile.first_key >= group * 64 + 64;
@@ -200,7 +199,7 @@ class Consumer {
   }
 
   // Whether a step's rows come before all that see this warpgroup's keys.
-  __device__ __forceinline__ bool sees_nothing(const KeyTile& tile, int m) const {
+  __device__ __forceinline__ bool sees_nothing(const SeenKeyTile& tile, int m) const {
     return (m + 1) * kRows <= tile.rows[group * 64].first;
   }
 
@@ -253,7 +252,7 @@ class Consumer {
 
   // Step PART of a tile of rows, of the last one of the tile of keys with `last`.
   template <int PART>
-  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const KeyTile& tile,
+  __device__ __forceinline__ void step(Sums& sums, const KeptKeys& kept_keys, bool last, const SeenKeyTile& tile,
                                        const Whole& whole, Step& now, Rings& rings) const {
     constexpr bool kEnds = PART == kTileSteps - 1;  // the tile of rows
     constexpr int kOffset = PART * kRows * 128;
@@ -287,7 +286,7 @@ class Consumer {
       wgmma_wait<1>();                    // the scores
       if (!APART) terms.load(lse2, lane);
       leave<false>(kEnds && last, rings);
-      to_probabilities(s, tile, p, lse2, terms, now, masked, dead, lane);
+      to_probabilities(s, tile, tile.rows, p, lse2, terms, now, masked, dead, lane);
 #if DROPOUT
       const Dropout dropout(p.dropout, tile.batch * p.kv_heads * p.group + now.head);
       const Kept kept(dropout, p.dropout.threshold, now.m * (kRows / 16), (tile.first_key + lane.key) / 16);

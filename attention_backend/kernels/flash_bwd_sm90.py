@@ -1,4 +1,4 @@
-"""Launches the Hopper backward, flash_bwd_sm90 or flash_bwd_large_sm90, with what goes before and after it.
+"""Launches the Hopper backward, flash_bwd_sm90 or flash_bwd_pair_sm90, with what goes before and after it.
 
 Assumes a checked problem.
 """
@@ -31,7 +31,6 @@ from attention_backend.reference.gradients import Gradients
 
 _ROWS = 64  # of a chunk of dQ, and keys of a box of dK or dV
 _COUNTERS = 2  # of the order of work
-_TURNS = 2  # counters of a chunk's rows: the large kernel's warpgroups have one each
 _MAX_GRID = 65535  # blocks in y and z
 
 
@@ -101,19 +100,19 @@ def _launch(
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     options = BackwardOptions.of(args, deterministic=args.deterministic)
     tile = tile or backward_tile(args.head_dim, args.head_dim_v, extras=options.extras)
-    key_tiles, num_sms = -(-seqlen_k // tile.block_n), device.num_sms(index)
+    key_tiles, workers = -(-seqlen_k // tile.block_n), device.num_sms(index) // tile.cluster
     parts = query_parts(
         tile,
         seqlen_q=args.seqlen_q,
         key_tiles=key_tiles,
         lines=lines,
         group=group,
-        num_sms=num_sms,
+        num_sms=workers,
         tapered=tapered(args),
         deterministic=args.deterministic,
     )
     variant, tile = backward_variant(replace(options, parts=parts > 1), tile)
-    blocks = min(key_tiles * lines * parts, num_sms)
+    blocks = min(key_tiles * lines * parts, workers) * tile.cluster
 
     section = section_lines(
         tile,
@@ -121,7 +120,7 @@ def _launch(
         group=group // parts,
         lines=lines * parts,
         key_tiles=key_tiles,
-        num_sms=num_sms,
+        num_sms=workers,
         deterministic=args.deterministic,
     )
 
@@ -138,7 +137,7 @@ def _launch(
         to_k, to_v = (new_parts(x, parts, zeroed=args.cu_seqlens_k is not None) for x in (dk, dv))
     turns = None
     if args.deterministic:
-        turns = sums.new_zeros((args.num_heads, rows // _ROWS, _TURNS), dtype=torch.int32)
+        turns = sums.new_zeros((args.num_heads, rows // _ROWS, tile.slabs), dtype=torch.int32)
     counters = workspace.counters(args.q.device, _COUNTERS)
 
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
@@ -154,7 +153,7 @@ def _launch(
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
     lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))
     # Float32 parts, and those of wide heads, are written without the TMA.
-    sent = () if parts > 1 or tile.wide else tuple(tensor_map(x, _ROWS) for x in (dk, dv))
+    sent = () if parts > 1 or tile.cluster > 1 else tuple(tensor_map(x, _ROWS) for x in (dk, dv))
     load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, lse2, delta, *sent, p), tile.smem_bytes)
     del counters, turns, cleared  # kept until the launch was queued
 

@@ -65,6 +65,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("HEAD_DIM_V", tile.head_dim_v),
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
+        ("CLUSTER", tile.cluster),
         ("TILE_SLOTS", tile.tile_slots),
         ("KEY_STAGES", tile.key_stages),
         ("Q_STAGES", tile.q_stages),

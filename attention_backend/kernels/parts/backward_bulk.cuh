@@ -29,10 +29,18 @@ __device__ __forceinline__ float load_shared(uint32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
   return x;
 }
+__device__ __forceinline__ int load_shared_int(uint32 address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address));
+  return x;
+}
 __device__ __forceinline__ float4 load_shared4(uint32 address) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
   return x;
+}
+__device__ __forceinline__ void load_shared4(uint32 (&x)[4], uint32 address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address));
 }
 __device__ __forceinline__ void store_shared4(uint32 address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

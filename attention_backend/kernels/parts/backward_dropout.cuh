@@ -1,7 +1,7 @@
 // Which probabilities the forward dropped, for scores that lie with keys as rows (parts/dropout.cuh has the rule).
 #pragma once
 
-#include "parts/backward_shared.cuh"
+#include "parts/backward_sizes.cuh"
 
 // Of a thread's scores of a step, a bit each. Without dropout there is nothing in it.
 struct Kept {

@@ -27,12 +27,12 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
       for (int w = 0; w < HANDOVER; w++) named_sync(4 + w, 160);
       if (first_lane) {
         fence_async_proxy();  // here, where no consumer waits for it
-        await_turn_relaxed(p.turns + rows * 2ll, turn_of(tile, step.m));
+        await_turn_relaxed(p.turns + rows * static_cast<int64>(kSlabsK), turn_of(tile, step.m));
         for (int w = 0; w < HANDOVER; w++) bulk_add(sums + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
         bulk_wait_read();
         for (int w = 0; w < HANDOVER; w++) barrier_arrive(shared.free_space + 8 * w);
         bulk_wait_done();
-        pass_turn_relaxed(p.turns + rows * 2ll);
+        pass_turn_relaxed(p.turns + rows * static_cast<int64>(kSlabsK));
       }
       __syncwarp();
 #else

@@ -12,7 +12,7 @@ struct BackwardParams {
   DropoutParams dropout;
   float* dq;    // zeros: [num_heads, padded_rows / 64, slabs, 4096]: 64 rows x 64 columns as fragments of wgmma lie
   int* counters;  // [2], zero before and after: tiles drawn, blocks that have finished
-  int* turns;   // deterministic: zeros [num_heads, padded_rows / 64, 2]
+  int* turns;   // deterministic: zeros [num_heads, padded_rows / 64, slabs]
   // null, or (head_dim up to 128) only the first section's part of dq is zeros, and this is [lines of the order of work],
   // zeros: how many shares of each line's part of dq have been cleared since
   int* cleared;

@@ -3,65 +3,41 @@
 #pragma once
 
 #include "parts/backward_clear.cuh"
-
-// Whether blocks wait for what others do with tiles in front of theirs. Then a block's first tile is drawn too, so that no
-// tile belongs to a block that does not run yet, as the GPU may have other work.
-__device__ __forceinline__ bool waits_for_others(const BackwardParams& p) { return DETERMINISTIC || p.cleared != nullptr; }
+#include "parts/backward_draw.cuh"
 
 // What comes before all else. The number of a block's first tile in the order of work is left in shared memory.
 __device__ __forceinline__ void start(const Shared& shared, const BackwardParams& p) {
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    shared.tiles[0].number = waits_for_others(p) ? atomicAdd(p.counters, 1) : blockIdx.x;
+    shared.tiles[0].number = draw_first(p);
   }
   __syncthreads();
 }
 
-// With how many tiles of rows left to load the next tile of keys is asked for. Drawn earlier, it would be one that no other
-// block can take, and in deterministic mode one that others wait for.
-constexpr int kDrawAhead = 2;
-
-__device__ __forceinline__ int draw(const BackwardParams& p) {
-  int index = 0;
-  if (threadIdx.x % 32 == 0) index = (waits_for_others(p) ? 0 : gridDim.x) + atomicAdd(p.counters, 1);
-  return __shfl_sync(~0u, index, 0);
+__device__ __forceinline__ void describe_rows(SeenKeyTile& tile, const BackwardParams& p) {
+#pragma unroll 1
+  for (int r = threadIdx.x % 32; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
 }
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardParams& p) {
-  const int lane = threadIdx.x % 32;
   RingPlace<TILE_SLOTS> slot;
   RingPlace<1> wanted;
   int index = shared.tiles[0].number;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_empty(shared.empty_tile);
-    KeyTile& tile = shared.tiles[slot.at];
-#pragma unroll 1
-    for (;;) {
-      __syncwarp();  // all lanes have read what was there
-      if (lane == 0) describe(tile, p, index);
-      __syncwarp();
-      if (tile.tiles < 0 || tile.first_key < tile.seqlen_k) break;
-      index = draw(p);  // a shorter sequence does not have that tile
-    }
+    SeenKeyTile& tile = shared.tiles[slot.at];
+    index = describe_next(tile, p, index);
     if (tile.tiles < 0) break;
-#pragma unroll 1
-    for (int r = lane; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
+    describe_rows(tile, p);
     barrier_arrive(shared.full_tile + 8 * slot.at);  // every lane for what it wrote
-    if (!LARGE) clear_share(p, index);
+    clear_share(p, index);
     wanted.wait_full(shared.wanted_tile);
     wanted.next();
     index = draw(p);
   }
   barrier_arrive(shared.full_tile + 8 * slot.at);  // there is no more
-  // The last block to get here leaves the counters as it found them.
-  if (lane == 0) {
-    __threadfence();
-    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-      p.counters[0] = 0;
-      p.counters[1] = 0;
-    }
-  }
+  if (threadIdx.x % 32 == 0) stop_drawing(p);
 }
 
 // KEYS: the tiles of keys, and the ring of queries with lse2. Else the values, and the ring of output gradients with delta.

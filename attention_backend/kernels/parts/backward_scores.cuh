@@ -3,7 +3,7 @@
 #pragma once
 
 #include "parts/backward_dropout.cuh"
-#include "parts/backward_shared.cuh"
+#include "parts/backward_sizes.cuh"
 
 // Where a thread's scores lie in the tile.
 struct Lane {
@@ -13,11 +13,11 @@ struct Lane {
       : key(first_key + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4), row(threadIdx.x % 4 * 2) {}
 };
 
-// Makes nothing of the scores of rows that do not see the key.
-__device__ __forceinline__ void hide_unseen(float (&s)[kRows / 2], const KeyTile& tile, int m, const Lane& lane) {
+// Makes nothing of the scores of rows that do not see the key. `rows`: of the tile's keys.
+__device__ __forceinline__ void hide_unseen(float (&s)[kRows / 2], const KeyRows* rows, int m, const Lane& lane) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const KeyRows seen = tile.rows[lane.key + half * 8];
+    const KeyRows seen = rows[lane.key + half * 8];
     const uint32 first = m * kRows + lane.row - seen.first;
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++)
@@ -57,9 +57,11 @@ __device__ __forceinline__ float score_scale_log2(const BackwardParams& p) {
   return fmaxf(p.score.softmax_scale, 1e-30f) * kLog2e;
 }
 
-// A term of each of a thread's rows, where a product is not added to them.
+// A term of each of a thread's rows, where a product is not added to them: those of its i-th two rows.
 struct Terms {
   float2 of[TERMS_FIRST ? 1 : kRows / 8];
+
+  __device__ __forceinline__ float2 operator()(int i) const { return of[TERMS_FIRST ? 0 : i]; }
 
   __device__ __forceinline__ void load(uint32 terms, const Lane& lane) {
 #pragma unroll
@@ -67,25 +69,40 @@ struct Terms {
   }
 };
 
+// The same, read from shared memory one by one, which needs no registers for them.
+struct TermsThere {
+  uint32 terms;
+  const Lane& lane;
+
+  __device__ __forceinline__ float2 operator()(int i) const { return load_shared2(terms + (i * 8 + lane.row) * 4); }
+};
+
 // Scores, as the product left them, become probabilities. `masked`: not every row sees every key; `dead`: some see none.
-__device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const BackwardParams& p,
-                                                 uint32 lse2, const Terms& terms, const Step& step, bool masked, bool dead,
-                                                 const Lane& lane) {
+template <class Terms>
+__device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const KeyRows* rows,
+                                                 const BackwardParams& p, uint32 lse2, const Terms& terms,
+                                                 const Step& step, bool masked, bool dead, const Lane& lane) {
   const Score score(p.score, tile.batch, step.head);
 #if SCORE_CHANGES
 #pragma unroll
   for (int x = 0; x < kRows / 2; x++)
     s[x] = score(s[x], step.m * kRows + x / 4 * 8 + lane.row + x % 2, tile.first_key + lane.key + x / 2 % 2 * 8, tile.seq);
 #endif
-  if (masked) hide_unseen(s, tile, step.m, lane);
+  if (masked) hide_unseen(s, rows, step.m, lane);
   if (dead) hide_dead(s, -kInfinity, lse2, lane);
 #pragma unroll
-  for (int x = 0; x < kRows / 2; x++) {
-#if TERMS_FIRST
-    s[x] = exp2_approx(s[x] * score_scale_log2(p));
-#else
-    s[x] = exp2_approx(fmaf(s[x], score.scale_log2, x % 2 ? -terms.of[x / 4].y : -terms.of[x / 4].x));
+  for (int i = 0; i < kRows / 8; i++) {
+#if !TERMS_FIRST
+    const float2 term = terms(i);
 #endif
+#pragma unroll
+    for (int x = i * 4; x < i * 4 + 4; x++) {
+#if TERMS_FIRST
+      s[x] = exp2_approx(s[x] * score_scale_log2(p));
+#else
+      s[x] = exp2_approx(fmaf(s[x], score.scale_log2, x % 2 ? -term.y : -term.x));
+#endif
+    }
   }
 }
 
@@ -138,6 +155,30 @@ __device__ __forceinline__ void pack_tile(uint32 (&to)[kRows / 16][4], const flo
     for (int j = 0; j < 4; j++) to[i][j] = pack2(x[i * 8 + j * 2], x[i * 8 + j * 2 + 1]);
 }
 
+// And back.
+__device__ __forceinline__ void unpack_tile(float (&to)[kRows / 2], const uint32 (&x)[kRows / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kRows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 pair = unpack2(x[i][j]);
+      to[i * 8 + j * 2] = pair.x, to[i * 8 + j * 2 + 1] = pair.y;
+    }
+}
+
+// Of packed probabilities, those that were dropped become 0.
+__device__ __forceinline__ void keep(uint32 (&x)[kRows / 16][4], const Kept& kept) {
+#if DROPOUT
+#pragma unroll
+  for (int i = 0; i < kRows / 16; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int at = i * 8 + j * 2;
+      x[i][j] &= (kept(at) ? 0xffffu : 0u) | (kept(at + 1) ? 0xffff0000u : 0u);
+    }
+#endif
+}
+
 // The same of probabilities, without those that were dropped.
 __device__ __forceinline__ void pack_kept(uint32 (&to)[kRows / 16][4], const float (&x)[kRows / 2], const Kept& kept) {
 #pragma unroll
@@ -179,11 +220,11 @@ __device__ __forceinline__ bool has_dead_rows(uint32 lse2) {
   for (int i = 0; i < kRows / 32; i++) found |= load_shared(lse2 + (i * 32 + threadIdx.x % 32) * 4) == kInfinity;
   return __any_sync(~0u, found);
 }
-__device__ __forceinline__ bool has_dead_keys(const KeyTile& tile) {
+__device__ __forceinline__ bool has_dead_keys(const SeenKeyTile& tile) {
   return KEY_MASK || tile.rows[0].count == 0 || tile.rows[BLOCK_N - 1].count == 0;
 }
 // Of the 64 keys from `first` on, which the warpgroup may then read.
-__device__ __forceinline__ void clear_dead_keys(uint32 k, uint32 v, const KeyTile& tile, int first) {
+__device__ __forceinline__ void clear_dead_keys(uint32 k, uint32 v, const SeenKeyTile& tile, int first) {
   const int row = first + threadIdx.x % 64;
   if (tile.rows[row].count == 0) {
     if (threadIdx.x % 128 < 64)

@@ -27,11 +27,6 @@ __device__ __forceinline__ int end_row(const Sequence& seq, int key) {
   return row;
 }
 
-// The rows that see a key: `count` from `first` on.
-struct KeyRows {
-  int first, count;
-};
-
 // What a block works on at a time: steps over tiles of query rows, those of one query head after those of another.
 struct KeyTile {
   Sequence seq;
@@ -43,7 +38,6 @@ struct KeyTile {
   int whole_begin, whole_end;  // those in which every row sees every key
   int tiles;                   // of rows, of all heads; -1: there is no more work
   int64 padded_row;            // of the sequence's first row
-  KeyRows rows[BLOCK_N];
 };
 
 // Places in the order of work: key tiles of the same number lie side by side for `section` heads, the first
@@ -106,6 +100,12 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   tile.tiles = heads * (tile.m_end - tile.m_begin) / kTileSteps;
 }
 
+// The rows that see a key: `count` from `first` on.
+struct KeyRows {
+  int first, count;
+};
+
+// Of the tile's key r.
 __device__ __forceinline__ KeyRows rows_of(const KeyTile& tile, const BackwardParams& p, int r) {
   const Sequence& seq = tile.seq;
   const int key = tile.first_key + r;
@@ -116,6 +116,11 @@ __device__ __forceinline__ KeyRows rows_of(const KeyTile& tile, const BackwardPa
   const int first = first_row(seq, key);
   return {first, max(min(end_row(seq, key), seq.seqlen_q) - first, 0)};
 }
+
+// A tile with those of all its keys.
+struct SeenKeyTile : KeyTile {
+  KeyRows rows[BLOCK_N];
+};
 
 // Which step it is: its query head, and its first row / kRows. A block walks the rows of a head, then those of the next.
 //
@@ -131,8 +136,9 @@ struct Step {
   __device__ __forceinline__ Step() {}
   __device__ __forceinline__ explicit Step(const KeyTile& tile)
       : head(tile.first_head), m(DETERMINISTIC && tile.falling ? tile.m_end - kTileSteps : tile.m_begin) {}
-  // Moves `by` steps, 1 or those of a tile of rows.
-  __device__ __forceinline__ void next(int by, const KeyTile& tile) {
+  // Moves `by` steps, 1 or those of a tile of rows. `tile`: a KeyTile, or what has the same fields.
+  template <class Tile>
+  __device__ __forceinline__ void next(int by, const Tile& tile) {
     m += by;
 #if DETERMINISTIC
     if (tile.falling) {

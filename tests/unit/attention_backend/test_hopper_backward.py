@@ -34,14 +34,24 @@ _TILES = [(t, t) for t in sm90_backward.HEAD_DIM_TILES] + list(sm90_backward.MIX
 _ALL_TILES = [tile for widths in _TILES for tile in backward_tiles(*widths)]
 
 
+def least_bytes(tile: BackwardTile) -> int:
+    """Of tiles, rings, dS and what is handed over: of one block, or of the larger one of a pair."""
+    slabs_v = -(-tile.head_dim_v // 64)
+    slab, row_slab = tile.block_n * 128, tile.block_m * 128
+    ds_rows = 64 if tile.apart else tile.block_m
+    ds = tile.ds_stages * tile.block_n * ds_rows * 2 + tile.handover * 64 * 64 * 4
+    if tile.cluster == 1:
+        keys = tile.key_stages * slab * (tile.slabs + slabs_v)
+        return ds + keys + row_slab * (tile.q_stages * tile.slabs + tile.o_stages * slabs_v)
+    of_keys = tile.slabs * (slab + tile.q_stages * row_slab)
+    probs = tile.block_n * tile.block_m * 2
+    of_values = slabs_v * (slab + tile.o_stages * row_slab) + (tile.slabs - 2) * slab + probs
+    return ds + max(of_keys, of_values)
+
+
 @pytest.mark.parametrize("tile", _ALL_TILES, ids=lambda tile: f"{tile.head_dim}-{tile.head_dim_v}-{tile}")
 def test_every_tile_fits_a_multiprocessor(tile: BackwardTile) -> None:
-    slabs_v = -(-tile.head_dim_v // 64)
-    tiles = tile.key_stages * tile.block_n * 128 * (tile.slabs + slabs_v)
-    rings = tile.block_m * 128 * (tile.q_stages * tile.slabs + tile.o_stages * slabs_v)
-    ds_rows = 64 if tile.apart else tile.block_m
-    least = tiles + rings + tile.ds_stages * tile.block_n * ds_rows * 2 + tile.handover * 64 * 64 * 4
-    assert least < tile.smem_bytes <= _SHARED_MEMORY
+    assert least_bytes(tile) < tile.smem_bytes <= _SHARED_MEMORY
     producer, consumer, dq = tile.registers
     # What is handed from the producers to the consumers must have been the block's at its launch.
     at_launch = 65536 // tile.threads // 8 * 8
@@ -54,8 +64,11 @@ def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
     assert (tile.head_dim, tile.head_dim_v) in _TILES
     assert tile.head_dim >= 8 * eighths
     assert tile.head_dim_v >= 8 * eighths_v
-    # dQ of a step, or of two, is a chunk of 64 x 64 a warpgroup; the large kernel shares slabs out instead.
-    assert tile.kernel == "flash_bwd_large_sm90" or tile.block_m // 64 * tile.slabs == 2
+    # dQ of a step, or of two, is a chunk of 64 x 64 a warpgroup, of which a pair of blocks has four.
+    if tile.cluster == 1:
+        assert tile.block_m // 64 * tile.slabs == 2
+    else:
+        assert 2 < tile.slabs <= 4
 
 
 def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
@@ -167,7 +180,7 @@ def test_blocks_that_wait_for_their_additions_stay_in_the_l2() -> None:
 def test_options_choose_the_kernel_and_what_is_compiled_in() -> None:
     small, _ = backward_variant(BackwardOptions(torch.bfloat16, 72, 72))
     large, _ = backward_variant(BackwardOptions(torch.float16, 256, 256, deterministic=True))
-    assert (small.kernel, large.kernel) == ("flash_bwd_sm90", "flash_bwd_large_sm90")
+    assert (small.kernel, large.kernel) == ("flash_bwd_sm90", "flash_bwd_pair_sm90")
     assert dict(small.defines)["HEAD_DIM"] == 96
     assert dict(small.defines)["BF16"] == 1
     assert dict(large.defines)["BF16"] == 0
@@ -205,10 +218,10 @@ def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -
 
 def test_the_covering_set_has_every_kernel_and_option() -> None:
     variants = list(covering_set())
-    kernels = {"flash_bwd_sm90", "flash_bwd_large_sm90", "flash_bwd_postprocess_sm90"}
+    kernels = {"flash_bwd_sm90", "flash_bwd_pair_sm90", "flash_bwd_postprocess_sm90"}
     assert {variant.kernel for variant in variants} == kernels
     for option in ("DETERMINISTIC", "PARTS", "KEY_MASK", "SOFTCAP", "ALIBI", "DROPOUT"):
-        for kernel in ("flash_bwd_sm90", "flash_bwd_large_sm90"):
+        for kernel in ("flash_bwd_sm90", "flash_bwd_pair_sm90"):
             assert any(variant.kernel == kernel and dict(variant.defines).get(option) == 1 for variant in variants)
 
 
