@@ -1,6 +1,7 @@
 """The emulator finds the mistakes that it is for, each in a kernel that is right without it."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,23 @@ COUNT = 64
 NONE, BEYOND_TENSOR, BEYOND_SHARED, MISSED_BARRIER, NO_BARRIER, EARLY_READ, NO_BYTES, MISALIGNED, MISSED_SHUFFLE = (
     range(9)
 )
+(
+    NO_BARRIER_THERE, MISALIGNED_STORE, MISALIGNED_COPY, BEYOND_SHARED_THERE, NO_BLOCK, BARRIER_HERE, OTHER_BARRIER,
+    TOO_MANY_BYTES, NO_BYTES_EXPECTED, NO_WAIT, BLOCK_LEAVES, SOURCE_LEAVES, SOURCE_CHANGES,
+) = range(1, 14)  # exchange.cuh  # fmt: skip
+SEEDS = range(6)
 
 
 class MistakeParams(ctypes.Structure):
     """mistakes.cuh"""
 
     _fields_ = (("from", ctypes.c_void_p), ("to", ctypes.c_void_p), ("count", ctypes.c_int), ("mistake", ctypes.c_int))
+
+
+class ExchangeParams(ctypes.Structure):
+    """exchange.cuh"""
+
+    _fields_ = (("from", ctypes.c_void_p), ("to", ctypes.c_void_p), ("mistake", ctypes.c_int))
 
 
 def turned(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -34,9 +46,33 @@ def turned(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return target, source.flip(0)
 
 
+def exchanged(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """What blocks received of each other in two rounds, and what they should have."""
+    rounds, threads, words = 2, 32, 9
+    source = guarded(torch.arange(1, 1 + rounds * 2 * threads * words, dtype=torch.int32).view(rounds, 2, -1))
+    target = guarded(torch.zeros_like(source))
+    variant = KernelVariant("exchange", "sm_90a", (("CLUSTER", 2),))
+    kernel = EmulatedKernel(variant, Settings(seed=seed), Path(__file__).parent)
+    params = ExchangeParams(source.data_ptr(), target.data_ptr(), mistake)
+    kernel((2, 1, 1), (threads, 1, 1), params, 4 * (4 + words) * threads)
+    sent = source.flip(1)
+    sent[:, 1, threads // 2 * words :] = 0  # block 0 sends half
+    return target, sent
+
+
+def report(mistake: int, seed: int) -> str:
+    """What the emulator says of it."""
+    try:
+        exchanged(mistake, seed)
+    except EmulatorError as error:
+        return str(error)
+    return ""
+
+
 def test_a_kernel_without_a_mistake_is_right() -> None:
-    for seed in range(6):
+    for seed in SEEDS:
         assert torch.equal(*turned(NONE, seed))
+        assert torch.equal(*exchanged(NONE, seed))
 
 
 @pytest.mark.parametrize(
@@ -56,6 +92,41 @@ def test_a_mistake_ends_the_launch(mistake: int, found: str) -> None:
     assert torch.equal(*turned(NONE))  # the next launch knows nothing of it
 
 
-@pytest.mark.parametrize("mistake", [NO_BARRIER, EARLY_READ])
-def test_a_race_gives_wrong_numbers(mistake: int) -> None:
-    assert not all(torch.equal(*turned(mistake, seed)) for seed in range(6))
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        (MISALIGNED_STORE, "a misaligned store"),
+        (MISALIGNED_COPY, "a misaligned bulk copy"),
+        (BEYOND_SHARED_THERE, "shared memory"),
+        (NO_BLOCK, "of no block"),
+        (BARRIER_HERE, "an mbarrier of another"),
+        (OTHER_BARRIER, "all wait for each other.*an mbarrier"),
+        (TOO_MANY_BYTES, "all wait for each other.*an mbarrier"),
+        (BLOCK_LEAVES, "has ended|before copies to it have landed"),
+    ],
+)
+def test_a_mistake_between_blocks_ends_the_launch(mistake: int, found: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(EmulatorError, match=found):
+            exchanged(mistake, seed)
+    assert torch.equal(*exchanged(NONE))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found"),
+    [
+        (NO_BARRIER_THERE, "that was not made"),
+        (NO_BYTES_EXPECTED, "bytes that nobody expected"),
+        (NO_WAIT, "before copies to it have landed"),
+        (SOURCE_LEAVES, "before copies from it have read"),
+    ],
+)
+def test_a_race_between_blocks_ends_the_launch_in_some_order(mistake: int, found: str) -> None:
+    assert any(found in report(mistake, seed) for seed in range(20))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "mistake"), [(turned, NO_BARRIER), (turned, EARLY_READ), (exchanged, SOURCE_CHANGES)]
+)
+def test_a_race_gives_wrong_numbers(transfer: Callable[[int, int], tuple[Tensor, Tensor]], mistake: int) -> None:
+    assert not all(torch.equal(*transfer(mistake, seed)) for seed in SEEDS)

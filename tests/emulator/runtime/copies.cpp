@@ -78,13 +78,14 @@ void arrive_bytes(Block& block, uint32_t address, uint32_t bytes) {
 }
 
 // `land` goes on its way; `bytes` of shared memory at `destination` are undefined until it lands.
-void send(Block* block, uint32_t destination, uint32_t bytes, uint32_t mbarrier, std::function<void(Block&)> land) {
+void send(Block* block, uint32_t destination, uint32_t bytes, uint32_t mbarrier, std::function<void(Block&)> land,
+          const Block* source = nullptr) {
   if (!block->mbarriers.count(mbarrier)) fail("a copy on an mbarrier at %u that was not made", mbarrier);
   memset(shared_of(*block, destination, bytes), 0xff, bytes);
   block->under_way.push_back(new Copy{[=] {
     land(*block);
     arrive_bytes(*block, mbarrier, bytes);
-  }});
+  }, source});
   step();
 }
 }  // namespace
@@ -135,7 +136,8 @@ void copy_there(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t 
   if (&block != &block_of(mbarrier)) fail("a copy to one block counts on an mbarrier of another");
   if (destination % 16 || source % 16 || bytes % 16) fail("a misaligned bulk copy");
   const char* const from = shared_of(*me()->block, source, bytes);
-  send(&block, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, from, bytes); });
+  send(&block, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, from, bytes); },
+       me()->block);
 }
 
 void copy16(uint32_t destination, const void* source, int bytes) {

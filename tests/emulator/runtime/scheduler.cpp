@@ -43,11 +43,22 @@ char* map(size_t bytes) {
 
 void yield() { emu_switch(&me()->stack_pointer, scheduler_stack); }
 
+// Shared memory ends with its block: nothing may still be under way to it or from it.
+void check_end(const Block& block) {
+  if (!block.under_way.empty()) fail("a block ends before copies to it have landed");
+  for (const Block* to : launch->resident)
+    for (const Copy* copy : to->under_way)
+      if (copy->source == &block) fail("a block ends before copies from it have read shared memory");
+  for (const auto& [address, barrier] : block.mbarriers)
+    if (barrier.bytes < 0) fail("the mbarrier at %u got %ld bytes that nobody expected", address, -barrier.bytes);
+}
+
 void body() {
   entry(arguments);
   Fiber* const fiber = me();
   if (!fiber->bulk.empty()) fail("a thread ends while its bulk copies read shared memory");
   fiber->block->live--, launch->live--;
+  if (fiber->block->live == 0) check_end(*fiber->block);
   fiber->waiting_for = nullptr;
   launch->idle = 0;
   yield();

@@ -18,7 +18,7 @@ struct Warp;
 // A copy that has been asked for. `land` does it; it may be called from any fiber.
 struct Copy {
   std::function<void()> land;
-  bool landed = false;
+  const Block* source;  // whose shared memory it reads, or null
 };
 
 struct Fiber : Thread {
