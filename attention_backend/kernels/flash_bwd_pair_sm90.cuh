@@ -7,8 +7,8 @@
 // where one block has dK and dV of 64 keys.
 //
 // Block 0 is two steps of scores ahead, so neither waits for the other's answer: it computes exponentials of one step while
-// the tensor cores have dK and dQ of another. It sends P of a step when it has dS of the last but one, which block 1 made when
-// it had done with the step before that: a ring of three has room for P, and nobody asks.
+// the tensor cores have dK of another. It sends P of a step when it has dS of the last but one, which block 1 made when it had
+// done with the step before that: a ring of three has room for P, and nobody asks.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M (64), BLOCK_N (128), CLUSTER (2), TILE_SLOTS,
 // KEY_STAGES (1), Q_STAGES, O_STAGES, DS_STAGES (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK,
@@ -23,8 +23,9 @@ class KeyHalf : Half<0> {
 
   __device__ __forceinline__ void run() {
     for_tiles([&](int tiles) {
-      float dk[HEAD_DIM / 2];
+      float dk[HEAD_DIM / 2], dq[32];
       zero(dk);
+      zero(dq);
       if (tiles > 0) {
         keys.wait_full(shared.full_keys);
         if (has_dead_keys()) clear_keys(shared.keys, kSlabsK);
@@ -41,17 +42,19 @@ class KeyHalf : Half<0> {
         }
         if (tiles > 2) start_scores(s);
 #pragma unroll 1
-        for (int t = 3; t < tiles; t++) step<3>(dk, s);
-        if (tiles > 2) step<2>(dk, s);
-        if (tiles > 1) step<1>(dk, s);
-        step<0>(dk, s);
+        for (int t = 3; t < tiles; t++) step<3>(dk, dq, s, t == 3);
+        if (tiles > 2) step<2>(dk, dq, s, tiles == 3);
+        if (tiles > 1) step<1>(dk, dq, s, tiles == 2);
+        step<0>(dk, dq, s, tiles == 1);
+        add_dq(dq, before, ds_place.at ^ 1);
       }
       store_dk(dk, tile(), p, fresh_lane());
     });
   }
 
  private:
-  Step later;  // whose scores are computed next, and its places in the rings
+  Step before;  // whose dQ has not been added yet
+  Step later;   // whose scores are computed next, and its places in the rings
   RingPlace<Q_STAGES> later_rows;
   RingPlace<kProbsStages> probs_place;
 
@@ -75,14 +78,15 @@ class KeyHalf : Half<0> {
 #pragma unroll
     for (int x = 0; x < kRows / 2; x++) s[x] = scores[x];
     const uint32 lse2 = lse2_at(later_rows.at);
-    const TermsThere terms = {lse2, lane};
+    Terms terms;
+    terms.load(lse2, lane);
     to_probabilities(s, tile(), shared.seen, p, lse2, terms, later, is_masked(later), has_dead(later, lse2), lane);
     uint32 probs[kRows / 16][4];
     pack_tile(probs, s);
-    const uint32 there = address_at(shared.ds + probs_place.at * kBytesDs + group * kHalf + threadIdx.x % 128 * 16, 1);
+    const uint32 there = address_at(shared.ds + probs_place.at * kBytesDs + group * kHalf + probs_at(0), 1);
     const uint32 full = address_at(shared.full_probs + 8 * (probs_place.at * kConsumers + group), 1);
 #pragma unroll
-    for (int i = 0; i < kRows / 16; i++) store_there(there + i * 2048, probs[i], full);
+    for (int i = 0; i < kRows / 16; i++) store_there(there + i * 512, probs[i], full);
     probs_place.next();
     later_rows.next();
     later.next(1, walk);
@@ -99,26 +103,29 @@ class KeyHalf : Half<0> {
 
   // One step, of which and of the next the probabilities have been sent. LEFT (3: or more) follow: scores of the next but one
   // are under way, and are sent; those of the one after it are under way afterwards.
+  //
+  // Its dQ is added in the step after, behind the start of dK. Additions hold their registers until memory has taken them,
+  // some 700 cycles; scores, which come next otherwise, waited for that.
   template <int LEFT>
-  __device__ __forceinline__ void step(float (&dk)[HEAD_DIM / 2], float (&s)[kRows / 2]) {
+  __device__ __forceinline__ void step(float (&dk)[HEAD_DIM / 2], float (&dq)[32], float (&s)[kRows / 2], bool first) {
     const uint32 lse2 = lse2_at(rows.at), rows_q = rows_at(rows.at);
     ds_place.wait_full(shared.full_ds);
     if (threadIdx.x == 128) barrier_expect(shared.full_ds + 8 * ds_place.at, kConsumers * kHalf);  // of the next round
     if (has_dead(now, lse2)) clear_dead_rows(rows_q, kSlabsK, lse2);
     if (LEFT > 1) wgmma_wait<0>();  // scores
     start_dk(dk, rows_q);
-    float dq[32];
-    start_dq(dq, shared.keys);
+    if (!first) add_dq(dq, before, ds_place.at ^ 1);
+    before = now;
     if (LEFT > 1) send_probabilities(s);
+    start_dq(dq, shared.keys);
     wgmma_wait_between<1>(p.batch > 0);  // dK
     if (first_thread()) barrier_arrive(shared.empty_rows + 8 * rows.at);
-    wgmma_wait<0>();  // dQ
     if (LEFT > 2) start_scores(s);
+    wgmma_wait_between<(LEFT > 2)>(p.batch > 0);  // dQ
     if (first_thread()) {
       barrier_arrive_at(shared.empty_ds + 8 * ds_place.at, 1);
       if (LEFT == 0) barrier_arrive(shared.empty_keys);
     }
-    add_dq(dq, now, ds_place.at);
     rows.next();
     ds_place.next();
     next_step();
@@ -152,7 +159,7 @@ class ValueHalf : Half<1> {
   }
 
  private:
-  RingPlace<DS_STAGES> there;  // in block 0's ring of dS
+  uint32 turn = 0;  // the parity of how many steps there were before
 
   __device__ __forceinline__ void start_dv(float (&dv)[HEAD_DIM_V / 2], const uint32 (&probs)[kRows / 16][4],
                                            uint32 rows) const {
@@ -175,8 +182,7 @@ class ValueHalf : Half<1> {
     barrier_wait(full_probs, ds_place.parity);
     if (first_thread()) barrier_expect(full_probs, kHalf);  // of the next round
 #pragma unroll
-    for (int i = 0; i < kRows / 16; i++)
-      load_shared4(packed[i], space + group * kHalf + i * 2048 + threadIdx.x % 128 * 16);
+    for (int i = 0; i < kRows / 16; i++) load_shared4(packed[i], space + group * kHalf + probs_at(i));
     float probs[kRows / 2];
     unpack_tile(probs, packed);
     keep(packed, kept);
@@ -187,15 +193,10 @@ class ValueHalf : Half<1> {
     to_score_gradients(dp, probs, tile(), p, kept, lse2, delta, now, dead, lane);
     uint32 ds[kRows / 16][4];
     pack_tile(ds, dp);
-    named_sync(threadIdx.x / 128, 128);  // all have read their probabilities
+    __syncwarp();  // all lanes have read their probabilities
     store_ds(space, ds, group * 64);
     fence_async_proxy();
-    named_sync(kDsStored, 256);
-    if (first_thread()) {
-      there.wait_empty(shared.empty_ds);
-      copy_there(address_at(shared.ds + there.at * kBytesDs + group * kHalf, 0), space + group * kHalf, kHalf,
-                 address_at(shared.full_ds + 8 * there.at, 0));
-    }
+    named_sync(kDsStored, kAtDsStored);
     float dq[32];
     if (has_dq()) start_dq(dq, shared.right);
     RingPlace<O_STAGES> next = rows;
@@ -213,9 +214,9 @@ class ValueHalf : Half<1> {
       if (!kAll) barrier_arrive(shared.empty_rows + 8 * rows.at);
       if (!MORE) barrier_arrive(shared.empty_keys);
     }
-    if (has_dq()) add_dq(dq, now, there.at);
+    if (has_dq()) add_dq(dq, now, turn);
     rows = next;
-    there.next();
+    turn ^= 1;
     ds_place.next();
     next_step();
   }
@@ -243,6 +244,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(CLUST
         break;
       case 1:
         draw_tiles(shared, p, rank);
+        break;
+      case 3:
+        if (rank == 1) send_ds(shared);
         break;
 #if DETERMINISTIC
       case 2:

@@ -6,9 +6,6 @@
 #include "parts/backward_wgmma.cuh"
 #include "parts/uniform.cuh"
 
-// Named barriers beside those of a warpgroup alone.
-enum Barrier { kDsStored = 3 };
-
 // What every step asks of a tile, held in registers.
 struct Walk {
   int m_begin, m_end, whole_begin, whole_end;
@@ -93,6 +90,11 @@ class Half {
     if (rows_that_see(row).count == 0) clear_row(keys, slabs, kSlabKv, row);
     fence_async_proxy();
     named_sync(threadIdx.x / 128, 128);
+  }
+
+  // Where a thread's i-th probabilities lie among its warpgroup's, in block 1: a warp's fill the place of its dS.
+  __device__ __forceinline__ int probs_at(int i) const {
+    return threadIdx.x % 128 / 32 * 2048 + i * 512 + threadIdx.x % 32 * 16;
   }
 
   // The warpgroup's keys (K or V) times rows (Q or dO).

@@ -1,4 +1,5 @@
-// The producers of the Hopper backward for wide heads, a warp each: one draws tiles of keys, for both blocks, one loads.
+// The producers of the Hopper backward for wide heads, a warp each: one draws tiles of keys, for both blocks, one loads, and
+// one of block 1 sends dS.
 #pragma once
 
 #include "parts/backward_draw.cuh"
@@ -7,7 +8,7 @@
 // What comes before all else. The place of the pair's first tile in the order of work is left in block 0's shared memory.
 __device__ __forceinline__ void start(const Shared& shared, const BackwardParams& p, int rank) {
   if (threadIdx.x == 0) {
-    shared.init_barriers();
+    shared.init_barriers(rank);
     if (rank == 0) shared.tiles[0].number = draw_first(p);
   }
   cluster_sync();
@@ -99,5 +100,32 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       place.next();
     }
     barrier_arrive(shared.empty_tile + 8 * slot.at);
+  }
+}
+
+// Sends dS of every step from block 1 to block 0: a consumer that waited for room there would start its next product later.
+__device__ __forceinline__ void send_ds(const Shared& shared) {
+  const bool first_lane = threadIdx.x % 32 == 0;
+  RingPlace<TILE_SLOTS> slot;
+  RingPlace<kProbsStages> here;
+  RingPlace<DS_STAGES> there;
+#pragma unroll 1
+  for (;; slot.next()) {
+    slot.wait_full(shared.full_tile);
+    const int tiles = shared.tiles[slot.at].tiles;
+    if (tiles < 0) return;
+    __syncwarp();
+    if (first_lane) barrier_arrive(shared.empty_tile + 8 * slot.at);
+#pragma unroll 1
+    for (int left = tiles; left > 0; left--) {
+      if (first_lane) there.wait_empty(shared.empty_ds);
+      __syncwarp();
+      named_sync(kDsStored, kAtDsStored);
+      if (first_lane)
+        copy_there(address_at(shared.ds + there.at * kBytesDs, 0), shared.ds + here.at * kBytesDs, kBytesDs,
+                   address_at(shared.full_ds + 8 * there.at, 0));
+      here.next();
+      there.next();
+    }
   }
 }

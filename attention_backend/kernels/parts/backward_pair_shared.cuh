@@ -13,11 +13,15 @@ static_assert(CLUSTER == 2 && KEY_STAGES == 1 && DS_STAGES == 2, "turns are told
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kMostStages = Q_STAGES > O_STAGES ? Q_STAGES : O_STAGES;
 constexpr int kTurns = DETERMINISTIC ? kConsumers : 0;            // of warpgroups that add to dQ
-constexpr int kReadersOfTiles = 4 * kConsumers + 1 + kTurns / 2;  // warps
+constexpr int kReadersOfTiles = 4 * kConsumers + 1 + kTurns / 2;  // warps; block 1 has one more, which sends dS
 constexpr int kSlabsHere = kConsumers, kSlabsThere = kSlabsK - kSlabsHere;  // of dQ: block 0's and block 1's
 static_assert(kSlabsThere > 0 && kSlabsThere <= kConsumers, "a warpgroup has 64 columns of dQ");
 constexpr int kHalf = 64 * 128;  // bytes: a warpgroup's keys of a slab, of dS or of P
 constexpr int kProbsStages = DS_STAGES + 1;
+
+// Block 1's named barrier beside those of a warpgroup alone: of the consumers and the warp that sends dS.
+enum Barrier { kDsStored = 3 };
+constexpr int kAtDsStored = 128 * kConsumers + 32;
 
 struct Shared {
   uint32 keys, queries;             // block 0; queries: ring
@@ -62,7 +66,7 @@ struct Shared {
     seen = reinterpret_cast<KeyRows*>(tiles + TILE_SLOTS);
   }
 
-  __device__ __forceinline__ void init_barriers() const {
+  __device__ __forceinline__ void init_barriers(int rank) const {
     barrier_init(full_keys, 1);
     barrier_init(empty_keys, kConsumers);
     barrier_init(full_values, 1);
@@ -73,7 +77,7 @@ struct Shared {
     }
     for (int i = 0; i < TILE_SLOTS; i++) {
       barrier_init(full_tile + 8 * i, 32);  // the lanes that describe it
-      barrier_init(empty_tile + 8 * i, kReadersOfTiles);
+      barrier_init(empty_tile + 8 * i, kReadersOfTiles + rank);
     }
     barrier_init(wanted_tile, CLUSTER);
     barrier_init(full_mail, 1);

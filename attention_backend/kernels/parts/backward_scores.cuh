@@ -57,11 +57,9 @@ __device__ __forceinline__ float score_scale_log2(const BackwardParams& p) {
   return fmaxf(p.score.softmax_scale, 1e-30f) * kLog2e;
 }
 
-// A term of each of a thread's rows, where a product is not added to them: those of its i-th two rows.
+// A term of each of a thread's rows, where a product is not added to them.
 struct Terms {
   float2 of[TERMS_FIRST ? 1 : kRows / 8];
-
-  __device__ __forceinline__ float2 operator()(int i) const { return of[TERMS_FIRST ? 0 : i]; }
 
   __device__ __forceinline__ void load(uint32 terms, const Lane& lane) {
 #pragma unroll
@@ -69,16 +67,7 @@ struct Terms {
   }
 };
 
-// The same, read from shared memory one by one, which needs no registers for them.
-struct TermsThere {
-  uint32 terms;
-  const Lane& lane;
-
-  __device__ __forceinline__ float2 operator()(int i) const { return load_shared2(terms + (i * 8 + lane.row) * 4); }
-};
-
 // Scores, as the product left them, become probabilities. `masked`: not every row sees every key; `dead`: some see none.
-template <class Terms>
 __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const KeyTile& tile, const KeyRows* rows,
                                                  const BackwardParams& p, uint32 lse2, const Terms& terms,
                                                  const Step& step, bool masked, bool dead, const Lane& lane) {
@@ -91,18 +80,12 @@ __device__ __forceinline__ void to_probabilities(float (&s)[kRows / 2], const Ke
   if (masked) hide_unseen(s, rows, step.m, lane);
   if (dead) hide_dead(s, -kInfinity, lse2, lane);
 #pragma unroll
-  for (int i = 0; i < kRows / 8; i++) {
-#if !TERMS_FIRST
-    const float2 term = terms(i);
-#endif
-#pragma unroll
-    for (int x = i * 4; x < i * 4 + 4; x++) {
+  for (int x = 0; x < kRows / 2; x++) {
 #if TERMS_FIRST
-      s[x] = exp2_approx(s[x] * score_scale_log2(p));
+    s[x] = exp2_approx(s[x] * score_scale_log2(p));
 #else
-      s[x] = exp2_approx(fmaf(s[x], score.scale_log2, x % 2 ? -term.y : -term.x));
+    s[x] = exp2_approx(fmaf(s[x], score.scale_log2, x % 2 ? -terms.of[x / 4].y : -terms.of[x / 4].x));
 #endif
-    }
   }
 }
 
