@@ -9,15 +9,20 @@ MIXED_TILES = ((192, 128),)
 
 _SHARED_MEMORY = 227 * 1024
 # Of queries, output gradients and dQ that blocks side by side work on. With 32 MB an H100, whose L2 has 50, fetched
-# them more than once (head_dim 64, full, 512 tokens: 1.25 times as fast with 12; with 4 and 8 as with 12).
+# them more than once (head_dim 64, full, 512 tokens: 1.25 times as fast with 12, 1.3 times with 6).
+_SECTION_BYTES = 6 << 20
+# What two parts of a group may share where blocks wait for each other's additions.
 _L2_BYTES = 12 << 20
+_SUMS_BYTES = 20 << 20  # of dQ, which are to stay in the L2 beside all else
+_SHORT = 32  # tiles of keys
+_HELD_SECTIONS = 3  # of which there are sums at a time
 _CHUNK_BYTES = 64 * 64 * 4
+_ZEROS_BYTES = _CHUNK_BYTES // 4
 _TILE_SLOTS = 2  # descriptions of tiles of keys
 _TILE_BYTES = 104  # a KeyTile (parts/backward_tiles.cuh) without its rows
 _KEY_BYTES = 8  # a KeyRows
 _CONSUMERS = 2
 _STEP_ROWS = 64
-_FEWEST_TO_CLEAR = 8  # tiles of keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class BackwardTile:
     apart: bool = False  # a warpgroup of its own computes dQ
     terms_first: bool = False  # scores and dP are added to what would be taken from them
     key_stages: int = 1  # tiles of keys and values: with two, the next ones are loaded while the last rows are computed
+    finishes: bool = False  # dQ of sections in front, on the way, where registers are left for it
     cluster: int = 1  # blocks that share a tile: two of them, of head_dim above 128
 
     def __str__(self) -> str:
@@ -82,8 +88,8 @@ class BackwardTile:
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * (_STEP_ROWS if self.apart else self.block_m) * 2
         rings = 2 * (self.q_stages + self.o_stages + _TILE_SLOTS + self.ds_stages * self.apart)
-        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 1)
-        return keys + rows + terms + ds + self.handover * _CHUNK_BYTES + barriers
+        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 3)
+        return keys + rows + terms + ds + (self.handover * _CHUNK_BYTES + _ZEROS_BYTES * self.finishes) + barriers
 
     @property
     def _pair_bytes(self) -> int:
@@ -122,10 +128,10 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
     joint = BackwardTile("flash_bwd_sm90", tile, tile_v, 64, 128, 3, 2, 2, 2)
     if tile == 64:
         joint = replace(joint, block_m=128, kept_k=4, kept_v=4)
-        return replace(joint, apart=True, key_stages=2), joint
+        return replace(joint, apart=True, key_stages=2, finishes=True), joint
     if tile == 96:
-        return (replace(joint, kept_k=4),)
-    return replace(joint, terms_first=True), replace(joint, kept_k=2)
+        return (replace(joint, kept_k=4, finishes=True),)
+    return replace(joint, terms_first=True, finishes=True), replace(joint, kept_k=2)
 
 
 def section_lines(
@@ -134,19 +140,30 @@ def section_lines(
     """Key heads, of all sequences, whose key tiles of one number are worked on side by side.
 
     The longest tiles of many heads come first then, while what blocks share stays in the L2. A section keeps all SMs
-    busy, or at its end they wait for its longest tiles. In deterministic mode, where the last section has an order of
-    its own, there are two at least.
+    busy, or at its end they wait for its longest tiles; two thirds of them where tiles are short and the sums of dQ
+    that are held would not stay in the L2 (an H100, head_dim 128, 512 tokens: 1.12 times as fast). In deterministic
+    mode, where the last section has an order of its own, there are two at least.
     """
-    fitting = max(1, _L2_BYTES // max(1, _shared_bytes(tile, seqlen_q, group)))
+    fitting = max(1, _SECTION_BYTES // max(1, _shared_bytes(tile, seqlen_q, group)))
     busy = -(-num_sms // max(1, key_tiles))
+    sums = seqlen_q * group * tile.slabs * 64 * 4
+    short = tile.finishes and not deterministic and key_tiles <= _SHORT
+    if short and _HELD_SECTIONS * busy * sums > _SUMS_BYTES:
+        busy = -(-2 * num_sms // (3 * max(1, key_tiles)))
     sections = min(-(-lines // fitting), lines // busy)
     return -(-lines // max(sections, 2 if deterministic else 1))
 
 
-def clears_on_the_way(tile: BackwardTile, key_tiles: int) -> bool:
-    """Whether the sums of dQ of a section are better cleared while the section before is computed, where they stay in
-    the L2, than all in front. On an H100 up to 3 % faster from 8 tiles of keys a head on; with 4 it was slower."""
-    return tile.cluster == 1 and key_tiles >= _FEWEST_TO_CLEAR
+def held_units(tile: BackwardTile, *, units: int, section: int) -> tuple[int, int]:
+    """Of how many units (the query heads that a tile of keys adds to) there are sums of dQ at a time, and with the
+    tiles of how many units later a unit's sums become elements, and zeros again, for another unit. All of them where
+    kernels of their own do that for all.
+
+    A section is finished when the tiles of the next one end, and the third one has its sums. In their place those of
+    the second would wait for it (2,048 tokens took 1.4 times as long).
+    """
+    held = _HELD_SECTIONS * section
+    return (held, section) if tile.finishes and units > held else (units, units)
 
 
 def query_parts(

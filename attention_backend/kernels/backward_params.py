@@ -16,7 +16,10 @@ class RowTermsParams(ctypes.Structure):
         *((name, c_void_p) for name in ("lse2", "delta", "zeroed", "counters")),
         *((name, c_int64) for name in ("out_batch", "out_row", "out_head")),
         *((name, c_int64) for name in ("grad_out_batch", "grad_out_row", "grad_out_head")),
-        *((name, c_int64) for name in ("lse_batch", "lse_head", "padded_rows", "zeroed_heads")),
+        *(
+            (name, c_int64)
+            for name in ("lse_batch", "lse_head", "padded_rows", "zeroed_batch", "zeroed_head", "zeroed_heads")
+        ),
         *((name, c_int) for name in ("seqlen_q", "batch", "head_dim_v", "zeroed_width", "num_counters", "reserved")),
     )
 

@@ -1,5 +1,5 @@
-// Attention backward for Hopper, head_dim above 128. dK and dV of 128 keys do not fit the registers of one block, so a pair
-// of blocks (a cluster) shares a tile of keys. Block 0 has keys and queries: its two warpgroups compute S and P of 64 keys each
+// Attention backward for Hopper, head_dim above 128. dK and dV of 128 keys do not fit the registers of one block, so a
+// pair of blocks (a cluster) shares a tile of keys. Block 0 has keys and queries: its two warpgroups compute S and P of 64 keys each
 // and sum dK. Block 1 has values and output gradients: they compute dP and dS and sum dV. P goes from block 0 to block 1 and
 // dS back, through the shared memory of the other, and each warpgroup computes 64 columns of dQ, from all 128 keys.
 //
@@ -7,8 +7,8 @@
 // where one block has dK and dV of 64 keys.
 //
 // Block 0 is two steps of scores ahead, so neither waits for the other's answer: it computes exponentials of one step while
-// the tensor cores have dK of another. It sends P of a step when it has dS of the last but one, which block 1 made when it had
-// done with the step before that: a ring of three has room for P, and nobody asks.
+// the tensor cores have dK of another. It sends P of a step when it has dS of the last but one, which block 1 made when it
+// had done with the step before that: a ring of three has room for P, and nobody asks.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M (64), BLOCK_N (128), CLUSTER (2), TILE_SLOTS,
 // KEY_STAGES (1), Q_STAGES, O_STAGES, DS_STAGES (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK,

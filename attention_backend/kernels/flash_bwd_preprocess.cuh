@@ -1,7 +1,7 @@
 // What the backward knows of a row before it starts: lse in base 2, and D = rowsum(dO * O) - dlse (FlashAttention,
 // appendix B.4). One block takes 128 rows of a head; LANES threads share a row. On the way it clears the rows' part of
-// a float32 buffer that the main kernel adds to, of as many heads as that does not clear itself, and its counters. Rows that see nothing and padding get +inf and 0, so that their
-// probabilities become 2^-inf; what stands in their dO is never read.
+// a float32 buffer that the main kernel adds to, of as many heads as are held at a time, and its counters. Rows that see
+// nothing and padding get +inf and 0, so that their probabilities become 2^-inf; what stands in their dO is never read.
 //
 // Compile-time: BF16, LANES (a power of two up to 32, at least head_dim_v / 8).
 #include "parts/padded_rows.cuh"
@@ -17,12 +17,13 @@ struct RowTermsParams {
   const float* grad_lse;  // laid out as lse, or null
   float* lse2;            // [num_heads, padded_rows], as delta
   float* delta;
-  float* zeroed;  // [num_heads, padded_rows, zeroed_width] or null
+  float* zeroed;  // rows of zeroed_width, or null; `_batch` and `_head`: how many rows further the next one's begin
   int* counters;  // no more than there are heads in all sequences
   int64 out_batch, out_row, out_head;
   int64 grad_out_batch, grad_out_row, grad_out_head;
   int64 lse_batch, lse_head;
   int64 padded_rows;
+  int64 zeroed_batch, zeroed_head;
   int64 zeroed_heads;  // of dense sequences so many, those of the first sequence and so on; else more than there are
   int seqlen_q, batch, head_dim_v, zeroed_width, num_counters, reserved;
 };
@@ -80,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(cons
 
   const uint32 block = blockIdx.x * gridDim.y + blockIdx.y;
   if (threadIdx.x == 0 && block < p.num_counters) p.counters[block] = 0;
-  const uint32 sequence = blockIdx.x / static_cast<uint32>((p.seqlen_q + kRowPadding - 1) / kRowPadding);  // if dense
-  if (p.zeroed && static_cast<int64>(sequence) * gridDim.y + head < p.zeroed_heads) {
-    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + (head * p.padded_rows + first) * p.zeroed_width);
+  if (p.zeroed && static_cast<int64>(batch) * gridDim.y + head < p.zeroed_heads) {
+    const int64 at = head * p.zeroed_head + (p.cu_seqlens_q ? first : batch * p.zeroed_batch + first_row);
+    float4* zeroed = reinterpret_cast<float4*>(p.zeroed + at * p.zeroed_width);
     for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)
       zeroed[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }

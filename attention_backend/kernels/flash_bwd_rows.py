@@ -46,14 +46,13 @@ def row_terms(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     zeroed: Tensor | None = None,
-    zeroed_heads: int | None = None,
     counters: Tensor | None = None,
 ) -> RowTerms:
     """`out` and `lse` are forward's, `grad_out` is shaped like out with 16-byte aligned rows, `grad_lse` like lse.
 
-    `zeroed`, float32 with the memory of a contiguous `[num_heads, padded_rows, width]`, is set to 0 by the same launch
-    (width a multiple of 4): all of it, or of dense sequences what belongs to the first `zeroed_heads` heads, those of
-    the first sequence in front of the second's. So are `counters`, int32, no more than all sequences have heads.
+    `zeroed`, float32 and contiguous, is set to 0 by the same launch: `[num_heads, padded_rows, width]`, or of dense
+    sequences `[heads, padded_rows / batch, width]`, up to as many heads as all sequences have (width a multiple of 4).
+    So are `counters`, int32, no more than all sequences have heads.
     """
     rows = padded_rows(args)
     terms = RowTerms(*args.q.new_empty((2, args.num_heads, rows), dtype=torch.float32).unbind())
@@ -72,8 +71,10 @@ def row_terms(
     if out.dim() == 4:
         p.out_batch, p.grad_out_batch, p.lse_batch = out.stride(0), grad_out.stride(0), lse.stride(0)
     if zeroed is not None:
-        p.zeroed_width = zeroed.numel() // (rows * args.num_heads)
-        p.zeroed_heads = rows * args.num_heads if zeroed_heads is None else zeroed_heads  # more than there are
+        p.zeroed_head, p.zeroed_width = zeroed.shape[1:]
+        together = zeroed.shape[1] == rows  # the sequences of a head
+        p.zeroed_batch = rows // args.batch if together else args.num_heads * zeroed.shape[1]
+        p.zeroed_heads = args.batch * args.num_heads if together and args.batch > 1 else zeroed.shape[0]
     if counters is not None:
         p.counters, p.num_counters = counters.data_ptr(), counters.numel()
     index = args.q.device.index

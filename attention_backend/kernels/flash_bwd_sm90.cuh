@@ -21,8 +21,9 @@
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
 // HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), APART,
 // PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K and V in
-// registers), TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key
-// head's query heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT.
+// registers), FINISHES (dQ on the way, where the launch says so: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not
+// with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK,
+// SOFTCAP, ALIBI, DROPOUT.
 #define BIAS 0
 #include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
@@ -49,17 +50,17 @@ class Consumer {
         per_lse2(-1.f / score_scale_log2(p)) {}
 
   __device__ __forceinline__ void run() {
-    RingPlace<TILE_SLOTS> slot;
     Rings rings;
 #pragma unroll 1
-    for (;; slot.next()) {
-      slot.wait_full(shared.full_tile);
-      const SeenKeyTile& tile = shared.tiles[uniform(slot.at)];
+    for (uint32 done = 0;; done++) {
+      const uint32 slot = done % TILE_SLOTS;
+      barrier_wait(shared.full_tile + 8 * slot, done / TILE_SLOTS % 2);
+      const SeenKeyTile& tile = shared.tiles[uniform(slot)];
       const int tiles = uniform(tile.tiles);
       if (tiles < 0) break;
-      run_tile(tile, tiles, rings);
+      run_tile(tile, tiles, done, rings);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot.at);
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * slot);
     }
     if (first_thread()) bulk_wait_read();
   }
@@ -92,7 +93,8 @@ class Consumer {
     uint32 k[KEPT_K > 0 ? KEPT_K : 1][4], v[KEPT_V > 0 ? KEPT_V : 1][4];
   };
 
-  __device__ __forceinline__ void run_tile(const SeenKeyTile& tile, int tiles, Rings& rings) const {
+  // `done`: how many the block had before.
+  __device__ __forceinline__ void run_tile(const SeenKeyTile& tile, int tiles, uint32 done, Rings& rings) const {
     Sums sums;
     zero(sums.dk);
     zero(sums.dv);
@@ -116,7 +118,15 @@ class Consumer {
         step<kTileSteps - 1>(sums, kept, left == 1, tile, whole, now, rings);
       }
     }
+#if FINISHES
+    Pieces pieces(p, tile);
+    if (finishes(p)) barrier_wait(shared.full_share, done % 2);
+    pieces.load();
+#endif
     store(sums, tile, tiles, rings);
+#if FINISHES
+    if (finishes(p)) pieces.finish(shared);
+#endif
     if (tiles > 0) rings.keys.next();
   }
 

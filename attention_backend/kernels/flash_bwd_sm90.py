@@ -13,12 +13,13 @@ from attention_backend.heuristics.sm90_backward import (
     HEAD_DIM_TILES,
     BackwardTile,
     backward_tile,
-    clears_on_the_way,
+    held_units,
     query_parts,
     section_lines,
 )
 from attention_backend.jit import load
 from attention_backend.kernels import device, workspace
+from attention_backend.kernels.backward_params import set_strides
 from attention_backend.kernels.dropout_params import dropout_params
 from attention_backend.kernels.flash_bwd_parts import new_parts, sum_parts, tapered
 from attention_backend.kernels.flash_bwd_rows import padded_rows, row_terms, sinks_gradient
@@ -67,8 +68,9 @@ def backward(
     """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out. `tile` is
     one of the problem's `backward_tiles`, by default `backward_tile`.
 
-    Extra memory is linear: float32 dQ of every query row (padded to 64 columns and, a sequence, 128 rows), two floats a
-    row, and where key tiles are too few to fill the GPU, float32 dK and dV of each part of a group's query heads.
+    Extra memory is linear: float32 dQ of query rows (padded to 64 columns and, a sequence, 128 rows), of as many heads
+    as `held_units` says or of all, two floats a row, and where key tiles are too few to fill the GPU, float32 dK and
+    dV of each part of a group's query heads.
     """
     dq = args.q.new_empty(args.q.shape)
     # Keys behind the last sequence belong to no block.
@@ -124,40 +126,44 @@ def _launch(
         deterministic=args.deterministic,
     )
 
-    rows = padded_rows(args)
-    sums = args.q.new_empty((args.num_heads, rows, tile.slabs * 64), dtype=torch.float32)
-    cleared = None
+    rows, units, unit_heads = padded_rows(args), lines * parts, group // parts
     dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
-    if dense and section < lines * parts and clears_on_the_way(tile, key_tiles):
-        cleared = args.q.new_empty(lines * parts, dtype=torch.int32)
-    first_heads = None if cleared is None else section * (group // parts)
-    terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums, zeroed_heads=first_heads, counters=cleared)
+    finishes = dense and parts == 1 and not args.deterministic
+    held, lag = held_units(tile, units=units, section=section) if finishes else (units, units)
+    heads, sums_head = (
+        (args.num_heads, rows) if args.cu_seqlens_q is not None else (held * unit_heads, rows // args.batch)
+    )
+    sums = args.q.new_empty((heads, sums_head, tile.slabs * 64), dtype=torch.float32)
+    progress = None if lag == units else args.q.new_empty(units, dtype=torch.int32)
+    terms = row_terms(args, out, lse, grad_out, grad_lse, zeroed=sums, counters=progress)
     to_k, to_v = dk, dv
     if parts > 1:
         to_k, to_v = (new_parts(x, parts, zeroed=args.cu_seqlens_k is not None) for x in (dk, dv))
     turns = None
     if args.deterministic:
-        turns = sums.new_zeros((args.num_heads, rows // _ROWS, tile.slabs), dtype=torch.int32)
+        turns = dq.new_zeros((args.num_heads, rows // _ROWS, tile.slabs), dtype=torch.int32)
     counters = workspace.counters(args.q.device, _COUNTERS)
 
     p = BackwardParams(sequence=sequence_params(args), score=score_params(args))
     if args.dropout_threshold:
         p.dropout = dropout_params(args)
-    p.dq, p.counters, p.turns = sums.data_ptr(), counters.data_ptr(), pointer(turns)
+    p.sums, p.counters, p.turns = sums.data_ptr(), counters.data_ptr(), pointer(turns)
+    p.dq, p.progress, p.sums_head, p.held_units, p.lag = dq.data_ptr(), pointer(progress), sums_head, held, lag
+    set_strides(p, "dq", dq)
     _set_keys(p, "dk", to_k, parts)
     _set_keys(p, "dv", to_v, parts)
     p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
     p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
-    p.section, p.cleared = section, pointer(cleared)
+    p.section = section
     q, o = (tensor_map(x, tile.block_m) for x in (args.q, grad_out))
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
     lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))
     # Float32 parts, and those of wide heads, are written without the TMA.
     sent = () if parts > 1 or tile.cluster > 1 else tuple(tensor_map(x, _ROWS) for x in (dk, dv))
     load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, lse2, delta, *sent, p), tile.smem_bytes)
-    del counters, turns, cleared  # kept until the launch was queued
+    del counters, turns, progress  # kept until the launch was queued
 
-    _store_dq(args, tile, sums, dq)
+    _store_dq(args, tile, sums, dq, first_head=(units - lag) * unit_heads)
     if parts > 1:
         sum_parts((to_k, to_v), (dk, dv))
     return None if args.sinks is None else sinks_gradient(args.sinks, terms)
@@ -180,16 +186,12 @@ def _set_keys(p: BackwardParams, name: str, x: Tensor, parts: int) -> None:
         setattr(p, f"{name}_part", x.stride(0))
 
 
-def _store_dq(args: AttentionArgs, tile: BackwardTile, sums: Tensor, dq: Tensor) -> None:
-    p = RowsOfDqParams(sums=sums.data_ptr(), dq=dq.data_ptr(), padded_rows=sums.shape[1], seqlen_q=args.seqlen_q)
-    p.cu_seqlens_q, p.head_dim, p.scale, p.heads = (
-        pointer(args.cu_seqlens_q),
-        args.head_dim,
-        args.softmax_scale,
-        args.num_heads,
-    )
-    p.dq_row, p.dq_head = dq.stride(-3), dq.stride(-2)
-    if dq.dim() == 4:
-        p.dq_batch = dq.stride(0)
-    grid = (-(-args.seqlen_q // _ROWS), args.num_heads * -(-args.head_dim // 64), args.batch)
+def _store_dq(args: AttentionArgs, tile: BackwardTile, sums: Tensor, dq: Tensor, first_head: int) -> None:
+    """Of `first_head` and those after it, of dense sequences' heads, one after another."""
+    p = RowsOfDqParams(sums=sums.data_ptr(), dq=dq.data_ptr(), sums_head=sums.shape[1], seqlen_q=args.seqlen_q)
+    p.cu_seqlens_q, p.head_dim, p.scale = pointer(args.cu_seqlens_q), args.head_dim, args.softmax_scale
+    p.heads, p.held_heads, p.first_head = args.num_heads, sums.shape[0], first_head
+    set_strides(p, "dq", dq)
+    sequences = args.batch - first_head // args.num_heads
+    grid = (-(-args.seqlen_q // _ROWS), args.num_heads * -(-args.head_dim // 64), sequences)
     load(postprocess_variant(args.dtype, tile.slabs), args.q.device.index)(grid, (128, 1, 1), p)

@@ -14,11 +14,11 @@ class BackwardParams(ctypes.Structure):
         ("sequence", SequenceParams),
         ("score", ScoreParams),
         ("dropout", DropoutParams),
-        *((name, c_void_p) for name in ("dq", "counters", "turns", "cleared", "dk", "dv")),
+        *((name, c_void_p) for name in ("sums", "counters", "turns", "progress", "dq", "dk", "dv")),
         *((f"{name}_{place}", c_int64) for name in ("dk", "dv") for place in ("batch", "row", "head", "part")),
-        ("padded_rows", c_int64),
+        *((name, c_int64) for name in ("dq_batch", "dq_row", "dq_head", "padded_rows", "sums_head")),
         *((name, c_int) for name in ("head_dim", "head_dim_v", "group", "parts")),
-        *((name, c_int) for name in ("kv_heads", "batch", "key_tiles", "section")),
+        *((name, c_int) for name in ("kv_heads", "batch", "key_tiles", "section", "held_units", "lag")),
     )
 
 
@@ -27,9 +27,8 @@ class RowsOfDqParams(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("cu_seqlens_q", "sums", "dq")),
-        *((f"dq_{place}", c_int64) for place in ("batch", "row", "head")),
-        ("padded_rows", c_int64),
-        *((name, c_int) for name in ("seqlen_q", "head_dim")),
+        *((name, c_int64) for name in ("dq_batch", "dq_row", "dq_head", "sums_head")),
+        *((name, c_int) for name in ("held_heads", "first_head", "seqlen_q", "head_dim")),
         ("scale", c_float),
         ("heads", c_int),
     )

@@ -75,6 +75,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("KEPT_K", tile.kept_k),
         ("KEPT_V", tile.kept_v),
         ("APART", int(tile.apart)),
+        ("FINISHES", int(tile.finishes and not options.parts and not options.deterministic)),
         ("TERMS_FIRST", int(tile.terms_first)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),

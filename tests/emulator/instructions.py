@@ -167,6 +167,7 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
         r"cp\.async\.bulk\.shared.*",
         lambda _, o: f"emu::bulk_load({o[0][0]}, (const void*)({o[1][0]}), {o[2][0]}, {o[3][0]});",
     ),
+    (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", _call("bulk_store")),
     (r"cp\.reduce\.async\.bulk\..*\.add\.f32", _call("bulk_add")),
     (r"cp\.async\.bulk\.wait_group(?:\.read)?", _call("bulk_wait")),
     (r"mbarrier\.init\..*", _call("mbarrier_init")),

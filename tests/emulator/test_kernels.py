@@ -227,10 +227,9 @@ def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
             backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
 
 
-def test_zeros_a_section_ahead_wait_for_no_block_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks are launched where two run at a time."""
     monkeypatch.setattr(sm90_backward, "_L2_BYTES", 1)
-    monkeypatch.setattr(sm90_backward, "_FEWEST_TO_CLEAR", 1)
     monkeypatch.setattr(device, "num_sms", lambda _: 4)
     args = build(Case(100, 200, batch=4, heads=2, kv_heads=2), CPU)
     for seed in range(2):

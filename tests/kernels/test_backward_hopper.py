@@ -87,13 +87,11 @@ def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: to
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize(("mask", "num_sms"), [("full", 2), ("causal", 2), ("causal", 20)])
-def test_sections_behind_the_first_are_cleared_on_the_way(
+def test_dq_is_finished_a_section_later(
     mask: str, num_sms: int, dim: int, deterministic: bool, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whoever draws a tile a section earlier. Nobody waits for blocks that do not run yet, as most of 20 in the
-    emulator."""
+    """By whoever draws a tile. Nobody waits for blocks that do not run yet, as most of 20 in the emulator."""
     monkeypatch.setattr(sm90_backward, "_L2_BYTES", 1)
-    monkeypatch.setattr(sm90_backward, "_FEWEST_TO_CLEAR", 1)
     monkeypatch.setattr(flash_bwd_sm90.device, "num_sms", lambda _: num_sms)
     for heads, kv_heads in ((4, 2), (3, 3), (4, 1)):
         case = Case(100, 330, batch=num_sms, heads=heads, kv_heads=kv_heads, dim=dim, dim_v=dim, mask=mask)

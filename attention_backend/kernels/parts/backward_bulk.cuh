@@ -4,6 +4,12 @@
 
 #include "parts/tma.cuh"
 
+// Starts the copy of `bytes` of shared memory to global memory, as a group of bulk copies of its own.
+__device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Starts the addition of `bytes` of floats in shared memory to those in global memory, as a group of its own.
 __device__ __forceinline__ void bulk_add(float* destination, uint32 source, uint32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination), "r"(source),

@@ -3,9 +3,12 @@
 
 #include "parts/backward_sizes.cuh"
 
+// Whether dQ is finished on the way (parts/backward_finish.cuh).
+__device__ __forceinline__ bool finishes(const BackwardParams& p) { return FINISHES && p.progress != nullptr; }
+
 // Whether blocks wait for what others do with tiles in front of theirs. Then a block's first tile is drawn too, so that no
 // tile belongs to a block that does not run yet, as the GPU may have other work.
-__device__ __forceinline__ bool waits_for_others(const BackwardParams& p) { return DETERMINISTIC || p.cleared != nullptr; }
+__device__ __forceinline__ bool waits_for_others(const BackwardParams& p) { return DETERMINISTIC || finishes(p); }
 
 // With how many tiles of rows left to load the next tile of keys is asked for. Drawn earlier, it would be one that no other
 // block can take, and in deterministic mode one that others wait for.

@@ -14,15 +14,16 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     if (tile.tiles < 0) break;
     Step step(tile);
     if (tile.tiles > 0 && first_lane) {
-      await_cleared(p, tile);
+      await_zeros(p, tile);
       fence_bulk_copies();
     }
     __syncwarp();
 #pragma unroll 1
     for (int left = tile.tiles; left > 0; left--) {
-      const int rows = (step.head * p.padded_rows + tile.padded_row) / kChunkRows + step.m * (kRows / kChunkRows);
-      float* const sums = p.dq + rows * kSlabsK * static_cast<int64>(kChunk);
+      const int chunk = step.head * head_chunks(p) + tile.sums_chunk + step.m * (kRows / kChunkRows);
+      float* const sums = p.sums + chunk * kSlabsK * static_cast<int64>(kChunk);
 #if DETERMINISTIC
+      const int rows = (step.head * p.padded_rows + tile.padded_row) / kChunkRows + step.m * (kRows / kChunkRows);
       // Nothing is waited for in a turn but the sums themselves: others wait for its end.
       for (int w = 0; w < HANDOVER; w++) named_sync(4 + w, 160);
       if (first_lane) {
@@ -51,7 +52,14 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
       step.next(kTileSteps, tile);
     }
     __syncwarp();
-    if (first_lane) barrier_arrive(shared.empty_tile + 8 * slot.at);
+    if (first_lane) {
+      const int unit = unit_of(p, tile);
+      barrier_arrive(shared.empty_tile + 8 * slot.at);
+      if (finishes(p)) {
+        bulk_wait_done();
+        pass_turn_relaxed(p.progress + unit);
+      }
+    }
   }
   if (first_lane) bulk_wait_done();
 }

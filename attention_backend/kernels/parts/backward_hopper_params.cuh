@@ -10,17 +10,19 @@ struct BackwardParams {
   SequenceParams sequence;
   ScoreParams score;
   DropoutParams dropout;
-  float* dq;    // zeros: [num_heads, padded_rows / 64, slabs, 4096]: 64 rows x 64 columns as fragments of wgmma lie
+  // Of dQ, zeros: [heads, sums_head / 64, slabs, 4096]: 64 rows x 64 columns as fragments of wgmma lie. Of dense sequences
+  // the heads of all, one after another, as many as are held at a time; else the query heads, sums_head = padded_rows.
+  float* sums;
   int* counters;  // [2], zero before and after: tiles drawn, blocks that have finished
   int* turns;   // deterministic: zeros [num_heads, padded_rows / 64, slabs]
-  // null, or (head_dim up to 128) only the first section's part of dq is zeros, and this is [lines of the order of work],
-  // zeros: how many shares of each line's part of dq have been cleared since
-  int* cleared;
+  int* progress;  // null, or zeros, [units of the order of work]: see parts/backward_finish.cuh
+  element* dq;    // where the main kernel finishes it
   void* dk;     // elements; float32 where a key head's query heads are shared out
   void* dv;
   int64 dk_batch, dk_row, dk_head, dk_part;
   int64 dv_batch, dv_row, dv_head, dv_part;
-  int64 padded_rows;
+  int64 dq_batch, dq_row, dq_head;
+  int64 padded_rows, sums_head;
   int head_dim, head_dim_v;
   int group;      // query heads of a key head
   int parts;      // that they are shared out to
@@ -28,4 +30,5 @@ struct BackwardParams {
   int batch;
   int key_tiles;  // of the longest sequence
   int section;    // key heads, of all sequences, whose tiles lie side by side in the order of work
+  int held_units, lag;  // units that sums are of; how many units later a unit is finished
 };

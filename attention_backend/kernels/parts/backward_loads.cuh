@@ -2,11 +2,13 @@
 // gradients, by TMA.
 #pragma once
 
-#include "parts/backward_clear.cuh"
+#include "parts/backward_finish.cuh"
 #include "parts/backward_draw.cuh"
 
 // What comes before all else. The number of a block's first tile in the order of work is left in shared memory.
 __device__ __forceinline__ void start(const Shared& shared, const BackwardParams& p) {
+  for (int i = threadIdx.x * 16; i < kZerosBytes; i += kThreads * 16) store_shared4(shared.zeros + i, 0.f, 0.f, 0.f, 0.f);
+  fence_async_proxy();
   if (threadIdx.x == 0) {
     shared.init_barriers();
     shared.tiles[0].number = draw_first(p);
@@ -20,23 +22,23 @@ __device__ __forceinline__ void describe_rows(SeenKeyTile& tile, const BackwardP
 }
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardParams& p) {
-  RingPlace<TILE_SLOTS> slot;
-  RingPlace<1> wanted;
   int index = shared.tiles[0].number;
+  uint32 drawn = 0;  // tiles, and, as a producer has few registers, its places in rings
 #pragma unroll 1
-  for (;; slot.next()) {
-    slot.wait_empty(shared.empty_tile);
-    SeenKeyTile& tile = shared.tiles[slot.at];
+  for (;; drawn++) {
+    const uint32 slot = drawn % TILE_SLOTS;
+    barrier_wait(shared.empty_tile + 8 * slot, drawn / TILE_SLOTS % 2 ^ 1);
+    SeenKeyTile& tile = shared.tiles[slot];
     index = describe_next(tile, p, index);
     if (tile.tiles < 0) break;
     describe_rows(tile, p);
-    barrier_arrive(shared.full_tile + 8 * slot.at);  // every lane for what it wrote
-    clear_share(p, index);
-    wanted.wait_full(shared.wanted_tile);
-    wanted.next();
+    barrier_arrive(shared.full_tile + 8 * slot);  // every lane for what it wrote
+    if (finishes(p)) begin_share(shared, p, drawn);
+    barrier_wait(shared.wanted_tile, drawn % 2);
     index = draw(p);
   }
-  barrier_arrive(shared.full_tile + 8 * slot.at);  // there is no more
+  barrier_arrive(shared.full_tile + 8 * (drawn % TILE_SLOTS));  // there is no more
+  if (finishes(p)) end_share(shared, p, drawn);
   if (threadIdx.x % 32 == 0) stop_drawing(p);
 }
 
@@ -79,7 +81,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       if (KEYS && left == min(tiles, kDrawAhead)) barrier_arrive(shared.wanted_tile);
       place.wait_empty(empty_ring);
       barrier_expect(full, kBytes + kBytesTerms);
-      tma_load(terms_ring + place.at * kBytesTerms, terms, full, static_cast<int>(tile.padded_row) + step.m * kRows,
+      tma_load(terms_ring + place.at * kBytesTerms, terms, full, tile.padded_row + step.m * kRows,
                step.head, kEvictLast);
 #pragma unroll 1
       for (int c = 0; c < kSlabs; c++)

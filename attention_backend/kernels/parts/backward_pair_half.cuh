@@ -9,7 +9,7 @@
 // What every step asks of a tile, held in registers.
 struct Walk {
   int m_begin, m_end, whole_begin, whole_end;
-  int chunk;  // of dQ: of the sequence's first row, in head 0
+  int chunk;  // of the sums of dQ: of the sequence's first row, in head 0
 #if DETERMINISTIC
   int falling, first_head, end_head;
 #endif
@@ -20,7 +20,7 @@ struct Walk {
         m_end(uniform(tile.m_end)),
         whole_begin(uniform(tile.whole_begin)),
         whole_end(uniform(tile.whole_end)),
-        chunk(uniform(static_cast<int>(tile.padded_row / kRows))) {
+        chunk(uniform(tile.sums_chunk)) {
 #if DETERMINISTIC
     falling = uniform(tile.falling), first_head = uniform(tile.first_head), end_head = uniform(tile.end_head);
 #endif
@@ -121,12 +121,12 @@ class Half {
   }
   // `turn`: the parity of how many steps there were before.
   __device__ __forceinline__ void add_dq(const float (&dq)[32], const Step& step, uint32 turn) const {
-    const int rows = step.head * static_cast<int>(p.padded_rows / kRows) + walk.chunk + step.m;
+    const int rows = step.head * head_chunks(p) + walk.chunk + step.m;
 #if DETERMINISTIC
     barrier_wait(shared.turn_begins + 8 * group, turn);
 #endif
     const int64 slab = rows * static_cast<int64>(kSlabsK) + RANK * kSlabsHere + group;
-    float* to = p.dq + slab * kChunk + threadIdx.x % 128 * 4;
+    float* to = p.sums + slab * kChunk + threadIdx.x % 128 * 4;
 #pragma unroll
     for (int j = 0; j < 8; j++) add4(to + j * 512, dq[j * 4], dq[j * 4 + 1], dq[j * 4 + 2], dq[j * 4 + 3]);
 #if DETERMINISTIC

@@ -70,7 +70,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       if (left == min(tiles, kDrawAhead)) barrier_arrive_at(shared.wanted_tile, 0);
       place.wait_empty(shared.empty_rows);
       barrier_expect(full, kBytes + (KEYS ? 1 : 2) * kBytesTerms);
-      const int row = static_cast<int>(tile.padded_row) + step.m * kRows;
+      const int row = tile.padded_row + step.m * kRows;
       tma_load(shared.lse2 + place.at * kBytesTerms, map_lse2, full, row, step.head, kEvictLast);
       if (!KEYS) tma_load(shared.delta + place.at * kBytesTerms, map_delta, full, row, step.head, kEvictLast);
 #pragma unroll 1

@@ -34,7 +34,7 @@ __device__ __forceinline__ void take_turns(const Shared& shared, const BackwardP
 #pragma unroll 1
     while (left > 0 || turn >= 0) {
       // Found again each time: a producer has few registers.
-      const int rows = step.head * static_cast<int>(p.padded_rows / kRows) + static_cast<int>(tile.padded_row / kRows);
+      const int rows = step.head * static_cast<int>(p.padded_rows / kRows) + tile.padded_row / kRows;
       const int next = (rows + step.m) * kSlabsK + RANK * kSlabsHere + group;
       const bool begins = left > 0 && is_turn(p.turns + next, turn_of(tile, step.m));
       int over = -1;

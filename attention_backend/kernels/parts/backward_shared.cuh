@@ -9,12 +9,14 @@ constexpr int kThreads = 128 * (kConsumers + 1 + APART);
 constexpr int kReadersOfTiles = 4 * kConsumers + 3 + 4 * APART;  // warps
 constexpr int kSpaces = 2;                             // that consumers write: chunks of dQ
 constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
+constexpr int kZerosPerChunk = 4, kZerosBytes = FINISHES * kChunk * 4 / kZerosPerChunk;
 
 struct Shared {
   uint32 k, v, q, o, ds, handover;  // all but the last are rings
+  uint32 zeros;                     // a part of a chunk
   uint32 lse2, delta;               // rings of q and o
   uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile,
-      full_ds, empty_ds;
+      full_ds, empty_ds, full_share, empty_share;
   SeenKeyTile* tiles;  // [TILE_SLOTS]
 
   __device__ __forceinline__ explicit Shared(char* memory) {
@@ -25,7 +27,8 @@ struct Shared {
     o = q + Q_STAGES * kBytesQ;
     ds = o + O_STAGES * kBytesO;
     handover = ds + DS_STAGES * kBytesDs;
-    lse2 = handover + kBytesHandover;
+    zeros = handover + kBytesHandover;
+    lse2 = zeros + kZerosBytes;
     delta = lse2 + Q_STAGES * kBytesTerms;
     full_k = delta + O_STAGES * kBytesTerms;
     empty_k = full_k + 8 * KEY_STAGES;
@@ -41,7 +44,9 @@ struct Shared {
     wanted_tile = free_space + 8 * kSpaces;
     full_ds = wanted_tile + 8;
     empty_ds = full_ds + 8 * DS_STAGES * APART;
-    tiles = reinterpret_cast<SeenKeyTile*>(memory + (empty_ds + 8 * DS_STAGES * APART - base));
+    full_share = empty_ds + 8 * DS_STAGES * APART;
+    empty_share = full_share + 8;
+    tiles = reinterpret_cast<SeenKeyTile*>(memory + (empty_share + 8 - base));
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -65,6 +70,8 @@ struct Shared {
     }
     for (int i = 0; i < kSpaces; i++) barrier_init(free_space + 8 * i, 1);
     barrier_init(wanted_tile, 1);
+    barrier_init(full_share, 32);
+    barrier_init(empty_share, 4 * kConsumers);  // warps
     for (int i = 0; i < DS_STAGES * APART; i++) {
       barrier_init(full_ds + 8 * i, 4 * kConsumers);  // warps
       barrier_init(empty_ds + 8 * i, 1);

@@ -37,7 +37,8 @@ struct KeyTile {
   int m_begin, m_end;          // steps of kRows rows of each head, of whole tiles of rows
   int whole_begin, whole_end;  // those in which every row sees every key
   int tiles;                   // of rows, of all heads; -1: there is no more work
-  int64 padded_row;            // of the sequence's first row
+  int padded_row;              // of the sequence's first row
+  int sums_chunk;              // the same in the sums of dQ, of query head 0, in chunks
 };
 
 // Places in the order of work: key tiles of the same number lie side by side for `section` heads, the first
@@ -64,6 +65,9 @@ struct Place {
 
 __device__ __forceinline__ int all_tiles(const BackwardParams& p) { return p.kv_heads * p.batch * p.parts * p.key_tiles; }
 
+// Chunks of 64 rows of a head in the sums of dQ.
+__device__ __forceinline__ int head_chunks(const BackwardParams& p) { return static_cast<int>(p.sums_head / kChunkRows); }
+
 // The tile at a place in the order of work.
 __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index) {
   if (index >= all_tiles(p)) {
@@ -83,7 +87,9 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   tile.first_head = tile.kv_head * p.group + place.part * heads;
   tile.end_head = tile.first_head + heads;
   tile.seqlen_k = p.sequence.cu_seqlens_k ? p.sequence.cu_seqlens_k[tile.batch + 1] - seq.k_begin : p.sequence.seqlen_k;
-  tile.padded_row = padded_begin(p.sequence.cu_seqlens_q, p.sequence.seqlen_q, tile.batch);
+  tile.padded_row = static_cast<int>(padded_begin(p.sequence.cu_seqlens_q, p.sequence.seqlen_q, tile.batch));
+  tile.sums_chunk = p.sequence.cu_seqlens_q ? tile.padded_row / kChunkRows
+                                            : (place.unit % p.held_units * heads - tile.first_head) * head_chunks(p);
   const int low = max(tile.first_key, seq.start), last = min(tile.first_key + BLOCK_N, seq.stop) - 1;
   tile.m_begin = tile.m_end = tile.whole_begin = tile.whole_end = 0;
   if (low <= last) {

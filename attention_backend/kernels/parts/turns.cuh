@@ -15,6 +15,14 @@ __device__ __forceinline__ void await_turn(const int* turn, int mine) {
   }
 }
 
+// The same until it is `least` or more.
+__device__ __forceinline__ void await_turns(const int* turn, int least) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  } while (now < least);
+}
+
 // Lets the next block go: by one thread, after a barrier behind all that was added.
 __device__ __forceinline__ void pass_turn(int* turn) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");

@@ -160,6 +160,12 @@ void copy_wait(int pending) {
     for (const std::function<void()>& copy : groups.front()) copy();
 }
 
+void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
+  if (source % 16 || bytes % 16 || reinterpret_cast<size_t>(destination) % 16) fail("a misaligned bulk copy");
+  const void* const from = shared_of(*me()->block, source, bytes);
+  me()->bulk.push_back([=] { memcpy(destination, from, bytes); });
+  step();
+}
 void bulk_add(void* destination, uint32_t source, uint32_t bytes) {
   if (source % 16 || bytes % 16 || reinterpret_cast<size_t>(destination) % 16) fail("a misaligned bulk addition");
   const float* const from = reinterpret_cast<const float*>(shared_of(*me()->block, source, bytes));

@@ -15,7 +15,7 @@ from attention_backend.heuristics.sm90_backward import (
     BackwardTile,
     backward_tile,
     backward_tiles,
-    clears_on_the_way,
+    held_units,
     query_parts,
     section_lines,
 )
@@ -111,8 +111,8 @@ def test_a_section_has_one_line_at_least_and_all_at_most(
 
 
 def test_what_a_section_shares_stays_in_the_l2() -> None:
-    assert section_of(1024, 10_000, 8) == 18  # one would fit; so many keep all SMs busy
-    assert section_of(4096, 10_000) == 5
+    assert section_of(1024, 10_000, 8, deterministic=True) == 18  # one would fit; so many keep all SMs busy
+    assert section_of(4096, 10_000, deterministic=True) == 5
     assert section_of(200, 10_000) == 67
     assert section_of(16_384, 16) == 2
     assert section_of(131_072, 8, group=8) == 1
@@ -121,13 +121,22 @@ def test_what_a_section_shares_stays_in_the_l2() -> None:
 def test_a_section_has_a_tile_for_every_sm() -> None:
     """8k with 4 query heads a key head: one line fits the L2, and its 64 tiles would leave half of the SMs idle."""
     assert section_of(8192, 8, group=4) == 4  # with 3, the last section would have 2
-    assert section_of(512, 10_000) == 34
+    assert section_of(512, 10_000, deterministic=True) == 34
     assert section_of(256, 8, group=1000) == 8
 
 
-@pytest.mark.parametrize(("width", "key_tiles", "clears"), [(64, 8, True), (128, 7, False), (192, 100, False)])
-def test_which_sections_are_cleared_on_the_way(width: int, key_tiles: int, clears: bool) -> None:
-    assert clears_on_the_way(backward_tile(width, width), key_tiles) == clears
+def test_sums_that_would_leave_the_l2_are_of_smaller_sections() -> None:
+    assert section_of(1024, 256) == 12
+    assert section_of(1024, 256, deterministic=True) == 18
+    assert section_of(4096, 64) == 4
+    assert section_of(8192, 32) == 4
+
+
+def test_dq_is_finished_a_section_later_where_there_are_more_than_three() -> None:
+    narrow, wide = backward_tile(128, 128), backward_tile(256, 256)
+    assert held_units(narrow, units=31, section=10) == (30, 10)
+    assert held_units(narrow, units=30, section=10) == (30, 30)
+    assert held_units(wide, units=31, section=10) == (31, 31)
 
 
 def parts_of(
@@ -227,7 +236,7 @@ def test_the_covering_set_has_every_kernel_and_option() -> None:
 
 def test_parameters_are_laid_out_as_in_the_kernels() -> None:
     """Offsets of the C++ structures, by hand: eight-byte fields first, so that neither side pads."""
-    assert BackwardParams.dq.offset % 8 == 0
-    pointers_and_strides = 6 * 8 + 8 * 8 + 8
-    assert ctypes.sizeof(BackwardParams) == BackwardParams.dq.offset + pointers_and_strides + 8 * 4
-    assert ctypes.sizeof(RowsOfDqParams) == 3 * 8 + 3 * 8 + 8 + 4 * 4
+    assert BackwardParams.sums.offset % 8 == 0
+    pointers_and_strides = 7 * 8 + 8 * 8 + 5 * 8
+    assert ctypes.sizeof(BackwardParams) == BackwardParams.sums.offset + pointers_and_strides + 10 * 4
+    assert ctypes.sizeof(RowsOfDqParams) == 3 * 8 + 3 * 8 + 8 + 6 * 4
