@@ -1,7 +1,7 @@
-// Attention backward for Hopper, head_dim above 128. dK and dV of 128 keys do not fit the registers of one block, so a
-// pair of blocks (a cluster) shares a tile of keys. Block 0 has keys and queries: its two warpgroups compute S and P of 64 keys each
-// and sum dK. Block 1 has values and output gradients: they compute dP and dS and sum dV. P goes from block 0 to block 1 and
-// dS back, through the shared memory of the other, and each warpgroup computes 64 columns of dQ, from all 128 keys.
+// Attention backward for Hopper, head_dim above 128. dK and dV of 128 keys do not fit the registers of one block, so a pair
+// of blocks (a cluster) shares a tile of keys. Block 0 has keys and queries: its two warpgroups compute S and P of 64 keys
+// each and sum dK. Block 1 has values and output gradients: they compute dP and dS and sum dV. P goes from block 0 to block
+// 1 and dS back, through the shared memory of the other, and each warpgroup computes 64 columns of dQ, from all 128 keys.
 //
 // So a block loads queries or output gradients, not both, and adds to dQ once for 128 keys: half of what goes through the L2
 // where one block has dK and dV of 64 keys.

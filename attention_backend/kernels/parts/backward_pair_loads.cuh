@@ -66,7 +66,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
     Step step(tile);
 #pragma unroll 1
     for (int left = tiles; left > 0; left--) {
-      const uint32 full = shared.full_rows + 8 * place.at, to = (KEYS ? shared.queries : shared.gradients) + place.at * kBytes;
+      const uint32 full = shared.full_rows + 8 * place.at;
+      const uint32 to = (KEYS ? shared.queries : shared.gradients) + place.at * kBytes;
       if (left == min(tiles, kDrawAhead)) barrier_arrive_at(shared.wanted_tile, 0);
       place.wait_empty(shared.empty_rows);
       barrier_expect(full, kBytes + (KEYS ? 1 : 2) * kBytesTerms);

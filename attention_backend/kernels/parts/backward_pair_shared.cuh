@@ -1,6 +1,6 @@
 // The shared memory of a block of a pair, of the Hopper backward for wide heads. Block 0 has keys, a ring of queries with
-// lse and a ring of dS that block 1 fills. Block 1 has values, the columns of keys that dQ takes there, a ring of output gradients
-// with lse and D, and a ring of probabilities that block 0 fills, each of which becomes dS where it is.
+// lse and a ring of dS that block 1 fills. Block 1 has values, the columns of keys that dQ takes there, a ring of output
+// gradients with lse and D, and a ring of probabilities that block 0 fills, each of which becomes dS where it is.
 #pragma once
 
 #include "parts/backward_sizes.cuh"
