@@ -219,6 +219,15 @@ def test_backward(settings: Settings) -> None:
             backward_oracle.check(args, kernel, with_lse=True)
 
 
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (256, 256)])
+def test_backward_of_wide_heads_by_pairs_of_blocks(dim: int, dim_v: int) -> None:
+    """Two, four and six steps of rows a tile of keys; keys that no row sees."""
+    args = build(Case(250, 300, batch=1, heads=2, kv_heads=1, dim=dim, dim_v=dim_v, mask="sliding"), CPU)
+    for seed in range(2):
+        with left_at_zero(HOPPER._replace(seed=seed)):
+            backward_oracle.check(args, "flash_bwd_sm90", with_lse=True)
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
     args = build(Case(330, 200, batch=1, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen"), CPU)
