@@ -15,7 +15,7 @@ import torch
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
 from attention_backend.heuristics.sm90_backward import backward_tiles
-from attention_backend.kernels import device, flash_fwd_sm90, workspace
+from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, workspace
 from attention_backend.problem import AttentionArgs
 from benchmarks import backward_tiles as backward_tiles_benchmark
 from benchmarks import forward_tiles
@@ -238,12 +238,22 @@ def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
 
 def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks are launched where two run at a time."""
-    monkeypatch.setattr(sm90_backward, "_L2_BYTES", 1)
+    monkeypatch.setattr(sm90_backward, "_SECTION_BYTES", 1)
     monkeypatch.setattr(device, "num_sms", lambda _: 4)
+    later: list[bool] = []
+
+    def held(tile: sm90_backward.BackwardTile, *, units: int, section: int) -> tuple[int, int]:
+        units_held, lag = sm90_backward.held_units(tile, units=units, section=section)
+        later.append(lag < units)
+        return units_held, lag
+
+    monkeypatch.setattr(flash_bwd_sm90, "held_units", held)
     args = build(Case(100, 200, batch=4, heads=2, kv_heads=2), CPU)
     for seed in range(2):
         with left_at_zero(HOPPER._replace(num_sms=1, seed=seed)):
             backward_oracle.check(args, "flash_bwd_sm90")
+    assert later
+    assert all(later)
 
 
 def test_deterministic_backward_of_shared_out_groups() -> None:

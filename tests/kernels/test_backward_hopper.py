@@ -91,7 +91,7 @@ def test_dq_is_finished_a_section_later(
     mask: str, num_sms: int, dim: int, deterministic: bool, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whoever draws a tile. Nobody waits for blocks that do not run yet, as most of 20 in the emulator."""
-    monkeypatch.setattr(sm90_backward, "_L2_BYTES", 1)
+    monkeypatch.setattr(sm90_backward, "_SECTION_BYTES", 1)
     monkeypatch.setattr(flash_bwd_sm90.device, "num_sms", lambda _: num_sms)
     for heads, kv_heads in ((4, 2), (3, 3), (4, 1)):
         case = Case(100, 330, batch=num_sms, heads=heads, kv_heads=kv_heads, dim=dim, dim_v=dim, mask=mask)

@@ -52,6 +52,7 @@ __device__ __forceinline__ void end_share(const Shared& shared, const BackwardPa
   barrier_wait(shared.empty_share, (drawn - 1) % 2);
   const Share share(p, shared.tiles[(drawn - 1) % TILE_SLOTS]);
   if (share.unit < 0) return;
+  fence_bulk_copies();  // consumers' reads come before the zeros
 #pragma unroll 1
   for (int i = share.begin * kZerosPerChunk; i < share.end * kZerosPerChunk; i++)
     if (threadIdx.x % 32 == 0)
