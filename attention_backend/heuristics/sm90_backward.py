@@ -135,7 +135,15 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
 
 
 def section_lines(
-    tile: BackwardTile, *, seqlen_q: int, group: int, lines: int, key_tiles: int, num_sms: int, deterministic: bool
+    tile: BackwardTile,
+    *,
+    seqlen_q: int,
+    group: int,
+    lines: int,
+    key_tiles: int,
+    num_sms: int,
+    deterministic: bool,
+    finishes: bool,
 ) -> int:
     """Key heads, of all sequences, whose key tiles of one number are worked on side by side.
 
@@ -147,23 +155,22 @@ def section_lines(
     fitting = max(1, _SECTION_BYTES // max(1, _shared_bytes(tile, seqlen_q, group)))
     busy = -(-num_sms // max(1, key_tiles))
     sums = seqlen_q * group * tile.slabs * 64 * 4
-    short = tile.finishes and not deterministic and key_tiles <= _SHORT
-    if short and _HELD_SECTIONS * busy * sums > _SUMS_BYTES:
+    if finishes and key_tiles <= _SHORT and _HELD_SECTIONS * busy * sums > _SUMS_BYTES:
         busy = -(-2 * num_sms // (3 * max(1, key_tiles)))
     sections = min(-(-lines // fitting), lines // busy)
     return -(-lines // max(sections, 2 if deterministic else 1))
 
 
-def held_units(tile: BackwardTile, *, units: int, section: int) -> tuple[int, int]:
+def held_units(units: int, section: int) -> tuple[int, int]:
     """Of how many units (the query heads that a tile of keys adds to) there are sums of dQ at a time, and with the
     tiles of how many units later a unit's sums become elements, and zeros again, for another unit. All of them where
-    kernels of their own do that for all.
+    kernels of their own do that for all, as where there are few.
 
     A section is finished when the tiles of the next one end, and the third one has its sums. In their place those of
     the second would wait for it (2,048 tokens took 1.4 times as long).
     """
     held = _HELD_SECTIONS * section
-    return (held, section) if tile.finishes and units > held else (units, units)
+    return (held, section) if units > held else (units, units)
 
 
 def query_parts(

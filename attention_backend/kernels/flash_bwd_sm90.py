@@ -113,7 +113,10 @@ def _launch(
         tapered=tapered(args),
         deterministic=args.deterministic,
     )
-    variant, tile = backward_variant(replace(options, parts=parts > 1), tile)
+    options = replace(options, parts=parts > 1)
+    variant, tile = backward_variant(options, tile)
+    dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
+    finishes = dense and options.finishes(tile)
     blocks = min(key_tiles * lines * parts, workers) * tile.cluster
 
     section = section_lines(
@@ -124,12 +127,11 @@ def _launch(
         key_tiles=key_tiles,
         num_sms=workers,
         deterministic=args.deterministic,
+        finishes=finishes,
     )
 
     rows, units, unit_heads = padded_rows(args), lines * parts, group // parts
-    dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
-    finishes = dense and parts == 1 and not args.deterministic
-    held, lag = held_units(tile, units=units, section=section) if finishes else (units, units)
+    held, lag = held_units(units, section) if finishes else (units, units)
     heads, sums_head = (
         (args.num_heads, rows) if args.cu_seqlens_q is not None else (held * unit_heads, rows // args.batch)
     )

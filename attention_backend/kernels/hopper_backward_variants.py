@@ -50,6 +50,10 @@ class BackwardOptions:
     def extras(self) -> bool:
         return self.key_mask or self.softcap or self.alibi or self.dropout
 
+    def finishes(self, tile: BackwardTile) -> bool:
+        """Whether a kernel of the tile can finish dQ on the way (parts/backward_finish.cuh)."""
+        return tile.finishes and not self.parts and not self.deterministic
+
 
 @cache
 def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None) -> tuple[KernelVariant, BackwardTile]:
@@ -75,7 +79,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("KEPT_K", tile.kept_k),
         ("KEPT_V", tile.kept_v),
         ("APART", int(tile.apart)),
-        ("FINISHES", int(tile.finishes and not options.parts and not options.deterministic)),
+        ("FINISHES", int(options.finishes(tile))),
         ("TERMS_FIRST", int(tile.terms_first)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),

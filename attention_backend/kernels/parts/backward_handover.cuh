@@ -56,7 +56,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
       const int unit = unit_of(p, tile);
       barrier_arrive(shared.empty_tile + 8 * slot.at);
       if (finishes(p)) {
-        bulk_wait_done();
+        bulk_wait_done();  // whose fence orders the additions before the count
         pass_turn_relaxed(p.progress + unit);
       }
     }

@@ -25,7 +25,6 @@ struct RingPlace {
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ int before() const { return at == 0 ? SIZE - 1 : at - 1; }
   __device__ __forceinline__ void wait_full(uint32 barriers) const { barrier_wait(barriers + 8 * at, parity); }
   __device__ __forceinline__ void wait_empty(uint32 barriers) const { barrier_wait(barriers + 8 * at, parity ^ 1); }
 };

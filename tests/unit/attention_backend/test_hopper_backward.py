@@ -98,6 +98,7 @@ def section_of(seqlen: int, lines: int, group: int = 1, *, deterministic: bool =
         key_tiles=-(-seqlen // 128),
         num_sms=132,
         deterministic=deterministic,
+        finishes=not deterministic,
     )
 
 
@@ -133,10 +134,17 @@ def test_sums_that_would_leave_the_l2_are_of_smaller_sections() -> None:
 
 
 def test_dq_is_finished_a_section_later_where_there_are_more_than_three() -> None:
-    narrow, wide = backward_tile(128, 128), backward_tile(256, 256)
-    assert held_units(narrow, units=31, section=10) == (30, 10)
-    assert held_units(narrow, units=30, section=10) == (30, 30)
-    assert held_units(wide, units=31, section=10) == (31, 31)
+    assert held_units(31, 10) == (30, 10)
+    assert held_units(30, 10) == (30, 30)
+
+
+def test_which_kernels_finish_dq() -> None:
+    narrow, wide = BackwardOptions(torch.bfloat16, 128, 128), BackwardOptions(torch.bfloat16, 256, 256)
+    assert narrow.finishes(backward_tile(128, 128))
+    assert not narrow.finishes(backward_tile(128, 128, extras=True))
+    assert not replace(narrow, parts=True).finishes(backward_tile(128, 128))
+    assert not replace(narrow, deterministic=True).finishes(backward_tile(128, 128))
+    assert not wide.finishes(backward_tile(256, 256))
 
 
 def parts_of(
