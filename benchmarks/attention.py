@@ -39,7 +39,7 @@ from benchmarks.attention_goals import goals
 from benchmarks.attention_grid import SECTIONS, quick, select
 from benchmarks.attention_report import Record, Report
 from benchmarks.attention_timing import compile_ahead, time_cell
-from benchmarks.stopwatch import Stopwatch, copy_bandwidth
+from benchmarks.stopwatch import FLUSHED_BY, Stopwatch, copy_bandwidth
 
 Section = StrEnum("Section", {name: name for name in (*SECTIONS, "all")})  # type: ignore[misc]
 
@@ -98,7 +98,7 @@ def main(
     if not cells:
         raise typer.BadParameter("no cell has these dimensions and contenders")
     watch = Stopwatch(device, flush, warm_up_ms, repeat_ms)
-    options = {"flush": flush, "rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
+    options = {"flush": flush and FLUSHED_BY, "rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
     report = Report(machine.facts(commit), options | {"peers": peer_versions()}, copy_bandwidth(watch))
     facts = {name: report.machine[name] for name in ("gpu", "driver", "torch", "cuda", "cudnn", "commit")}
     typer.echo(f"{facts}\n{peers_line()}\ndevice copy {report.copy_tb_per_s:.2f} TB/s (read + write)")

@@ -1,6 +1,7 @@
 """Times calls on a GPU with CUDA events: warm-up, an L2 flush before each call, rotating inputs, contenders in turn.
 
-The device waits while calls are queued, so that the host's time to launch them is in no time.
+The device waits while calls are queued, so that the host's time to launch them is in no time. The L2 is flushed by
+reading: lines that a flush had written would be written back while the call runs.
 """
 
 import statistics
@@ -11,6 +12,7 @@ from time import perf_counter
 import torch
 
 Call = Callable[[], object]
+FLUSHED_BY = "reading"  # as results name it; those without a name are of a flush that wrote
 _FLUSH_BYTES = 256 * 1024 * 1024  # several times any L2
 _QUEUED = 64  # calls queued at a time: the driver holds about a thousand launches
 _TRIES = 3
@@ -31,7 +33,7 @@ class Stopwatch:
     _launch: float = field(init=False, repr=False, default=0.0)  # seconds that queueing a call takes, or more
 
     def __post_init__(self) -> None:
-        self._scratch = torch.empty(_FLUSH_BYTES if self.flush else 0, dtype=torch.int8, device=self.device)
+        self._scratch = torch.zeros(_FLUSH_BYTES // 4 if self.flush else 0, dtype=torch.float32, device=self.device)
 
     def times(self, calls: Sequence[Call]) -> list[float]:
         self._launch = 0.0
@@ -58,7 +60,7 @@ class Stopwatch:
             started = perf_counter()
             for call, (begin, end) in zip(calls, marks, strict=True):
                 if self.flush:
-                    self._scratch.zero_()
+                    self._scratch.sum()
                 begin.record()
                 call()
                 end.record()

@@ -137,6 +137,7 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     params.k_scale, params.v_scale = map(pointer, scales)
     params.batch, params.num_kv_heads = batch, kv_heads
     params.group_rows, params.min_tiles = group_rows, plan.min_tiles
+    params.group_inverse = -(-(1 << 16) // params.group)
     parameters: tuple[ctypes.Structure, ...] = (params,)
     if hopper:
         if fp8_kv:  # two bytes are one element of a map, whatever they mean

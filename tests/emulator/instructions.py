@@ -155,6 +155,10 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"ld\.(?:(?:acquire|relaxed)\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _load),
     (r"st\.(?:relaxed\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _store),
     (r"red\.(?:release|relaxed)\.gpu\.global\.add(?:\.v4)?\.(?P<type>\w+)", _reduce),
+    (
+        r"atom\.acq_rel\.gpu\.global\.inc\.u32",
+        lambda _, o: f"{o[0][0]} = atomicInc((unsigned*)({o[1][0]}), {o[2][0]});",
+    ),
     (r"cp\.async\.cg\.shared\.global.*", lambda _, o: f"emu::copy16({o[0][0]}, {o[1][0]}, {o[3][0]});"),
     (r"cp\.async\.commit_group", _call("copy_commit")),
     (r"cp\.async\.wait_group", _call("copy_wait")),

@@ -19,9 +19,9 @@ struct SegmentEnd {
   static_assert(HEAD_DIM_V % WIDTH == 0 && WIDTH % 32 == 0 && WIDTH * 8 >= HEAD_DIM_V, "a pass is whole vectors");
   static constexpr int kPitch = WIDTH + 4;
   static constexpr int kMergeFloats = WARPS * ROWS * (kPitch + 2);
-  static constexpr int kVectors = (HEAD_DIM_V + 127) / 128;  // of 4 columns, of a lane
-  static constexpr int kBatch = 8 / kVectors;                // segments loaded at once
-  static_assert(kMergeFloats >= WARPS * (HEAD_DIM_V + 4), "a partial merge of every warp fits");
+  static constexpr int kBlock = 64;                                  // columns of a row that a warp merges
+  static constexpr int kBlocks = (HEAD_DIM_V + kBlock - 1) / kBlock;
+  static constexpr int kBatch = 8;                                   // segments that a lane loads at once
 
   const DecodeParams& p;
   const Sequence& seq;
@@ -80,7 +80,7 @@ struct SegmentEnd {
       // One item: 4 columns of a row.
       for (int item = thread; item < rows * (WIDTH / 4); item += WARPS * 32) {
         const int r = item / (WIDTH / 4), column = item % (WIDTH / 4) * 4;
-        if ((row_begin + r) / p.group >= seq.seqlen_q) continue;
+        if (p.query_of(row_begin + r) >= seq.seqlen_q) continue;
         float m = -kInfinity, l = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int w = 0; w < WARPS; w++) m = fmaxf(m, all_max[w * ROWS + r]);
@@ -110,155 +110,99 @@ struct SegmentEnd {
       }
       Sync::sync();
     }
-    if (!whole && arrive()) {
-      merge();
-      Sync::sync();
-    }
+    if (!whole && arrive()) merge();
   }
 
  private:
   __device__ __forceinline__ const float* sink(int r) const {
-    return p.sinks ? p.sinks + segment.kv_head * p.group + (row_begin + r) % p.group : nullptr;
+    return p.sinks ? p.sinks + segment.kv_head * p.group + p.head_of(row_begin + r) : nullptr;
   }
 
   __device__ __forceinline__ void write(int r, int column, float4 o) const {
     if (column >= p.head_dim_v) return;
-    const int query = (row_begin + r) / p.group, head = segment.kv_head * p.group + (row_begin + r) % p.group;
+    const int query = p.query_of(row_begin + r), head = segment.kv_head * p.group + p.head_of(row_begin + r);
     element* out = p.out + (p.sequence.cu_seqlens_q ? 0 : segment.batch * p.out_batch) +
                    (seq.q_begin + static_cast<int64>(query)) * p.out_row + head * p.out_head + column;
     *reinterpret_cast<uint2*>(out) = make_uint2(pack2(o.x, o.y), pack2(o.z, o.w));
   }
 
   __device__ __forceinline__ void write_lse(int r, float lse) const {
-    const int query = (row_begin + r) / p.group, head = segment.kv_head * p.group + (row_begin + r) % p.group;
+    const int query = p.query_of(row_begin + r), head = segment.kv_head * p.group + p.head_of(row_begin + r);
     p.lse[(p.sequence.cu_seqlens_q ? seq.q_begin : segment.batch * p.lse_batch) + head * p.lse_head + query] =
         lse * kLn2;
   }
 
-  // Counts this block's segment, whose partial results were written before the last barrier. True in the last block.
+  // Counts this block's segment, whose partial results were written before the last barrier. True in the last block,
+  // which sees those of the others.
   __device__ __forceinline__ bool arrive() const {
-    int* const last = reinterpret_cast<int*>(shared);
+    __shared__ bool is_last;
     if (thread == 0) {
-      __threadfence();
       const uint32 most = segment.num_segments - 1;
-      uint32* counter = reinterpret_cast<uint32*>(p.counters) + segment.pair * gridDim.y + blockIdx.y;
-      *last = atomicInc(counter, most) == most;
-      __threadfence();
+      const int* counter = p.counters + segment.pair * gridDim.y + blockIdx.y;
+      uint32 before;
+      asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                   : "=r"(before)
+                   : "l"(counter), "r"(most)
+                   : "memory");
+      is_last = before == most;
     }
-    Sync::sync();
-    const bool is_last = *last;
     Sync::sync();
     return is_last;
   }
 
-  // The state of a merge of some segments, for 4 columns of a row.
-  struct Sum {
-    float top, total;
-    float4 o[kVectors];
-
-    __device__ __forceinline__ void clear() {
-      top = -kInfinity;
-      total = 0.f;
-#pragma unroll
-      for (int j = 0; j < kVectors; j++) o[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-    // Takes `m` as the largest exponent so far.
-    __device__ __forceinline__ void raise(float m) {
-      const float correction = exp2_approx(top - m);
-      top = m;
-      total *= correction;
-#pragma unroll
-      for (int j = 0; j < kVectors; j++) {
-        o[j].x *= correction;
-        o[j].y *= correction;
-        o[j].z *= correction;
-        o[j].w *= correction;
-      }
-    }
-    __device__ __forceinline__ void add(float weight, float sum, const float4 (&x)[kVectors]) {
-      total += weight * sum;
-#pragma unroll
-      for (int j = 0; j < kVectors; j++) {
-        o[j].x += weight * x[j].x;
-        o[j].y += weight * x[j].y;
-        o[j].z += weight * x[j].z;
-        o[j].w += weight * x[j].w;
-      }
-    }
-  };
-
-  // A warp takes a row, or with few rows every `parts`-th segment of a row, and a lane 4 columns of 128.
+  // A warp takes a block of columns of a row, a lane 4 of them from every second segment.
   __device__ __forceinline__ void merge() const {
-    const int parts = rows < WARPS ? WARPS / rows : 1;
-    constexpr int kPitchPart = HEAD_DIM_V + 4;
-    for (int unit = warp; unit < rows * parts; unit += WARPS) {
-      const int r = unit % rows, part = unit / rows;
-      if ((row_begin + r) / p.group >= seq.seqlen_q) continue;
+    const int half = lane / 16;
+#pragma unroll 1
+    for (int unit = warp; unit < rows * kBlocks; unit += WARPS) {
+      const int r = unit / kBlocks, column = unit % kBlocks * kBlock + lane % 16 * 4;
+      if (p.query_of(row_begin + r) >= seq.seqlen_q) continue;
+      const bool there = column < HEAD_DIM_V;
       const int64 first = static_cast<int64>(segment.first_slot) * p.group_rows + row_begin + r;
-      Sum sum;
-      sum.clear();
-      for (int s0 = part; s0 < segment.num_segments; s0 += kBatch * parts) {
+      const float* const lse_of = p.partial_lse + first;
+      const float* const out_of = p.partial_out + first * HEAD_DIM_V + column;
+      float top = -kInfinity, total = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
+      auto rescale = [&](float m) {
+        const float factor = m == -kInfinity ? 0.f : exp2_approx(top - m);
+        top = m;
+        total *= factor;
+#pragma unroll
+        for (int j = 0; j < 4; j++) o[j] *= factor;
+      };
+#pragma unroll 1
+      for (int s0 = half; s0 < segment.num_segments + half; s0 += 2 * kBatch) {
         float lse[kBatch];
-        float4 x[kBatch][kVectors];
-        float m = sum.top;
+        float4 x[kBatch];
+        float m = top;
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
-          const int s = s0 + i * parts;
-          const int64 at = first + static_cast<int64>(s) * p.group_rows;
-          lse[i] = s < segment.num_segments ? __ldcg(p.partial_lse + at) : -kInfinity;
-#pragma unroll
-          for (int j = 0; j < kVectors; j++) {
-            x[i][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-            if (s < segment.num_segments && j * 128 + lane * 4 < HEAD_DIM_V)
-              x[i][j] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + at * HEAD_DIM_V + j * 128 + lane * 4));
-          }
+          const int s = min(s0 + 2 * i, segment.num_segments - 1);  // past the end: without weight
+          const uint32 row = s * p.group_rows;
+          lse[i] = s == s0 + 2 * i ? __ldcg(lse_of + row) : -kInfinity;
+          x[i] = there ? __ldcg(reinterpret_cast<const float4*>(out_of + row * HEAD_DIM_V)) : float4{};
         }
 #pragma unroll
         for (int i = 0; i < kBatch; i++) m = fmaxf(m, lse[i]);
+        rescale(m);
         if (m == -kInfinity) continue;
-        sum.raise(m);
 #pragma unroll
-        for (int i = 0; i < kBatch; i++) sum.add(exp2_approx(lse[i] - m), 1.f, x[i]);
-      }
-      if (parts == 1) {
-        end_merge(r, sum);
-      } else {
-        float* to = shared + unit * kPitchPart;
-        if (lane == 0) {
-          to[0] = sum.top;
-          to[1] = sum.total;
+        for (int i = 0; i < kBatch; i++) {
+          const float weight = exp2_approx(lse[i] - m);
+          total += weight;
+          o[0] += weight * x[i].x;
+          o[1] += weight * x[i].y;
+          o[2] += weight * x[i].z;
+          o[3] += weight * x[i].w;
         }
-#pragma unroll
-        for (int j = 0; j < kVectors; j++)
-          if (j * 128 + lane * 4 < HEAD_DIM_V) *reinterpret_cast<float4*>(to + 4 + j * 128 + lane * 4) = sum.o[j];
       }
+      rescale(fmaxf(top, __shfl_xor_sync(~0u, top, 16)));
+      total += __shfl_xor_sync(~0u, total, 16);
+#pragma unroll
+      for (int j = 0; j < 4; j++) o[j] += __shfl_xor_sync(~0u, o[j], 16);
+      const RowEnd end = end_row(top, total, sink(r));
+      if (half == 0)
+        write(r, column, make_float4(o[0] * end.factor, o[1] * end.factor, o[2] * end.factor, o[3] * end.factor));
+      if (unit % kBlocks == 0 && lane == 0) write_lse(r, end.lse);
     }
-    if (parts == 1) return;
-    Sync::sync();
-    if (warp >= rows || (row_begin + warp) / p.group >= seq.seqlen_q) return;
-    Sum sum;
-    sum.clear();
-    for (int part = 0; part < parts; part++) sum.top = fmaxf(sum.top, shared[(part * rows + warp) * kPitchPart]);
-    if (sum.top != -kInfinity)
-      for (int part = 0; part < parts; part++) {
-        const float* from = shared + (part * rows + warp) * kPitchPart;
-        float4 x[kVectors];
-#pragma unroll
-        for (int j = 0; j < kVectors; j++)
-          x[j] = j * 128 + lane * 4 < HEAD_DIM_V ? *reinterpret_cast<const float4*>(from + 4 + j * 128 + lane * 4)
-                                                 : make_float4(0.f, 0.f, 0.f, 0.f);
-        sum.add(exp2_approx(from[0] - sum.top), from[1], x);
-      }
-    end_merge(warp, sum);
-  }
-
-  __device__ __forceinline__ void end_merge(int r, const Sum& sum) const {
-    const RowEnd end = end_row(sum.top, sum.total, sink(r));
-#pragma unroll
-    for (int j = 0; j < kVectors; j++)
-      if (j * 128 + lane * 4 < HEAD_DIM_V)
-        write(r, j * 128 + lane * 4, make_float4(sum.o[j].x * end.factor, sum.o[j].y * end.factor,
-                                                 sum.o[j].z * end.factor, sum.o[j].w * end.factor));
-    if (lane == 0) write_lse(r, end.lse);
   }
 };

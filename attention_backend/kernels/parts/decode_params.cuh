@@ -37,5 +37,9 @@ struct DecodeParams {
   int group;       // query heads per key head
   int group_rows;  // group * seqlen_q
   int min_tiles;
-  int reserved;
+  int group_inverse;  // 2^16 / group, rounded up
+
+  // Row r of a group is query r / group of head r % group. Right for fewer than 2^16 / group rows: decode has 64.
+  __device__ __forceinline__ int query_of(int row) const { return row * group_inverse >> 16; }
+  __device__ __forceinline__ int head_of(int row) const { return row - query_of(row) * group; }
 };

@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Sequen
   const int lane = thread % 32;
   const float k_scale = p.k_scale[kv_head];
   for (int r = thread / 32; r < ROWS; r += WARPS) {
-    const int query = (row_begin + r) / p.group, head = first_head + (row_begin + r) % p.group;
+    const int query = p.query_of(row_begin + r), head = first_head + p.head_of(row_begin + r);
     const bool there = r < rows && query < seq.seqlen_q;
     const element* from = q + (seq.q_begin + static_cast<int64>(query)) * p.q_row + head * p.q_head;
     float x[HEAD_DIM / 32], top = 0.f;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Sequen
 #else
   for (int i = thread; i < ROWS * (HEAD_DIM / 8); i += WARPS * 32) {
     const int r = i / (HEAD_DIM / 8), c = i % (HEAD_DIM / 8);
-    const int query = (row_begin + r) / p.group, head = first_head + (row_begin + r) % p.group;
+    const int query = p.query_of(row_begin + r), head = first_head + p.head_of(row_begin + r);
     const bool there = r < rows && query < seq.seqlen_q && c * 8 < p.head_dim;
     copy16(shared_address(tile) + r * kPitchQ + c * 16,
            there ? q + (seq.q_begin + static_cast<int64>(query)) * p.q_row + head * p.q_head + c * 8 : q, there);
@@ -217,11 +217,11 @@ struct WarpRows {
         s[c][x] *= factor[r];
 #endif
 #if SCORE_CHANGES
-        const Score changes(p.score, batch, first_head + row % p.group);
-        s[c][x] = changes(s[c][x], row / p.group, at, seq);
+        const Score changes(p.score, batch, first_head + p.head_of(row));
+        s[c][x] = changes(s[c][x], p.query_of(row), at, seq);
 #endif
         if (edge) {
-          const int query = min(row / p.group, seq.seqlen_q - 1);
+          const int query = min(p.query_of(row), seq.seqlen_q - 1);
           bool visible = at >= seq.low(query) && at < seq.high(query);
 #if KEY_MASK
           visible = visible && score.key_visible(at);
