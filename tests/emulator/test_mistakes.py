@@ -22,6 +22,7 @@ NONE, BEYOND_TENSOR, BEYOND_SHARED, MISSED_BARRIER, NO_BARRIER, EARLY_READ, NO_B
     NO_BARRIER_THERE, MISALIGNED_STORE, MISALIGNED_COPY, BEYOND_SHARED_THERE, NO_BLOCK, BARRIER_HERE, OTHER_BARRIER,
     TOO_MANY_BYTES, NO_BYTES_EXPECTED, NO_WAIT, BLOCK_LEAVES, SOURCE_LEAVES, SOURCE_CHANGES,
 ) = range(1, 14)  # exchange.cuh  # fmt: skip
+ZEROS_UNWRITTEN, SUMS_UNWRITTEN, SUMS_UNREAD, SUMS_AGAIN, RESULT_UNREAD = range(1, 6)  # sums.cuh
 SEEDS = range(6)
 
 
@@ -35,6 +36,12 @@ class ExchangeParams(ctypes.Structure):
     """exchange.cuh"""
 
     _fields_ = (("from", ctypes.c_void_p), ("to", ctypes.c_void_p), ("mistake", ctypes.c_int))
+
+
+class SumsParams(ctypes.Structure):
+    """sums.cuh"""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("from", "sums", "to", "told")), ("mistake", ctypes.c_int))
 
 
 def turned(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -60,6 +67,16 @@ def exchanged(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return target, sent
 
 
+def summed(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """What each of three blocks took for the sum of what all had, and that sum."""
+    source = guarded(torch.arange(3 * COUNT).view(3, COUNT).float())
+    sums, target, told = guarded(torch.full((COUNT,), 7.0)), guarded(torch.zeros(3, COUNT)), torch.zeros(1).int()
+    kernel = EmulatedKernel(KernelVariant("sums", "sm_90a"), Settings(seed=seed), Path(__file__).parent)
+    params = SumsParams(*(x.data_ptr() for x in (source, sums, target, told)), mistake)
+    kernel((3, 1, 1), (COUNT, 1, 1), params, 4 * COUNT, cooperative=True)
+    return target, source.sum(0).expand(3, -1)
+
+
 def report(mistake: int, seed: int) -> str:
     """What the emulator says of it."""
     try:
@@ -73,6 +90,7 @@ def test_a_kernel_without_a_mistake_is_right() -> None:
     for seed in SEEDS:
         assert torch.equal(*turned(NONE, seed))
         assert torch.equal(*exchanged(NONE, seed))
+        assert torch.equal(*summed(NONE, seed))
 
 
 @pytest.mark.parametrize(
@@ -125,8 +143,23 @@ def test_a_race_between_blocks_ends_the_launch_in_some_order(mistake: int, found
     assert any(found in report(mistake, seed) for seed in range(20))
 
 
+def test_a_thread_does_not_end_while_its_copies_read() -> None:
+    with pytest.raises(EmulatorError, match="ends while its bulk copies read shared memory"):
+        summed(RESULT_UNREAD)
+    assert torch.equal(*summed(NONE))
+
+
 @pytest.mark.parametrize(
-    ("transfer", "mistake"), [(turned, NO_BARRIER), (turned, EARLY_READ), (exchanged, SOURCE_CHANGES)]
+    ("transfer", "mistake"),
+    [
+        (turned, NO_BARRIER),
+        (turned, EARLY_READ),
+        (exchanged, SOURCE_CHANGES),
+        (summed, ZEROS_UNWRITTEN),
+        (summed, SUMS_UNWRITTEN),
+        (summed, SUMS_UNREAD),
+        (summed, SUMS_AGAIN),
+    ],
 )
 def test_a_race_gives_wrong_numbers(transfer: Callable[[int, int], tuple[Tensor, Tensor]], mistake: int) -> None:
     assert not all(torch.equal(*transfer(mistake, seed)) for seed in SEEDS)

@@ -1,5 +1,7 @@
-// Copies that run beside the threads: cp.async, the TMA's loads and stores, bulk additions. Where a load will write is NaN from
-// the moment it is asked for until it lands, and it reads its source when it lands.
+// Copies that run beside the threads: cp.async, the TMA's loads and stores, bulk additions. Where a copy will write is
+// NaN from the moment it is asked for until it lands (not so additions). A load reads its source when it lands. What
+// goes to global memory reads shared memory when its thread waits, and lands then or, if it waits for the reads alone,
+// at any time until the grid has ended.
 #include <memory>
 
 #include "state.h"
@@ -47,28 +49,28 @@ void for_row(const Map& map, const int* at, const uint32_t* index, Move move) {
     move(reinterpret_cast<char*>(global) + (at[0] + first) * map.element, first * map.element, (last - first) * map.element);
 }
 
-// The box between global memory and shared memory at `place`, row by row.
-void move_box(Block& block, const Map& map, uint32_t place, const int* at, bool load) {
-  const uint32_t row_bytes = map.box[0] * map.element, rows = bytes_of(map) / row_bytes;
+// A box: `move(in global memory, where in the box, bytes)` is called for what of it lies in the tensor.
+template <class Move>
+void for_box(const Map& map, const int* at, Move move) {
+  const uint32_t row_bytes = map.box[0] * map.element;
   uint32_t index[5] = {};
-  std::vector<char> row(row_bytes);
-  for (uint32_t r = 0; r < rows; r++) {
-    const auto for_pieces = [&](auto move) {
-      for (uint32_t i = 0; i < row_bytes; i += 16) {
-        const uint32_t address = place + r * row_bytes + i;
-        move(block.base + (map.swizzled ? swizzled(address) : address), row.data() + i);
-      }
-    };
-    if (load) {
-      memset(row.data(), 0, row_bytes);
-      for_row(map, at, index, [&](char* global, int64_t first, int64_t bytes) { memcpy(row.data() + first, global, bytes); });
-      for_pieces([](char* shared, const char* piece) { memcpy(shared, piece, 16); });
-    } else {
-      for_pieces([](const char* shared, char* piece) { memcpy(piece, shared, 16); });
-      for_row(map, at, index, [&](char* global, int64_t first, int64_t bytes) { memcpy(global, row.data() + first, bytes); });
-    }
+  for (uint32_t row = 0; row < bytes_of(map); row += row_bytes) {
+    for_row(map, at, index, [&](char* global, int64_t first, int64_t bytes) { move(global, row + first, bytes); });
     for (int d = 1; d < map.rank && ++index[d] == map.box[d]; d++) index[d] = 0;
   }
+}
+
+// A box in shared memory: `move(there, where in the box)` is called for every 16 bytes.
+template <class Move>
+void for_pieces(Block& block, const Map& map, uint32_t place, Move move) {
+  for (uint32_t i = 0; i < bytes_of(map); i += 16)
+    move(block.base + (map.swizzled ? swizzled(place + i) : place + i), i);
+}
+
+void load_box(Block& block, const Map& map, uint32_t place, const int* at) {
+  Bytes box(bytes_of(map));
+  for_box(map, at, [&](const char* global, int64_t i, int64_t bytes) { memcpy(box.data() + i, global, bytes); });
+  for_pieces(block, map, place, [&](char* shared, uint32_t i) { memcpy(shared, box.data() + i, 16); });
 }
 
 void arrive_bytes(Block& block, uint32_t address, uint32_t bytes) {
@@ -85,8 +87,19 @@ void send(Block* block, uint32_t destination, uint32_t bytes, uint32_t mbarrier,
   block->under_way.push_back(new Copy{[=] {
     land(*block);
     arrive_bytes(*block, mbarrier, bytes);
-  }, source});
+  }, source, nullptr});
   step();
+}
+
+void send_to_global(BulkCopy copy) {
+  me()->bulk.push_back(std::move(copy));
+  step();
+}
+
+BulkCopy bulk_copy(const void* destination, uint32_t source, uint32_t bytes, std::function<void(const Bytes&)> write) {
+  if (source % 16 || bytes % 16 || reinterpret_cast<size_t>(destination) % 16) fail("a misaligned bulk copy");
+  const char* const from = shared_of(*me()->block, source, bytes);
+  return {[=] { return Bytes(from, from + bytes); }, std::move(write)};
 }
 }  // namespace
 
@@ -94,7 +107,7 @@ void tma_load(uint32_t destination, const void* encoded, uint32_t mbarrier, int 
   const Map map = decode(encoded, dimensions, destination);
   const std::vector<int> place(at, at + dimensions);
   send(me()->block, destination, bytes_of(map), mbarrier,
-       [=](Block& block) { move_box(block, map, destination, place.data(), true); });
+       [=](Block& block) { load_box(block, map, destination, place.data()); });
 }
 
 void tma_load_for(uint32_t blocks, uint32_t destination, const void* encoded, uint32_t mbarrier, int dimensions,
@@ -105,7 +118,7 @@ void tma_load_for(uint32_t blocks, uint32_t destination, const void* encoded, ui
     const Map map = decode(encoded, dimensions, destination);
     const std::vector<int> place(at, at + dimensions);
     send(&block_at(rank), destination, bytes_of(map), mbarrier,
-         [=](Block& block) { move_box(block, map, destination, place.data(), true); });
+         [=](Block& block) { load_box(block, map, destination, place.data()); });
   }
 }
 
@@ -114,8 +127,16 @@ void tma_store(const void* encoded, uint32_t source, int dimensions, const int* 
   Block* const block = me()->block;
   shared_of(*block, source, bytes_of(map));
   const std::vector<int> place(at, at + dimensions);
-  me()->bulk.push_back([=] { move_box(*block, map, source, place.data(), false); });
-  step();
+  const auto read = [=] {
+    Bytes box(bytes_of(map));
+    for_pieces(*block, map, source, [&](const char* shared, uint32_t i) { memcpy(box.data() + i, shared, 16); });
+    return box;
+  };
+  const auto write = [=](const Bytes& box) {
+    for_box(map, place.data(), [&](char* global, int64_t i, int64_t bytes) { memcpy(global, box.data() + i, bytes); });
+  };
+  write(Bytes(bytes_of(map), '\xff'));
+  send_to_global({read, write});
 }
 
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
@@ -161,24 +182,33 @@ void copy_wait(int pending) {
 }
 
 void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
-  if (source % 16 || bytes % 16 || reinterpret_cast<size_t>(destination) % 16) fail("a misaligned bulk copy");
-  const void* const from = shared_of(*me()->block, source, bytes);
-  me()->bulk.push_back([=] { memcpy(destination, from, bytes); });
-  step();
+  const auto write = [=](const Bytes& read) { memcpy(destination, read.data(), bytes); };
+  BulkCopy copy = bulk_copy(destination, source, bytes, write);
+  memset(destination, 0xff, bytes);
+  send_to_global(std::move(copy));
 }
 void bulk_add(void* destination, uint32_t source, uint32_t bytes) {
-  if (source % 16 || bytes % 16 || reinterpret_cast<size_t>(destination) % 16) fail("a misaligned bulk addition");
-  const float* const from = reinterpret_cast<const float*>(shared_of(*me()->block, source, bytes));
-  float* const to = static_cast<float*>(destination);
-  me()->bulk.push_back([=] {
-    for (uint32_t i = 0; i < bytes / 4; i++) to[i] += from[i];
-  });
+  send_to_global(bulk_copy(destination, source, bytes, [=](const Bytes& read) {
+    const float* const added = reinterpret_cast<const float*>(read.data());
+    for (uint32_t i = 0; i < bytes / 4; i++) static_cast<float*>(destination)[i] += added[i];
+  }));
+}
+namespace {
+void read_all(int pending) {
+  if (pending) fail("a wait for all bulk groups but %d", pending);
+  for (const BulkCopy& copy : me()->bulk)
+    launch->writes.push_back(new Copy{[write = copy.write, read = copy.read()] { write(read); }, nullptr, me()});
+  me()->bulk.clear();
+}
+}  // namespace
+void bulk_wait_read(int pending) {
+  read_all(pending);
   step();
 }
 void bulk_wait(int pending) {
-  if (pending) fail("a wait for all bulk groups but %d", pending);
-  for (const std::function<void()>& copy : me()->bulk) copy();
-  me()->bulk.clear();
+  read_all(pending);
+  for (size_t i = launch->writes.size(); i--;)
+    if (launch->writes[i]->thread == me()) land(launch->writes, i);
   step();
 }
 }  // namespace emu

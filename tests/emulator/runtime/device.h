@@ -66,6 +66,7 @@ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_
 void tma_store(const void* map, uint32_t source, int dimensions, const int* at);
 void bulk_store(void* destination, uint32_t source, uint32_t bytes);
 void bulk_add(void* destination, uint32_t source, uint32_t bytes);
+void bulk_wait_read(int pending);
 void bulk_wait(int pending);
 
 // Matrices.

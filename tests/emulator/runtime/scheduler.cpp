@@ -57,6 +57,8 @@ void body() {
   entry(arguments);
   Fiber* const fiber = me();
   if (!fiber->bulk.empty()) fail("a thread ends while its bulk copies read shared memory");
+  for (Copy* copy : launch->writes)
+    if (copy->thread == fiber) copy->thread = nullptr;
   fiber->block->live--, launch->live--;
   if (fiber->block->live == 0) check_end(*fiber->block);
   fiber->waiting_for = nullptr;
@@ -105,15 +107,13 @@ void end(Block& block) {
 }
 
 bool land_one() {
-  const size_t first = launch->random() % launch->resident.size();
-  for (size_t i = 0; i < launch->resident.size(); i++) {
-    std::vector<Copy*>& copies = launch->resident[(first + i) % launch->resident.size()]->under_way;
+  const size_t blocks = launch->resident.size(), first = launch->random() % (blocks + 1);
+  for (size_t i = 0; i <= blocks; i++) {
+    const size_t at = (first + i) % (blocks + 1);
+    std::vector<Copy*>& copies = at < blocks ? launch->resident[at]->under_way : launch->writes;
     if (copies.empty()) continue;
-    std::swap(copies[launch->random() % copies.size()], copies.back());
-    Copy* const copy = copies.back();
-    copies.pop_back();
-    copy->land();
-    delete copy;
+    self = nullptr;  // who asked for it may be gone
+    land(copies, launch->random() % copies.size());
     launch->idle = 0;
     return true;
   }
@@ -147,7 +147,7 @@ void run(dim3 grid, uint32_t smem, unsigned at_once, bool together) {
         start(*block, {at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y}, smem);
       }
     }
-    if (launch->resident.empty()) return;
+    if (launch->resident.empty()) break;
     const bool stuck = launch->ready.empty() || launch->idle > 16 * launch->live + 1000;
     if (stuck && !land_one()) {
       if (launch->ready.empty()) report_waiting("all wait for each other");
@@ -166,9 +166,19 @@ void run(dim3 grid, uint32_t smem, unsigned at_once, bool together) {
         launch->resident.erase(launch->resident.begin() + i--);
       }
   }
+  while (land_one()) {
+  }
 }
 
 }  // namespace
+
+void land(std::vector<Copy*>& copies, size_t which) {
+  std::swap(copies[which], copies.back());
+  Copy* const copy = copies.back();
+  copies.pop_back();
+  copy->land();
+  delete copy;
+}
 
 void wake(Fiber* fiber) {
   Warp& warp = *fiber->warp;

@@ -13,12 +13,20 @@
 
 namespace emu {
 struct Block;
+struct Fiber;
 struct Warp;
 
 // A copy that has been asked for. `land` does it; it may be called from any fiber.
 struct Copy {
   std::function<void()> land;
   const Block* source;  // whose shared memory it reads, or null
+  const Fiber* thread;  // that may wait for it, or null
+};
+
+using Bytes = std::vector<char>;
+struct BulkCopy {  // to global memory
+  std::function<Bytes()> read;
+  std::function<void(const Bytes&)> write;
 };
 
 struct Fiber : Thread {
@@ -30,8 +38,8 @@ struct Fiber : Thread {
   const char* waiting_for = "";  // in words, for reports
   std::vector<std::function<void()>> open_copies;
   std::deque<std::vector<std::function<void()>>> copy_groups;
-  std::vector<std::function<void()>> bulk;  // copies that have not read shared memory yet
-  uint64_t cluster_phase = 0;               // of its cluster's barrier, when it arrived
+  std::vector<BulkCopy> bulk;  // that have not read shared memory yet
+  uint64_t cluster_phase = 0;  // of its cluster's barrier, when it arrived
 };
 
 struct Meeting {  // of the lanes of a warp
@@ -110,6 +118,7 @@ struct Launch {
   unsigned late;  // one in so many turns lands a copy; 0: only when nothing else can run
   std::vector<Warp*> ready;
   std::vector<Block*> resident;
+  std::vector<Copy*> writes;  // bulk copies that have read shared memory and not written global memory
   uint64_t idle = 0;  // turns since something happened that others can see
   size_t live = 0;    // fibers
   unsigned cluster = 1;  // blocks
@@ -133,6 +142,7 @@ void wake(Fiber* fiber);
 void wake_all(std::vector<Fiber*>& waiting);
 void wait(const char* what);  // until somebody wakes this fiber
 void complete(Block& block, MBarrier& barrier);
+void land(std::vector<Copy*>& copies, size_t which);
 Block& block_at(uint32_t rank);      // of this thread's cluster
 Block& block_of(uint32_t& address);  // that address_at named; the address is that block's own then
 char* shared_of(Block& block, uint32_t address, size_t bytes);
