@@ -260,12 +260,12 @@ def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(mon
 
 @pytest.mark.parametrize(
     "case",
-    [replace(SMALL, sk=100, batch=1, heads=8, kv_heads=1), replace(SMALL, sk=400, batch=1)],
+    [replace(SMALL, sk=100, batch=1, heads=8, kv_heads=1), replace(SMALL, sk=400, batch=1, dtype="fp16")],
     ids=["one key head, whose group's parts a kernel sums", "tiles of keys that add in turns"],
 )
 def test_deterministic_backward(case: Case) -> None:
     args = replace(build(case, CPU), deterministic=True)
-    gradients = [_hopper_gradients(args, seed) for seed in range(3)]
+    gradients = [_hopper_gradients(args, seed) for seed in range(8)]
     for other in gradients[1:]:
         assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
 
