@@ -14,7 +14,7 @@ class DecodeParams(ctypes.Structure):
         ("score", ScoreParams),
         *((name, c_void_p) for name in (*TENSORS, "partial_out", "partial_lse", "counters", "k_scale", "v_scale")),
         *((name, c_int64) for name in STRIDES),
-        *((name, c_int) for name in ("batch", "num_kv_heads", "head_dim", "head_dim_v")),
+        *((name, c_int) for name in ("batch", "head_dim", "head_dim_v")),
         *((name, c_int) for name in ("group", "group_rows", "min_tiles", "group_inverse")),
     )
 

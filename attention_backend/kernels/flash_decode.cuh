@@ -60,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_decode(
   int* const prefix = reinterpret_cast<int*>(work + kWorkBytes);
 
   DecodePlan plan;
-  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
+  plan.build<kThreads, kTile>(p.sequence, p.batch, p.min_tiles, prefix);
 
-  const int row_begin = blockIdx.y * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
+  const int row_begin = blockIdx.z * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
   const int rows = min(ROWS, p.group_rows - row_begin);
 
   // Otherwise other rows' blocks read the same keys. ROWS = 32 leaves no register for a policy.
-  const bool once = ROWS < 32 && gridDim.y == 1;
+  const bool once = ROWS < 32 && gridDim.z == 1;
   Segment segment;
   while (plan.next(segment)) {
     const Sequence seq(p.sequence, segment.batch);

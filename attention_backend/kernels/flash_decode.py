@@ -28,6 +28,7 @@ from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 
 FP8 = torch.float8_e4m3fn
+_MOST_PARTS = 65_535  # blocks along the second dimension of a grid
 
 
 def forward(args: AttentionArgs, *, tma: bool = True) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ class _Plan:
     """What of a launch follows from sizes."""
 
     kernel: Kernel
-    blocks: int
+    parts: int  # of the keys of every head, each a block's
     row_blocks: int
     threads: int
     smem_bytes: int
@@ -101,16 +102,15 @@ def _plan(
     if num_splits > 0:
         tiles = max(1, -(-seqlen_k // config.keys))
         min_tiles = -(-tiles // num_splits)
-        parts = -(-batch * tiles // min_tiles)
-    blocks = parts * num_kv_heads
+        parts = min(-(-batch * tiles // min_tiles), _MOST_PARTS)
     return _Plan(
         kernel=load(variant, index),
-        blocks=blocks,
+        parts=parts,
         row_blocks=-(-group_rows // config.rows),
         threads=config.threads,
         smem_bytes=config.smem_bytes(*options.tiles, batch, 1 if fp8_kv else options.dtype.itemsize),
         min_tiles=min_tiles,
-        partial_rows=(blocks + batch * num_kv_heads) * group_rows,
+        partial_rows=num_kv_heads * (parts + batch) * group_rows,
         value_width=options.tiles[1],
         copied_keys=copied_keys,
         whole_rows=hopper and copies_whole_rows(options, fp8_kv),
@@ -135,8 +135,7 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
     params.counters = counters.data_ptr()
     scales = contiguous(args.k_scale), contiguous(args.v_scale)
     params.k_scale, params.v_scale = map(pointer, scales)
-    params.batch, params.num_kv_heads = batch, kv_heads
-    params.group_rows, params.min_tiles = group_rows, plan.min_tiles
+    params.batch, params.group_rows, params.min_tiles = batch, group_rows, plan.min_tiles
     params.group_inverse = -(-(1 << 16) // params.group)
     parameters: tuple[ctypes.Structure, ...] = (params,)
     if hopper:
@@ -145,7 +144,7 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
         mapped = whole_row_tensor_map if plan.whole_rows else tensor_map
         parameters = (mapped(k, plan.copied_keys), mapped(v, plan.copied_keys), params)
     plan.kernel(
-        (plan.blocks, plan.row_blocks, 1),
+        (kv_heads, plan.parts, plan.row_blocks),
         (plan.threads, 1, 1),
         parameters,
         plan.smem_bytes,

@@ -66,8 +66,8 @@ __device__ __forceinline__ void prefetch_line(const void* p) {
 __device__ __forceinline__ void prefetch_table(const DecodeParams& p, int lane) {
   constexpr int kLine = 32;  // entries
   const int width = p.sequence.seqlen_k / p.sequence.page_size;
-  const int parts = gridDim.x / p.num_kv_heads;
-  const int64 position = static_cast<int64>(blockIdx.x / p.num_kv_heads) * p.batch;
+  const int parts = gridDim.y;
+  const int64 position = static_cast<int64>(blockIdx.y) * p.batch;
   const int64 batch = position / parts, within = position % parts;
   const int entry = (lane < 4 ? static_cast<int>(within * width / parts) / kLine + lane : lane - 4) * kLine;
   if (lane < 8 && entry < width) prefetch_line(p.sequence.block_table + batch * p.sequence.block_table_stride + entry);
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp == NUM_WARPS) prefetch_table(p, lane);
 #endif
   DecodePlan plan;
-  plan.build<kThreads, kTile>(p.sequence, p.batch, p.num_kv_heads, gridDim.x, p.min_tiles, prefix);
+  plan.build<kThreads, kTile>(p.sequence, p.batch, p.min_tiles, prefix);
 
   uint32 tile = 0;  // tiles of this block so far
   Segment segment;
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int column = (of_k ? box : box - kSlabsK) * kSlabColumns;
     const uint32 place = box * kSlabBytes + piece * PAGE_ROWS * 128;
 #endif
-    const uint64 policy = gridDim.y > 1 ? kEvictNormal : kEvictFirst;  // other rows' blocks read the same keys
+    const uint64 policy = gridDim.z > 1 ? kEvictNormal : kEvictFirst;  // other rows' blocks read the same keys
     while (plan.next(segment)) {
       const Sequence seq(p.sequence, segment.batch);
       int first_tile, end_tile;
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  const int row_begin = blockIdx.y * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
+  const int row_begin = blockIdx.z * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
   const int rows = min(ROWS, p.group_rows - row_begin);
   const int turn = warp / 4, slice = warp % 4;
   while (plan.next(segment)) {

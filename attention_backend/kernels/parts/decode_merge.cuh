@@ -138,7 +138,7 @@ struct SegmentEnd {
     __shared__ bool is_last;
     if (thread == 0) {
       const uint32 most = segment.num_segments - 1;
-      const int* counter = p.counters + segment.pair * gridDim.y + blockIdx.y;
+      const int* counter = p.counters + segment.pair * gridDim.z + blockIdx.z;
       uint32 before;
       asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                    : "=r"(before)

@@ -32,7 +32,7 @@ struct DecodeParams {
   int64 v_batch, v_row, v_head;
   int64 out_batch, out_row, out_head;
   int64 lse_batch, lse_head;
-  int batch, num_kv_heads;
+  int batch;
   int head_dim, head_dim_v;
   int group;       // query heads per key head
   int group_rows;  // group * seqlen_q

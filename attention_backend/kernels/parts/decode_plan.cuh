@@ -24,14 +24,13 @@ struct Segment {
 
 class DecodePlan {
  public:
-  // `prefix` is shared memory for batch + 1 ints. All threads of the block must call; ends with a block barrier.
+  // The grid is key heads by parts, by row blocks. `prefix` is shared memory for batch + 1 ints. All threads of the block
+  // must call; ends with a block barrier.
   template <int THREADS, int TILE>
-  __device__ __forceinline__ void build(const SequenceParams& p, int batch, int num_kv_heads, int blocks,
-                                        int min_tiles, int* prefix_in_shared) {
-    const int parts = blocks / num_kv_heads, part = blockIdx.x / num_kv_heads;  // `blocks` is a multiple of the heads
+  __device__ __forceinline__ void build(const SequenceParams& p, int batch, int min_tiles, int* prefix_in_shared) {
+    const int parts = gridDim.y, part = blockIdx.y;
     prefix = prefix_in_shared;
     num_batch = batch;
-    num_heads = num_kv_heads;
     if (batch <= 32) {
       if (threadIdx.x < 32) {
         const int tiles = threadIdx.x < batch ? count_tiles<TILE>(p, threadIdx.x) : 0;
@@ -61,8 +60,7 @@ class DecodePlan {
         high = middle;
     }
     const int start = prefix[low], tiles = prefix[low + 1] - start;
-    // Divided again, as registers are scarcer than the time for a segment.
-    const int parts = gridDim.x / num_heads, part = blockIdx.x / num_heads, head = blockIdx.x % num_heads;
+    const int num_heads = gridDim.x, parts = gridDim.y, head = blockIdx.x, part = blockIdx.y;
     s.batch = low;
     s.kv_head = head;
     s.pair = low * num_heads + head;
@@ -127,6 +125,6 @@ class DecodePlan {
   }
 
   const int* prefix;
-  int num_batch, num_heads, share;
+  int num_batch, share;
   int position, end;
 };

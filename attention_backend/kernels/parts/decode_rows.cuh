@@ -208,6 +208,8 @@ struct WarpRows {
                                             const float* factor, int lane, ChunkK chunk_k, ChunkV chunk_v) {
     float s[kColumns][4];
     scores(s, tile_q, lane, chunk_k);
+    // Else the compiler keeps the rows' queries and heads from slice to slice, in registers that 32 rows do not leave.
+    if (kColumns >= 4) asm volatile("" : "+r"(row_begin));
 #pragma unroll
     for (int c = 0; c < kColumns; c++)
 #pragma unroll
