@@ -24,6 +24,7 @@ LongwaveError
 │   └── HeadersTooLarge       431  headers_too_large
 ├── QuotaExceeded             429  insufficient_quota
 ├── InsufficientStorage       507  insufficient_storage
+│   └── StorageBusy           503  storage_is_busy        (+ Retry-After)
 ├── ServerOverloaded          503  server_is_overloaded   (+ Retry-After)
 │   └── ServerDraining        503  server_is_draining     (+ Retry-After)
 ├── EngineUnavailable         503  engine_unavailable     (+ Retry-After)
@@ -212,6 +213,16 @@ class InsufficientStorage(LongwaveError):  # noqa: N818
     status = 507
     code = "insufficient_storage"
     is_final = True
+
+
+class StorageBusy(InsufficientStorage):
+    """Another server on this data directory holds what this one has to write, for longer than it waits."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "storage_is_busy"
+    retries = True
+    is_final = False
 
 
 class ServerOverloaded(LongwaveError):  # noqa: N818

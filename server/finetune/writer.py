@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from server.errors import InsufficientStorage
+from server.errors import InsufficientStorage, StorageBusy
 from server.files.ballast import Ballast
 from server.files.folder import make_private
 from server.finetune.database import DatabaseError
@@ -49,7 +49,8 @@ class Writer:
         self._readers: set[asyncio.Event] = set()
 
     async def store(self, work: Callable[[JobStore], T]) -> T:
-        """`work` on the thread. Raises what it raises, and InsufficientStorage when the database cannot be used."""
+        """`work` on the thread. Raises what it raises, and InsufficientStorage when the database cannot be used
+        (StorageBusy: for the moment)."""
         return await self._run(lambda store, _: work(store))
 
     async def freeing(self, work: Callable[[JobStore], T]) -> T:
@@ -94,6 +95,10 @@ class Writer:
             self._say(str(error))
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 self._close()  # damaged while it was open: the next call looks at it anew
+            if _is_held(error):
+                raise StorageBusy(
+                    "Another server on this data directory holds its fine-tuning jobs for longer than this one waits."
+                ) from error
             raise InsufficientStorage(
                 "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
             ) from error
@@ -124,3 +129,8 @@ class Writer:
         if self._opened is not None:
             self._opened[0].close()
             self._opened = None
+
+
+def _is_held(error: Exception) -> bool:
+    """By a process that stands still in the midst of a transaction."""
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -178,6 +178,14 @@ def another_server(folder: Path, lease_seconds: float) -> Iterator[tuple[subproc
             server.kill()
 
 
+def make_stand_still(server: subprocess.Popen[str], folder: Path) -> None:
+    """Not in the midst of a transaction, which would keep everybody else from the jobs."""
+    with closing(connect(folder / "finetune" / "jobs.sqlite3")) as jobs:
+        jobs.execute("BEGIN IMMEDIATE")
+        server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED)
+
+
 def ended(pid: int) -> bool:
     deadline = time.monotonic() + LIMIT
     while is_running(pid) and time.monotonic() < deadline:
@@ -208,7 +216,7 @@ def test_a_server_that_stands_still_loses_its_job_by_its_lease_and_trains_nothin
 ) -> None:
     script(tmp_path, monkeypatch, hold_at=3)
     with another_server(tmp_path, lease_seconds=1.0) as (server, job_id, trainer):
-        server.send_signal(signal.SIGSTOP)  # and not its trainer, which holds the job's folder
+        make_stand_still(server, tmp_path)  # and not its trainer, which holds the job's folder
 
         async def main(work: Work) -> None:
             job = await work.jobs.get(job_id, "me")

@@ -1,4 +1,4 @@
-"""What a writer that cannot write says, and how often."""
+"""What a writer that cannot write says, to whom, and how often."""
 
 import asyncio
 import logging
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import InsufficientStorage
-from server.finetune import writer
+from server.errors import InsufficientStorage, StorageBusy
+from server.finetune import database, writer
+from server.finetune.store import JobStore
 from server.finetune.writer import Writer
 
 
@@ -33,3 +34,27 @@ def test_a_failure_is_said_once_a_minute(
 
     with caplog.at_level(logging.INFO, logger="longwave"):
         asyncio.run(main())
+
+
+def test_who_waits_for_another_server_that_holds_the_jobs_is_told_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.1)
+
+    def write(store: JobStore) -> None:
+        with store.transaction():
+            pass
+
+    async def main() -> None:
+        one = Writer(tmp_path / "jobs", "me", 1.0, 1.0)
+        await one.store(write)
+        held = database.connect(tmp_path / "jobs" / "jobs.sqlite3")
+        held.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StorageBusy) as refused:
+            await one.store(write)
+        assert int(refused.value.headers()["retry-after"]) > 0
+        held.close()
+        await one.store(write)
+        await one.close()
+
+    asyncio.run(main())
