@@ -2,20 +2,21 @@
 counts and times of requests, and no step.
 
 Which of them is served first is luck, so those that were let the others have their first tokens soon: what longer steps
-take from them now they get back when nothing waits any more. Whoever had a first token before the burst, or came after
-it, is not of it, and nobody is while another tenant is there."""
+take from them now they get back when nothing waits any more. Whoever came well before the burst and has had a first
+token before it, or came after it, is not of it, and nobody is while another tenant is there."""
 
 from collections.abc import Mapping
 
 from server.engine.request import Request
 
 LEAST = 4  # requests that wait at once, and more than decode: a burst begins
+TOGETHER = 0.5  # seconds before the first that waits, in which its own first may have come and been served already
 
 
 class Burst:
     def __init__(self) -> None:
         self._tenant: bytes | None = None  # None: there is no burst
-        self._began = 0.0
+        self._came = self._began = 0.0  # when the first that waited had come; when it became a burst
         self._grew = 0.0  # when it last was one for whoever came new
         self._is_alone = False
 
@@ -31,12 +32,12 @@ class Burst:
         for tenant, count in waiting.items():
             if self._is_alone and count >= LEAST and count > decoding.get(tenant, 0):
                 if self._tenant is None:
-                    self._tenant, self._began = tenant, now
+                    self._tenant, self._came, self._began = tenant, first_arrival, now
                 self._grew = now
 
     def __contains__(self, request: Request) -> bool:
         """Whether the request waits, or has waited, in the burst that goes on, if one does."""
         if self._tenant is None or not self._is_alone:
             return False
-        had_begun = 0.0 < request.first_token_time < self._began
+        had_begun = 0.0 < request.first_token_time < self._began and request.arrival_time < self._came - TOGETHER
         return request.arrival_time <= self._grew and not had_begun

@@ -1,7 +1,7 @@
 """When a burst begins, who is of it, and when it is over."""
 
 from models.batch import SamplingParams
-from server.engine.burst import LEAST, Burst
+from server.engine.burst import LEAST, TOGETHER, Burst
 from server.engine.messages import AddRequest
 from server.engine.request import Request
 from server.engine.token_ids import TokenIds
@@ -44,10 +44,17 @@ def test_who_comes_later_does_not_keep_it_going() -> None:
 
 def test_neither_who_decoded_before_nor_who_came_after_is_of_it() -> None:
     burst = at(at(Burst(), 2.0, 64), 4.0, 16, 48)
-    assert request(1.0, 1.5) not in burst
+    assert request(0.0, 1.5) not in burst
+    assert request(0.0, 2.5) in burst, "who had waited until then"
     assert request(1.0, 2.5) in burst
     assert request(3.0) not in burst
     assert request(3.0) in at(burst, 5.0, 64, 48), "it grew"
+
+
+def test_the_first_of_it_may_have_been_served_before_the_others_were_there() -> None:
+    burst = at(Burst(), 2.0, 64)
+    assert request(1.0 - TOGETHER, 1.5) in burst
+    assert request(0.9 - TOGETHER, 1.5) not in burst
 
 
 def test_there_is_none_while_anybody_else_is_there() -> None:
@@ -57,4 +64,4 @@ def test_there_is_none_while_anybody_else_is_there() -> None:
     burst.look({b"a": 64, b"b": 1}, {}, 1.0, 5.0)
     assert request(1.0) not in burst
     burst.look({b"b": 64}, {}, 1.0, 6.0)
-    assert request(1.0, 2.5) not in burst, "that of another tenant"
+    assert request(0.0, 2.5) not in burst, "that of another tenant"

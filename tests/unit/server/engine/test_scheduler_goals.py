@@ -164,6 +164,21 @@ def test_questions_that_come_together_are_done_sooner_and_each_waits_longer(monk
     assert together.ttfts("another")[0] < 0.25, "a step in flight, and the one behind it"
 
 
+def test_the_first_of_many_questions_does_not_keep_the_others_waiting() -> None:
+    def seconds(ahead: float) -> float:
+        engine = SimulatedEngine(tpot_target=0.025, sharing=SharingLimits(402))
+        rng = random.Random(1)
+        document = rng.choices(range(1, 120_000), k=100_000)
+        engine.ask("document", 0.0, [*document, 1], 2)
+        for number in range(64):
+            question = [*document, *rng.choices(range(1, 120_000), k=512)]
+            engine.ask(f"question{number}", 10.0 if number else 10.0 - ahead, question, 128)
+        engine.run()
+        return engine.now - 10.0
+
+    assert seconds(ahead=0.1) < 1.03 * seconds(ahead=0.0), "it has its first token before the others are there"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_everything_that_is_admitted_is_answered_whatever_the_mixture(seed: int) -> None:
     rng = random.Random(seed)
