@@ -113,7 +113,10 @@ def test_gradients_under_dropout_meet_the_error_rule(p: float, dim: int, device:
         Case(257, 130, batch=3, dim=dim, dim_v=dim, layout="varlen", mask="sliding", score="softcap"),
     ):
         seed = torch.tensor([(1 << 61) + 12345, 77], device=device)
-        _check(replace(build(case, device), dropout_p=p, dropout_seed=seed))
+        args = build(case, device)
+        if args.window_left == 0:  # rows of one key have no gradient of it, but for the rounding of their output
+            args = replace(args, window_left=1)
+        _check(replace(args, dropout_p=p, dropout_seed=seed))
 
 
 @pytest.mark.parametrize(
