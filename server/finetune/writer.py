@@ -133,4 +133,4 @@ class Writer:
 
 def _is_held(error: Exception) -> bool:
     """By a process that stands still in the midst of a transaction."""
-    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY

@@ -2,7 +2,7 @@
 
 Not all for all, which `longwave kernels build` does and which takes ten minutes of a CPU: what has compiled for one
 architecture is compiled for another where that could spoil it. `make test` compiles the generic kernels for sm_80,
-Hopper's own at the widths that most models have, and of everything else the first variant; the rest is `make test-all`:
+Hopper's own at the width that most models have, and of everything else the first variant; the rest is `make test-all`:
 
 * Options that change scores, whose kernels may spill, are compiled for sm_80, and those of Hopper's own kernels at
   one width, of the six that they have.
@@ -23,7 +23,7 @@ from attention_backend.kernels.hopper_backward_variants import other_tiles
 
 OPTIONS = "sm_80"
 HOPPER_WIDTHS = (128,)
-COMMON_WIDTHS = (None, 0, 64, 128, 256)  # no width, or none compiled in
+COMMON_WIDTHS = (None, 0, 128)  # no width, or none compiled in
 SAME_CODE = {"sm_86": "sm_89"}
 #: Each after those that it is compared with.
 ORDER = ("sm_80", "sm_90a", "sm_89", "sm_86", "sm_100", "sm_120", "sm_75")

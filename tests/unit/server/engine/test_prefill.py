@@ -50,8 +50,8 @@ def make(number: int, prompt: Prompt, arrival: float = NOW) -> Request:
     return request
 
 
-def decoding(number: int, context: int, ttft: float = 0.1) -> Request:
-    request = make(number, Prompt(1, context), arrival=NOW - 10)
+def decoding(number: int, context: int, ttft: float = 0.1, arrival: float = NOW - 10) -> Request:
+    request = make(number, Prompt(1, context), arrival=arrival)
     request.first_token_time = request.arrival_time + ttft
     return request
 
@@ -193,7 +193,7 @@ def test_requests_of_a_burst_wait_longer_for_each_other() -> None:
     short = [make(n, Prompt(9000, 4000)) for n in (8, 9)]
     seconds = MODEL.predict(plan_of(short, decodes, burst=burst).shares()[1])
     assert seconds <= MODEL.predict(StepWork(4, 0, 4004).with_chunk(4000, BURST_ROWS)), "newcomers wait for it"
-    stream = decoding(4, 1000, ttft=-20)  # since before the burst
+    stream = decoding(4, 1000, arrival=NOW - 40)  # since before the burst
     assert MODEL.predict(plan_of(prompts, [*decodes, stream], burst=burst).shares()[1]) <= TARGET
 
 
