@@ -88,7 +88,7 @@ def hopper_decode_config(tile: int, tile_v: int, rows: int, kv_bytes: int = 2) -
     fitting = []
     for num_warps in (8, 4) if padded == 8 else (4,):  # more rows need the registers of more threads
         for width in (256, 192, 128, 96, 64, 32):
-            if width > tile_v or tile_v % width or 8 * width < tile_v:
+            if width > tile_v or tile_v % width:
                 continue
             without = HopperDecodeConfig(num_warps, padded, 0, width).smem_bytes(tile, tile_v, _PLANNED_BATCH, kv_bytes)
             free = SHARED_MEMORY[_HOPPER] - 1024 - without

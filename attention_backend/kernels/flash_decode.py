@@ -65,7 +65,7 @@ class _Plan:
     """What of a launch follows from sizes."""
 
     kernel: Kernel
-    parts: int  # of the keys of every head, each a block's
+    parts: int  # of the keys of every head, each a block's of every row block
     row_blocks: int
     threads: int
     smem_bytes: int

@@ -18,7 +18,7 @@ _DATA_TYPES = {
 }  # CUtensorMapDataType
 _TOGETHER = 2  # 16-bit elements that are counted as one
 _NO_SWIZZLE, _SWIZZLE_128B = 0, 3
-_L2_PROMOTION_128B = 2  # 256 bytes read pages at 0.93 of the speed (docs/log.md, 2026-11-26)
+_L2_PROMOTION_128B = 2  # 256 bytes read pages at 0.92 of the speed (docs/log.md, 2026-11-26, second part)
 _BOX_COLUMNS = 64  # elements: the 128 bytes of a swizzled row
 _BYTES = 128
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT

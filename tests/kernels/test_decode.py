@@ -143,6 +143,26 @@ def test_a_batch_of_empty_sequences_is_zero(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+@pytest.mark.parametrize("tma", [False, True])
+def test_what_is_not_finite_is_seen_whatever_the_number_of_splits(tma: bool, splits: int, cuda: torch.device) -> None:
+    """Of three requests: scores that are NaN, a NaN among the last values, an Inf among the last values."""
+    from attention_backend.kernels import flash_decode
+
+    args = decode([500, 500, 500], device=cuda, kv_heads=1, splits=splits)
+    args.q[0] = torch.nan
+    assert args.block_table is not None
+    for request, value in ((1, torch.nan), (2, torch.inf)):
+        args.v[args.block_table[request, 499 // 64], 499 % 64, 0, :8] = value
+    with poisoned_memory():
+        out, _ = flash_decode.forward(args, tma=tma)
+    assert out[0].isnan().all()
+    assert out[1, ..., :8].isnan().all()
+    assert out[2, ..., :8].isinf().all()
+    assert out[1:, ..., 8:].isfinite().all()
+
+
+@pytest.mark.gpu
 def test_a_longer_table_than_needed_changes_nothing_but_rounding(device: torch.device) -> None:
     """The engine hands in the table of the longest possible sequence; unused entries are never followed."""
     args = decode([1000, 70], device=device)

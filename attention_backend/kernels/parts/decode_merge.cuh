@@ -1,11 +1,12 @@
 // How a segment ends: the warps' results meet in shared memory; a pair of one segment is done then. Otherwise the
-// partial results go to global memory, and the block that arrives last at the pair's counter merges all of them, always
-// in the order of the segments, so that the same call gives the same bits whoever comes last.
+// partial results go to global memory, and the block that arrives last at the counter of the pair and its rows merges all
+// of them, always in one order (even segments, odd ones, then both), so that the same call gives the same bits whoever
+// comes last. A NaN or Inf that one segment sees comes out as it would of a pair of one segment.
 //
 // out = sum_s 2^(lse_s - lse) out_s with lse = log2 sum_s 2^lse_s (Flash-Decoding, Dao et al., 2023, second step).
 //
 // The counter wraps to zero as the last block counts itself, so the next launch finds what this one found. Nobody waits:
-// all blocks but the last leave.
+// all blocks but the last go on.
 #pragma once
 
 #include "parts/decode_plan.cuh"
@@ -13,10 +14,10 @@
 #include "parts/softmax.cuh"
 
 // The `WARPS` warps that own a block's rows; `Sync::sync()` is a barrier among them. `WIDTH` value columns of all rows
-// fit into shared memory at once: see merge_floats.
+// fit into shared memory at once: see kMergeFloats.
 template <int WARPS, int WIDTH, class Sync>
 struct SegmentEnd {
-  static_assert(HEAD_DIM_V % WIDTH == 0 && WIDTH % 32 == 0 && WIDTH * 8 >= HEAD_DIM_V, "a pass is whole vectors");
+  static_assert(HEAD_DIM_V % WIDTH == 0 && WIDTH % 32 == 0, "a pass is whole vectors");
   static constexpr int kPitch = WIDTH + 4;
   static constexpr int kMergeFloats = WARPS * ROWS * (kPitch + 2);
   static constexpr int kBlock = 64;                                  // columns of a row that a warp merges
@@ -138,7 +139,7 @@ struct SegmentEnd {
     __shared__ bool is_last;
     if (thread == 0) {
       const uint32 most = segment.num_segments - 1;
-      const int* counter = p.counters + segment.pair * gridDim.z + blockIdx.z;
+      int* const counter = p.counters + segment.pair * gridDim.z + blockIdx.z;
       uint32 before;
       asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                    : "=r"(before)
@@ -176,18 +177,19 @@ struct SegmentEnd {
         float m = top;
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
-          const int s = min(s0 + 2 * i, segment.num_segments - 1);  // past the end: without weight
+          const int s = s0 + 2 * i;
           const uint32 row = s * p.group_rows;
-          lse[i] = s == s0 + 2 * i ? __ldcg(lse_of + row) : -kInfinity;
-          x[i] = there ? __ldcg(reinterpret_cast<const float4*>(out_of + row * HEAD_DIM_V)) : float4{};
+          const bool in = s < segment.num_segments;
+          lse[i] = in ? __ldcg(lse_of + row) : -kInfinity;
+          x[i] = in && there ? __ldcg(reinterpret_cast<const float4*>(out_of + row * HEAD_DIM_V)) : float4{};
         }
 #pragma unroll
         for (int i = 0; i < kBatch; i++) m = fmaxf(m, lse[i]);
         rescale(m);
-        if (m == -kInfinity) continue;
+        const float shift = m == -kInfinity ? 0.f : m;  // of scores that are all NaN, too
 #pragma unroll
         for (int i = 0; i < kBatch; i++) {
-          const float weight = exp2_approx(lse[i] - m);
+          const float weight = exp2_approx(lse[i] - shift);
           total += weight;
           o[0] += weight * x[i].x;
           o[1] += weight * x[i].y;

@@ -2,8 +2,8 @@
 // the lengths, so a CUDA graph replays right when they change.
 //
 // The keys that a sequence's rows may see are cut into tiles. The tiles of all sequences, one after another, are a line of
-// work (shorter than 2^31 tiles), the same for every key head; each head has `parts` blocks, and each of them takes an
-// equal stretch of it. Neighbouring blocks take the same stretch for different heads: what they read at one time is
+// work (shorter than 2^31 tiles), the same for every key head; each head (and row block) has `parts` blocks, each with
+// an equal stretch of it. Neighbouring blocks take the same stretch for different heads: what they read at one time is
 // tokens whole, which is read faster than pieces from everywhere (docs/log.md). The part of a stretch that lies in one
 // sequence is a segment. A pair is one key head of one sequence; segment (part, pair) keeps its result in slot
 // `head * (parts + batch) + part + sequence`, which is unique because neither of the last two falls along the line.
