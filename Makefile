@@ -10,8 +10,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= $(shell nproc)
-# Of tests: those of servers wait for a third of their time.
-WORKERS ?= $(shell expr $(JOBS) + 1)
 
 # torch's CPU build: 200 MB, where PyPI's brings several GB of CUDA libraries.
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -22,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed-$(GPU)
 DEV_STAMP := $(VENV)/.installed-dev-$(GPU)
 
-# One thread each: the tests run in processes side by side. A file's tests stay in one process, as they
+# One thread each: the tests run in as many processes as there are cores. A file's tests stay in one process, as they
 # share servers and models; files go in their order (pytest-xdist alone would leave the few long tests to the end).
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -40,13 +38,13 @@ install: $(STAMP)  ## the virtual environment alone
 install-dev: $(DEV_STAMP)  ## with what the tests and linters need
 
 test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and each kernel (not each variant) compiled for each architecture
-	$(PYTEST) -n $(WORKERS) $(BY_FILE) -m "not thorough" $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not thorough" $(ARGS)
 
 test-all: $(DEV_STAMP)  ## make test, and more instants and messages of what it shows
-	$(PYTEST) -n $(WORKERS) $(BY_FILE) $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-fast: $(DEV_STAMP)  ## without the slow ones
-	$(PYTEST) -n $(WORKERS) $(BY_FILE) -m "not slow and not thorough" $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not slow and not thorough" $(ARGS)
 
 test-gpu: $(DEV_STAMP)  ## the tests that need an NVIDIA GPU
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi -L fails)" >&2; exit 1; }

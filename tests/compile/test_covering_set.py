@@ -1,8 +1,9 @@
 """Every kernel compiles for every architecture, with no GPU, and no hot kernel spills. Cached in the user's cache.
 
 Not all for all, which `longwave kernels build` does and which takes ten minutes of a CPU: what has compiled for one
-architecture is compiled for another where that could spoil it. `make test` compiles the generic kernels for sm_80,
-Hopper's own at the width that most models have, and of everything else the first variant; the rest is `make test-all`:
+architecture is compiled for another where that could spoil it. `make test` compiles the generic kernels for sm_80 and
+Hopper's own for sm_90a, at the width that most models have, and of everything else the first variant. The rest is
+`make test-all`:
 
 * Options that change scores, whose kernels may spill, are compiled for sm_80, and those of Hopper's own kernels at
   one width, of the six that they have.
@@ -65,23 +66,25 @@ def left_out(arch: str) -> set[tuple[object, ...]]:
     return {code(r.variant) for r in before} - {code(r.variant) for r in before if is_tight(r)}
 
 
-def firsts(variants: list[KernelVariant]) -> list[KernelVariant]:
-    """Of each kernel at each width of a head that it has of its own."""
+def is_at_home(variant: KernelVariant) -> bool:
+    """Generic kernels for sm_80, Hopper's own for sm_90a."""
     shared = {variant.kernel for variant in list_variants([OPTIONS])}
+    return (variant.arch == OPTIONS) == (variant.kernel in shared)
+
+
+def firsts(variants: list[KernelVariant]) -> list[KernelVariant]:
+    """Of each kernel; of one at home at each width of a head."""
 
     def key(variant: KernelVariant) -> tuple[object, ...]:
-        return variant.kernel, variant.kernel not in shared and dict(variant.defines).get("HEAD_DIM")
+        return variant.kernel, dict(variant.defines).get("HEAD_DIM") if is_at_home(variant) else None
 
     return list({key(variant): variant for variant in reversed(variants)}.values())
 
 
 def everyday(arch: str) -> list[KernelVariant]:
     variants = chosen(arch)
-    if arch == OPTIONS:
-        return variants
-    shared = {variant.kernel for variant in list_variants([OPTIONS])}
-    own = [v for v in variants if v.kernel not in shared and dict(v.defines).get("HEAD_DIM") in COMMON_WIDTHS]
-    return [*firsts(variants), *own]
+    common = [v for v in variants if is_at_home(v) and dict(v.defines).get("HEAD_DIM") in COMMON_WIDTHS]
+    return [*firsts(variants), *common]
 
 
 @cache

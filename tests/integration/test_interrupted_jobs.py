@@ -30,7 +30,7 @@ from .tuning_jobs import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-LITTLE_STEPS = 40  # so many that a job does not end between two looks at it
+LITTLE_STEPS = 30  # so many that a job does not end between two looks at it
 LITTLE_METHOD: Any = {
     "type": "supervised",
     "supervised": {

@@ -112,7 +112,7 @@ def test_a_job_killed_at_its_end_succeeds_with_the_same_model_once(
     run(main)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.thorough)])
 def test_a_job_that_is_killed_at_every_instant_of_its_end_keeps_its_model(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, kind: str
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_device_that_is_too_small_fails_the_job_with_the_reason(run: Run) -> N
     run(main, {"raise_at": 1, "error": "too large"})
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.thorough), "full"])
 def test_a_result_stays_with_its_trainer_until_everything_else_is_on_the_disk(
     run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
