@@ -1,8 +1,9 @@
-"""What every test shares: GPU tests skip without a GPU, the bundled model, HTTP clients that are made at once, and
-hypothesis without a clock."""
+"""What every test shares: GPU tests skip without a GPU, the bundled model, HTTP clients that are made at once,
+hypothesis without a clock, and which tests go to one process."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).parent
+TOGETHER = "tests/integration/shared_servers"
 
 # By default an example that takes 200 ms fails its test, and so do ten that take a second to be drawn: on a machine
 # that others use, too, any of them may.
@@ -22,6 +24,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # The kernel tests decide for themselves: they can run on the CPU.
         if item.get_closest_marker("gpu") and not item.path.is_relative_to(TESTS / "kernels"):
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests in one process, as with --dist loadfile; so are those of the files that share servers, each of
+    which takes half a minute of a CPU to start."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+
+    return BySharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

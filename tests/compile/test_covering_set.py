@@ -2,8 +2,8 @@
 
 Not all for all, which `longwave kernels build` does and which takes ten minutes of a CPU: what has compiled for one
 architecture is compiled for another where that could spoil it. `make test` compiles the generic kernels for sm_80 and
-Hopper's own for sm_90a, at the width that most models have, and of everything else the first variant. The rest is
-`make test-all`:
+Hopper's own for sm_90a, at the width that most models have, with every value of every option, and for the other
+architectures each kernel's first variant. The rest is `make test-all`:
 
 * Options that change scores, whose kernels may spill, are compiled for sm_80, and those of Hopper's own kernels at
   one width, of the six that they have.
@@ -14,6 +14,7 @@ Hopper's own for sm_90a, at the width that most models have, and of everything e
 """
 
 import importlib.util
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -72,19 +73,36 @@ def is_at_home(variant: KernelVariant) -> bool:
     return (variant.arch == OPTIONS) == (variant.kernel in shared)
 
 
-def firsts(variants: list[KernelVariant]) -> list[KernelVariant]:
+def firsts(variants: Iterable[KernelVariant]) -> list[KernelVariant]:
     """Of each kernel; of one at home at each width of a head."""
 
     def key(variant: KernelVariant) -> tuple[object, ...]:
         return variant.kernel, dict(variant.defines).get("HEAD_DIM") if is_at_home(variant) else None
 
-    return list({key(variant): variant for variant in reversed(variants)}.values())
+    return list({key(variant): variant for variant in reversed(list(variants))}.values())
+
+
+def every_value(variants: Iterable[KernelVariant]) -> list[KernelVariant]:
+    """Few of them, in which each kernel's every define has every value once."""
+    by_kernel: dict[str, list[KernelVariant]] = {}
+    for variant in variants:
+        by_kernel.setdefault(variant.kernel, []).append(variant)
+    picked = [of_one[0] for of_one in by_kernel.values()]
+    for first, of_one in zip(tuple(picked), by_kernel.values(), strict=True):
+        missing = {define for variant in of_one for define in variant.defines} - set(first.defines)
+        while missing:
+            best = max(of_one, key=lambda variant: len(missing.intersection(variant.defines)))
+            picked.append(best)
+            missing -= set(best.defines)
+    return picked
 
 
 def everyday(arch: str) -> list[KernelVariant]:
-    variants = chosen(arch)
+    variants = list_variants([arch])
     common = [v for v in variants if is_at_home(v) and dict(v.defines).get("HEAD_DIM") in COMMON_WIDTHS]
-    return [*firsts(variants), *common]
+    some = every_value(common)
+    kernels = {variant.kernel for variant in some}
+    return [*some, *{v.kernel: v for v in reversed(chosen(arch)) if v.kernel not in kernels}.values()]
 
 
 @cache

@@ -104,7 +104,7 @@ def float8_step(scale: torch.Tensor) -> list[list[float]]:
     return [x.float().flatten().tolist() for x in results]
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 7])
+@pytest.mark.parametrize("num_sms", [*(pytest.param(sms, marks=pytest.mark.thorough) for sms in (1, 7)), 3])
 def test_a_chain_of_layers_exchanges_words(num_sms: int) -> None:
     for seed in range(3):
         with left_at_zero(Settings(num_sms=num_sms, seed=seed)):
@@ -219,7 +219,7 @@ def test_backward(settings: Settings) -> None:
             backward_oracle.check(args, kernel, with_lse=True)
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (256, 256)])
+@pytest.mark.parametrize(("dim", "dim_v"), [pytest.param(192, 128, marks=pytest.mark.thorough), (256, 256)])
 def test_backward_of_wide_heads_by_pairs_of_blocks(dim: int, dim_v: int) -> None:
     """One to six steps of rows a tile of keys; keys that no row sees."""
     for seed, case in enumerate(

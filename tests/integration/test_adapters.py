@@ -156,6 +156,7 @@ def test_unloading_lets_what_runs_finish(lora_server: ServerProcess, expected: P
     assert text(lora_server, "three", CAPITAL) == expected.of("three", CAPITAL).text
 
 
+@pytest.mark.thorough  # with an engine that computes nothing, it is shown in every run
 def test_after_a_crash_of_the_engine_every_adapter_is_there_again(
     lora_server: ServerProcess, expected: PeftAnswers
 ) -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from .questions import CAPITAL, MODEL
-from .server_process import ServerProcess, wait_until
+from .server_process import ServerProcess
 from .tuning_jobs import (
     ASKED,
     FACT,
@@ -22,7 +22,6 @@ from .tuning_jobs import (
     answer,
     create,
     serving,
-    status,
     steps,
     trainers,
     until_ended,
@@ -108,17 +107,3 @@ def test_a_model_comes_to_give_the_answer_that_is_preferred(server: ServerProces
     assert answer(client, done.fine_tuned_model, CAPITAL).startswith("Ahoy")
     assert answer(client, MODEL, CAPITAL) == before
     client.models.delete(done.fine_tuned_model)
-
-
-def test_a_cancelled_job_leaves_no_process_and_no_files(
-    server: ServerProcess, client: openai.OpenAI, folder: Path
-) -> None:
-    job = create(client)
-    until_step(server, job, 1)
-    assert len(trainers(server)) == 1
-
-    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
-    wait_until(lambda: not trainers(server), "the trainer is gone")
-    wait_until(lambda: not any((folder / "finetune" / "jobs").iterdir()), "its files are gone")
-    assert status(client, job) == "cancelled"
-    assert [model.id for model in client.models.list()] == [MODEL]

@@ -110,6 +110,20 @@ def test_a_job_ends_although_somebody_asks_all_the_time(
         assert newest.train_mean_token_accuracy > oldest.train_mean_token_accuracy  # type: ignore[operator]
 
 
+def test_a_cancelled_job_leaves_no_process_and_no_files(little_server: ServerProcess, little_folder: Path) -> None:
+    with little_server.client() as client:
+        before = [model.id for model in client.models.list()]
+        job = create_little(client)
+        until_step(little_server, job, 1)
+        assert len(trainers(little_server)) == 1
+
+        assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+        wait_until(lambda: not trainers(little_server), "the trainer is gone")
+        wait_until(lambda: not any((little_folder / "finetune" / "jobs").iterdir()), "its files are gone")
+        assert status(client, job) == "cancelled"
+        assert [model.id for model in client.models.list()] == before
+
+
 def test_a_job_outlives_a_pause_kill_9_and_sigterm_and_its_model_is_the_same_bit_for_bit(
     little_model: Path, little_server: ServerProcess, little_folder: Path, beside_answers: tuple[Any, str, set[str]]
 ) -> None:

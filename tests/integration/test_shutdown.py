@@ -15,43 +15,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 BODY = {
     "model": MODEL,
     "messages": [{"role": "user", "content": CAPITAL}],
-    "max_tokens": 60,
+    "max_tokens": 400,
     "ignore_eos": True,
     "stream": True,
 }
 
 
-def test_a_running_stream_finishes_and_the_server_exits_with_0(bundled_model: Path) -> None:
-    with ServerProcess(*FLAGS) as server:
+def test_a_stream_finishes_a_body_that_drips_is_told_and_the_server_exits_with_0(little_model: Path) -> None:
+    with ServerProcess(*FLAGS, "--model", str(little_model), "--served-model-name", MODEL) as server:
+        address = httpx.URL(server.url).host, httpx.URL(server.url).port or 80
         url = f"{server.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=BODY, timeout=60) as reply:
-            lines = reply.iter_lines()
-            wait_until(lambda: '"content"' in next(lines), "the first text")
-            server.terminate()
-            wait_until(lambda: server.get("/health/ready").status_code == 503, "readiness is false")
-            refused = server.post("/v1/chat/completions", BODY)
-            rest = "\n".join(lines)
+        with socket.create_connection(address, timeout=60) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: application/json\r\n"
+            client.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
+            with httpx.stream("POST", url, json=BODY, timeout=60) as reply:
+                lines = reply.iter_lines()
+                wait_until(lambda: '"content"' in next(lines), "the first text")  # by now both connections are open
+                server.terminate()
+                dripped = b"".join(iter(lambda: client.recv(65536), b""))
+                wait_until(lambda: server.get("/health/ready").status_code == 503, "readiness is false")
+                refused = server.post("/v1/chat/completions", BODY)
+                rest = "\n".join(lines)
 
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert '"finish_reason":"length"' in rest.replace(": ", ":")
         assert rest.rstrip().endswith("data: [DONE]")
-        assert server.wait() == 0
 
-
-def test_a_body_that_still_drips_is_told_that_the_server_ends(bundled_model: Path) -> None:
-    with ServerProcess(*FLAGS) as server:
-        host, port = httpx.URL(server.url).host, httpx.URL(server.url).port
-        with socket.create_connection((host, port or 80), timeout=60) as client:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            client.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n{")
-            assert server.get("/health/live").status_code == 200  # by now the other connection is open, too
-            server.terminate()
-            reply = b"".join(iter(lambda: client.recv(65536), b""))
-
-        status, _, rest = reply.partition(b"\r\n")
+        status, _, rest_of_it = dripped.partition(b"\r\n")
         assert status == b"HTTP/1.1 503 Service Unavailable"
-        assert b"\r\nconnection: close\r\n" in rest.lower()
-        assert b'"server_is_draining"' in rest
+        assert b"\r\nconnection: close\r\n" in rest_of_it.lower()
+        assert b'"server_is_draining"' in rest_of_it
+
         assert server.wait() == 0
         assert "Traceback" not in server.log()

@@ -71,6 +71,7 @@ def test_a_fresh_process_times_its_first_call(tmp_path: Path, monkeypatch: pytes
     assert sample.second_ms > 0
 
 
+@pytest.mark.thorough
 def test_a_fresh_process_that_dies_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="KeyError: 'no such variant'"):
         bench.in_fresh_process("no such variant", tmp_path)

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from benchmarks import stream_path
 
 
+@pytest.mark.thorough
 def test_every_token_comes_both_ways(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(stream_path.main)

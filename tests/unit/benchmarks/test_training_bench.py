@@ -1,16 +1,16 @@
 """The training benchmark, on a shape that a CPU runs: contenders agree, and the longest length follows from two."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
-from benchmarks import model_folder, training_longest
+from benchmarks import model_folder, training, training_longest
 from benchmarks.model_folder import TINY
 from benchmarks.training import load
 from benchmarks.training_longest import GRANULE, longest, predict
@@ -19,8 +19,6 @@ from models import registry
 from models.training import LoraSettings, OutOfMemoryError, TrainingPlan
 from models.training.optimizer import Optimizer
 from models.training.trainable import TrainableModel
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +148,18 @@ def test_a_length_that_does_not_fit_is_told_and_shorter_ones_are_tried(
     assert len(told) == 6
 
 
-def test_the_script_writes_what_it_ran_on(tmp_path: Path) -> None:
+def run_script(*flags: str) -> Any:
+    app = typer.Typer()
+    app.command()(training.main)
+    return CliRunner().invoke(app, ["--tiny", "--layers", "1", *flags])
+
+
+def test_the_script_writes_what_it_ran_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     out = tmp_path / "training.json"
-    flags = ("--tiny", "--rounds", "1", "--tokens", "32", "--layers", "1", "--commit", "abc", "--only", "longwave")
-    command = [sys.executable, "-m", "benchmarks.training", *flags, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    flags = ("--rounds", "1", "--tokens", "32", "--commit", "abc", "--only", "longwave")
+    done = run_script(*flags, "--out", str(out))
+    assert done.exit_code == 0, done.output
     result = json.loads(out.read_text())
     assert result == json.loads(done.stdout)
     assert result["machine"]["commit"] == "abc"
@@ -166,9 +171,8 @@ def test_the_script_writes_what_it_ran_on(tmp_path: Path) -> None:
     assert said[-1].startswith("longwave: round 1, ")
 
 
-def test_a_contender_that_is_not_there_is_told() -> None:
-    flags = ("--tiny", "--layers", "1", "--only", "torch", "--only", "jax")
-    command = [sys.executable, "-m", "benchmarks.training", *flags]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
+def test_a_contender_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    done = run_script("--only", "torch", "--only", "jax")
+    assert done.exit_code == 2
     assert "['jax']" in done.stderr

@@ -75,11 +75,17 @@ from bitsandbytes import nn
 @pytest.mark.parametrize(
     "program",
     [
-        "from models.unused_packages import leave_out, without_hub_kernels\nleave_out()\n"
-        "with without_hub_kernels():\n    pass\nimport bitsandbytes",
+        pytest.param(
+            "from models.unused_packages import leave_out, without_hub_kernels\nleave_out()\n"
+            "with without_hub_kernels():\n    pass\nimport bitsandbytes",
+            marks=pytest.mark.thorough,
+        ),
         "from models.training import Trainer",
-        "from models.unused_packages import without_hub_kernels\n"
-        "with without_hub_kernels():\n    import bitsandbytes\nimport kernels",
+        pytest.param(
+            "from models.unused_packages import without_hub_kernels\n"
+            "with without_hub_kernels():\n    import bitsandbytes\nimport kernels",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_nothing_fetches_kernels_from_the_hub_where_the_package_for_it_is_installed(
@@ -109,6 +115,7 @@ def test_a_process_that_knows_text_alone_imports_no_torch(bundled_source: regist
     assert run(TEXT_ALONE) == "[4093, 198, 26843, 2, 198] 8192 False\n"
 
 
+@pytest.mark.thorough
 def test_torch_that_is_imported_stays() -> None:
     program = "import torch\nfrom models.unused_packages import leave_out_torch\nleave_out_torch()\n"
     assert run(program + "from transformers import utils\nprint(utils.is_torch_available())") == "True\n"

@@ -90,7 +90,7 @@ NO_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("error", NO_ROOM)
+@pytest.mark.parametrize("error", ["full for a checkpoint", pytest.param("full", marks=pytest.mark.thorough)])
 def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
     run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
     run(main, {"raise_at": 3, "error": error})
 
 
-@pytest.mark.parametrize("error", NO_MEMORY)
+@pytest.mark.parametrize("error", ["out of memory", pytest.param("too large", marks=pytest.mark.thorough)])
 def test_a_job_that_does_not_fit_alone_fails_in_words_and_can_be_resumed_from_its_checkpoint(
     run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:

@@ -5,8 +5,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from killed_finish import FINISHING, REMOVING, TAKING_BACK
@@ -20,6 +21,12 @@ from server.finetune.setbacks import MAX_CRASHES
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 Leave = Callable[[str], str]
+#: One before the model is in its place and one after; the rest are `make test-all`.
+EVERYDAY = ("the result is counted", "the model is served")
+
+
+def instants(names: Iterable[str]) -> list[Any]:
+    return [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.thorough) for name in names]
 
 
 def killed(folder: Path, instant: str, training_type: str = "lora") -> str:
@@ -91,7 +98,7 @@ async def settled(work: Work, job: Job) -> None:
     await work.wait(job, lambda now: now.status.is_final and not work.job_folder(job).exists())
 
 
-@pytest.mark.parametrize("instant", FINISHING)
+@pytest.mark.parametrize("instant", instants(FINISHING))
 def test_a_job_killed_at_its_end_succeeds_with_the_same_model_once(
     run: Run, leave: Leave, weights: str, instant: str
 ) -> None:
@@ -117,9 +124,9 @@ def test_a_job_that_is_killed_at_every_instant_of_its_end_keeps_its_model(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, kind: str
 ) -> None:
     script(tmp_path, monkeypatch)
-    instants = [instant for instant in FINISHING if instant != "the job has succeeded"]
-    assert len(instants) > MAX_CRASHES
-    (job_id,) = {killed(tmp_path, instant, kind) for instant in instants}
+    before = [instant for instant in FINISHING if instant != "the job has succeeded"]
+    assert len(before) > MAX_CRASHES
+    (job_id,) = {killed(tmp_path, instant, kind) for instant in before}
 
     async def main(work: Work) -> None:
         done = await work.succeeded(await work.jobs.get(job_id, "me"))
@@ -133,7 +140,7 @@ def test_a_job_that_is_killed_at_every_instant_of_its_end_keeps_its_model(
     run(main)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.thorough), "full"])
 def test_a_result_that_is_in_its_place_needs_no_other_trainer(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -153,7 +160,7 @@ def test_a_result_that_is_in_its_place_needs_no_other_trainer(
     run(main, worker="no_such_module")  # a trainer that is started ends at once
 
 
-@pytest.mark.parametrize("instant", [instant for instant in FINISHING if instant != "the job has succeeded"])
+@pytest.mark.parametrize("instant", instants(name for name in FINISHING if name != "the job has succeeded"))
 def test_a_job_killed_at_its_end_and_cancelled_then_leaves_nothing(run: Run, leave: Leave, instant: str) -> None:
     job_id = leave(instant)
 

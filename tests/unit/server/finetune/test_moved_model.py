@@ -13,7 +13,7 @@ from working import at_work
 from models import bundled
 from server.finetune import Status
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(180)]
 
 STEPS = 60  # so many that the job does not end before it is stopped
 SIZES: dict[str, Any] = {

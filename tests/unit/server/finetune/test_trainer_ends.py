@@ -21,7 +21,7 @@ def frame_of(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-@pytest.mark.parametrize("step", [1, 4, 5])
+@pytest.mark.parametrize("step", [*(pytest.param(step, marks=pytest.mark.thorough) for step in (1, 4)), 5])
 def test_a_trainer_that_is_killed_is_followed_by_one_that_ends_with_the_same_weights(
     run: Run, truth: str, step: int
 ) -> None:

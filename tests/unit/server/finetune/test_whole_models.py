@@ -151,7 +151,14 @@ def test_a_server_of_a_lower_limit_refuses_what_another_has_validated(run: Run) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("instant", ["the adapter is in its place", "the model is served", "the job has succeeded"])
+@pytest.mark.parametrize(
+    "instant",
+    [
+        "the adapter is in its place",
+        pytest.param("the model is served", marks=pytest.mark.thorough),
+        pytest.param("the job has succeeded", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_job_killed_at_its_end_keeps_one_model_and_a_cancelled_one_none(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
 ) -> None:

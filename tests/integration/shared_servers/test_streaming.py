@@ -4,9 +4,9 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from .eager_answers import EagerAnswers
-from .questions import CAPITAL, MODEL
-from .server_process import ServerProcess
+from ..eager_answers import EagerAnswers
+from ..questions import CAPITAL, MODEL
+from ..server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -4,9 +4,10 @@ import httpx
 import openai
 import pytest
 
-from .conftest import KEY, MAX_MODEL_LEN
-from .questions import CAPITAL, MODEL
-from .server_process import ServerProcess, wait_until
+from ..conftest import MAX_MODEL_LEN
+from ..questions import CAPITAL, MODEL
+from ..server_process import ServerProcess, wait_until
+from .conftest import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -5,8 +5,8 @@ import contextlib
 import httpx
 import pytest
 
-from .questions import LONG_QUESTION, MODEL
-from .server_process import ServerProcess, wait_until
+from ..questions import LONG_QUESTION, MODEL
+from ..server_process import ServerProcess, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

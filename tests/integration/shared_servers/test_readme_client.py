@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from .server_process import ServerProcess
+from ..server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 
 
 def test_the_readmes_client_prints_what_the_readme_says(

@@ -6,10 +6,10 @@ import httpx
 import openai
 import pytest
 
-from .conftest import MAX_MODEL_LEN
-from .eager_answers import EagerAnswers
-from .questions import CAPITAL, MODEL, greedy
-from .server_process import ServerProcess
+from ..conftest import MAX_MODEL_LEN
+from ..eager_answers import EagerAnswers
+from ..questions import CAPITAL, MODEL, greedy
+from ..server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -6,9 +6,9 @@ from benchmarks import faults
 from benchmarks.fault_clients import Target
 from benchmarks.fault_list import faults as all_faults
 
-from .conftest import MAX_MODEL_LEN
-from .questions import MODEL
-from .server_process import ServerProcess
+from ..conftest import MAX_MODEL_LEN
+from ..questions import MODEL
+from ..server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -3,9 +3,9 @@
 import pytest
 from openai.types.chat import ChatCompletion
 
-from .eager_answers import Answer, EagerAnswers
-from .questions import CAPITAL, LONG_QUESTION, QUESTIONS, greedy, greedy_at_once
-from .server_process import ServerProcess
+from ..eager_answers import Answer, EagerAnswers
+from ..questions import CAPITAL, LONG_QUESTION, QUESTIONS, greedy, greedy_at_once
+from ..server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .server_process import ServerProcess
+from ..server_process import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -57,7 +57,7 @@ def test_a_prompt_that_cannot_fit_fails_the_run(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("command", "requests"), [("latency", 4), pytest.param("throughput", 3, marks=pytest.mark.thorough)]
 )
-def test_the_engine_alone(bundled_model: Path, tmp_path: Path, command: str, requests: int) -> None:
+def test_the_engine_alone(little_model: Path, tmp_path: Path, command: str, requests: int) -> None:
     load = {
         "latency": ("--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"),
         "throughput": ("--num-prompts", "3"),
@@ -74,7 +74,7 @@ def test_the_engine_alone(bundled_model: Path, tmp_path: Path, command: str, req
         *sizes,
         *limits,
         "--model",
-        str(bundled_model),
+        str(little_model),
     ]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

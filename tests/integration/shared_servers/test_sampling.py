@@ -3,8 +3,8 @@
 import openai
 import pytest
 
-from .eager_answers import EagerAnswers
-from .questions import CAPITAL, MODEL
+from ..eager_answers import EagerAnswers
+from ..questions import CAPITAL, MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
