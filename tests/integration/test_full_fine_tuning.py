@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from .eager_answers import EagerAnswers
-from .server_process import ServerProcess
+from .server_process import ServerProcess, wait_until
 from .tuning_jobs import ASKED, FACT, answer, create, serving, steps, until_ended, until_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -62,7 +62,7 @@ def test_a_killed_job_ends_and_its_model_is_not_served_beside_the_base(
     assert (shown["training_type"], shown["lora"], shown["learning_rate"]) == ("full", None, 1e-2)
     assert len(job.result_files) == 1
     assert (whole_model(folder, job) / "model.safetensors").exists()
-    assert not any((folder / "finetune" / "jobs").iterdir())  # its checkpoints are gone
+    wait_until(lambda: not any((folder / "finetune" / "jobs").iterdir()), "its checkpoints are gone")
     with server.client() as client:
         assert steps(client, job) == list(range(1, STEPS + 1))
         assert [model.id for model in client.models.list()] == ["little"]

@@ -32,10 +32,10 @@ def test_a_stream_finishes_a_body_that_drips_is_told_and_the_server_exits_with_0
                 lines = reply.iter_lines()
                 wait_until(lambda: '"content"' in next(lines), "the first text")  # by now both connections are open
                 server.terminate()
-                dripped = b"".join(iter(lambda: client.recv(65536), b""))
                 wait_until(lambda: server.get("/health/ready").status_code == 503, "readiness is false")
                 refused = server.post("/v1/chat/completions", BODY)
                 rest = "\n".join(lines)
+            dripped = b"".join(iter(lambda: client.recv(65536), b""))
 
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
