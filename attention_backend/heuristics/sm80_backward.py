@@ -21,7 +21,8 @@ class BackwardConfig:
     """Tile of flash_bwd_sm80: block_n keys, walked by block_m query rows, and how its warps share each product.
 
     A tile of scores is shared by score_warps_m x score_warps_n warps, dK and dV by key_warps along the keys, dQ by
-    row_warps along the rows; the rest of num_warps lies along the width.
+    row_warps along the rows; the rest of num_warps lies along the width. With `split` half of the warps has the
+    probabilities and dV, the other half dP, dS and dK, and those counts are of a half's, but for dQ's.
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class BackwardConfig:
     row_warps: int
     stages: int = 1  # of the query tiles
     min_blocks: int = 1  # of an SM at a time, which the compiler leaves registers for
+    split: bool = False
 
     @property
     def threads(self) -> int:
@@ -45,7 +47,10 @@ class BackwardConfig:
 
     def fits(self, tile: int, tile_v: int) -> bool:
         """Whether every warp's part of the products is whole tiles of 16."""
-        key_width, row_width = self.num_warps // self.key_warps, self.num_warps // self.row_warps
+        if self.split and tile != tile_v:
+            return False
+        key_width = self.num_warps // (2 if self.split else 1) // self.key_warps
+        row_width = self.num_warps // self.row_warps
         return tile % (16 * key_width) == 0 and tile_v % (16 * key_width) == 0 and tile % (16 * row_width) == 0
 
 
@@ -74,6 +79,8 @@ _BACKWARD = {
 # one, as one computes while the other waits (on an H200 at head_dim 64, 1.08 of the large tile).
 _OF_ARCH = {
     ("sm_90a", 64): (BackwardConfig(64, 96, 4, 2, 2, 2, 2, 2),),
+    ("sm_90a", 128): (BackwardConfig(64, 128, 8, 2, 2, 4, 2, 2, split=True),),
+    ("sm_90a", 256): (BackwardConfig(64, 64, 8, 2, 2, 2, 2, 2, split=True),),
     ("sm_100", 64): (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2),),
     ("sm_100", 256): (BackwardConfig(64, 64, 8, 4, 2, 2, 4, 2),),
 }

@@ -33,6 +33,7 @@ def backward_variant(
         ("SCORE_WARPS_N", config.score_warps_n),
         ("KEY_WARPS", config.key_warps),
         ("ROW_WARPS", config.row_warps),
+        ("SPLIT", int(config.split)),
         ("STAGES", config.stages),
         ("MIN_BLOCKS", config.min_blocks),
         ("DETERMINISTIC", int(deterministic)),

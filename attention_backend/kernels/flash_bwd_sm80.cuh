@@ -11,12 +11,17 @@
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), EVEN (the tensors are that wide), BLOCK_M,
 // BLOCK_N, NUM_WARPS; SCORE_WARPS_M x SCORE_WARPS_N warps share a tile of scores, the warps that share dK and dV are
-// KEY_WARPS along the keys, those of dQ are ROW_WARPS along the rows; STAGES (of the query tiles), MIN_BLOCKS (of an SM),
-// DETERMINISTIC, KEY_MASK, SOFTCAP, ALIBI, DROPOUT (which adds a parameter).
+// KEY_WARPS along the keys, those of dQ are ROW_WARPS along the rows; SPLIT (half of the warps has the probabilities and
+// dV, the other dP, dS and dK), STAGES (of the query tiles), MIN_BLOCKS (of an SM), DETERMINISTIC, KEY_MASK, SOFTCAP,
+// ALIBI, DROPOUT (which adds a parameter).
 #define BIAS 0
 #include "parts/backward_sm80_loads.cuh"
-#include "parts/backward_sm80_scores.cuh"
 #include "parts/backward_sm80_sums.cuh"
+#if SPLIT
+#include "parts/backward_sm80_halves.cuh"
+#else
+#include "parts/backward_sm80_whole.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm80(const BackwardParams p
 #if DROPOUT
@@ -55,9 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
     copy_v.template strided<BLOCK_N>(shared.v, v, p.head_dim_v, p.v_row, ok);
   };
 
-  float dk[kKeys][kWidth * 2][4], dv[kKeys][kWidthV * 2][4];
-  clear(dk);
-  clear(dv);
+  KeySums sums;
 
   if (any) {
     load_keys();
@@ -85,114 +88,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
       copy_commit();
     }
 
-    if (NUM_WARPS == SCORE_WARPS_M * SCORE_WARPS_N || threadIdx.x < SCORE_WARPS_M * SCORE_WARPS_N * 32) {
-      const uint32 thread = thread_index();
-      const int lane = thread % 32, warp = thread / 32;
-      const int score_row = warp / SCORE_WARPS_N * kScoreRows * 16, score_key = warp % SCORE_WARPS_N * kScoreKeys * 16;
-      const Score score(p.score, walk.batch, head);
+    sums.add(Tile{
+        p,
+        walk,
+        shared,
+        seq,
+        keys,
 #if DROPOUT
-      const Dropout dropout(dropout_params, walk.batch * p.kv_heads * p.group + head);
+        dropout_params,
 #endif
-      float s[kScoreRows][kScoreKeys * 2][4];
-      clear(s);
-      warp_gemm<HEAD_DIM / 16, false, kPitch, false, kPitch>(s, Operand::by_rows(lane, stage, kPitch, score_row, 0),
-                                                             Operand::by_columns(lane, shared.k, kPitch, score_key, 0));
-
-      const uint32 score_at = (score_row + lane / 4) * kPitchP + (score_key + lane % 4 * 2) * 2;
-      const float* terms = shared.terms(stage) + score_row + lane / 4;
-      const int row0 = first_row + score_row + lane / 4, key0 = first_key_of_block() + score_key + lane % 4 * 2;
-#if SOFTCAP
-      cap_scores(s, score);
-#endif
-      if (KEY_MASK || m < walk.first_whole || m >= walk.end_whole) {
-        const Sequence again(p.sequence, walk.batch);
-#pragma unroll
-        for (int x = 0; x < kScoreRows; x++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const int low = again.low(row0 + x * 16 + half * 8);
-            const uint32 count = max(again.high(row0 + x * 16 + half * 8) - low, 0);
-#pragma unroll
-            for (int i = 0; i < kScoreKeys * 2; i++)
-#pragma unroll
-              for (int j = 0; j < 2; j++) {
-                const int key = key0 + i * 8 + j;
-                if (!(static_cast<uint32>(key - low) < count && keys.sees(key))) s[x][i][half * 2 + j] = -kInfinity;
-              }
-          }
-      }
-#pragma unroll
-      for (int x = 0; x < kScoreRows; x++) {
-#if DROPOUT
-        uint32 kept[kScoreKeys][4];
-#pragma unroll
-        for (int i = 0; i < kScoreKeys; i++) kept[i][0] = kept[i][1] = kept[i][2] = kept[i][3] = ~0u;
-        dropout(kept, (first_row + score_row) / 16 + x, key0 / 16);
-#endif
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float lse2 = terms[x * 16 + half * 8];
-#pragma unroll
-          for (int i = 0; i < kScoreKeys * 2; i++) {
-            float prob[2], slope[2] = {1.f, 1.f};
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-              float t = s[x][i][half * 2 + j];
-#if SOFTCAP
-              // Of a hidden score too, which is -inf.
-              slope[j] = fmaxf(1.f - t * score.per_softcap * (t * score.per_softcap), 0.f);
-#elif SCORE_CHANGES
-              t = score.capped(t);
-#endif
-#if SCORE_CHANGES
-              t = score.biased(t, row0 + x * 16 + half * 8, key0 + i * 8 + j, seq);
-#endif
-              prob[j] = exp2_approx(fmaf(t, score.scale_log2, -lse2));
-            }
-            uint32 word = pack2(prob[0], prob[1]);
-#if DROPOUT
-            // Below, a dropped one is known by its sign.
-            const uint32 mask = kept[i / 2][i % 2 * 2 + half];
-            word &= mask;
-            if (!(mask & 0xffffu)) slope[0] = -slope[0];
-            if (!(mask >> 16)) slope[1] = -slope[1];
-#endif
-#pragma unroll
-            for (int j = 0; j < 2; j++) s[x][i][half * 2 + j] = SOFTCAP || DROPOUT ? prob[j] * slope[j] : prob[j];
-            store_shared(shared.probs + score_at + (x * 16 + half * 8) * kPitchP + i * 16, word);
-          }
-        }
-      }
-
-      float dp[kScoreRows][kScoreKeys * 2][4];
-      clear(dp);
-      warp_gemm<HEAD_DIM_V / 16, false, kPitchV, false, kPitchV>(
-          dp, Operand::by_rows(lane, stage + kStageGrad, kPitchV, score_row, 0),
-          Operand::by_columns(lane, shared.v, kPitchV, score_key, 0));
-#pragma unroll
-      for (int x = 0; x < kScoreRows; x++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const float delta = terms[BLOCK_M + x * 16 + half * 8];
-#pragma unroll
-          for (int i = 0; i < kScoreKeys * 2; i++) {
-            float ds[2];
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-              const float prob = s[x][i][half * 2 + j], gradient = dp[x][i][half * 2 + j];
-#if DROPOUT
-              ds[j] = fabsf(prob) * fmaf(gradient, __float_as_int(prob) < 0 ? 0.f : dropout.scale, -delta);
-#else
-              ds[j] = prob * (gradient - delta);
-#endif
-            }
-            store_shared(shared.ds + score_at + (x * 16 + half * 8) * kPitchP + i * 16, pack2(ds[0], ds[1]));
-          }
-        }
-    }
-    __syncthreads();  // probabilities and dS are there
-
-    add_rows(dk, dv, shared, stage);
+        head,
+        m,
+        stage,
+    });
 
     if (STAGES == 1 && more) {
       __syncthreads();  // all warps are done with the rows
@@ -205,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
       const int lane = thread % 32, warp = thread / 32;
       const int row_part = warp / kRowsWidthWarps * kRows * 16, row_width = warp % kRowsWidthWarps * kRowsWidth * 16;
       const int64 sums_row = head * p.padded_rows + walk.rows_begin + first_row + row_part;
-      float* sums = p.dq_sums + (sums_row / 16 * (HEAD_DIM / 8) + row_width / 8) * 128;
+      float* dq_sums = p.dq_sums + (sums_row / 16 * (HEAD_DIM / 8) + row_width / 8) * 128;
       constexpr int kPassWidth = kRowsWidth / kPasses * 2;
 #pragma unroll
       for (int pass = 0; pass < kPasses; pass++) {
@@ -228,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
         for (int x = 0; x < kRows; x++)
 #pragma unroll
           for (int i = 0; i < kPassWidth; i++)
-            add_tile(sums + (x * (HEAD_DIM / 8) + pass * kPassWidth + i) * 128, dq[x][i]);
+            add_tile(dq_sums + (x * (HEAD_DIM / 8) + pass * kPassWidth + i) * 128, dq[x][i]);
       }
     }
     m++;
@@ -253,26 +161,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) flash_bwd_sm8
 #else
   const float scale_v = 1.f;
 #endif
-  const int warp = thread_index() / 32, key_part = warp / kWidthWarps * kKeys * 16, width_part = warp % kWidthWarps;
-  const int column = width_part * kWidth * 16, column_v = width_part * kWidthV * 16;
   if (p.dk_parts) {
-    float* dk_part = p.dk_parts + again.part * p.dk_part + dk_at;
-    float* dv_part = p.dv_parts + again.part * p.dv_part + dv_at;
-    for_pairs(dk, key_part, column, [&](int r, int c, float low, float high) {
-      if (r < rows && (EVEN || c < p.head_dim))
-        *reinterpret_cast<float2*>(dk_part + r * p.dk_row + c) = make_float2(low * scale, high * scale);
-    });
-    for_pairs(dv, key_part, column_v, [&](int r, int c, float low, float high) {
-      if (r < rows && (EVEN || c < p.head_dim_v))
-        *reinterpret_cast<float2*>(dv_part + r * p.dv_row + c) = make_float2(low * scale_v, high * scale_v);
+    sums.for_both([&](const auto& sum, bool is_dk, int first_row, int first_column) {
+      const float factor = is_dk ? scale : scale_v;
+      const int64 stride = is_dk ? p.dk_row : p.dv_row;
+      const int width = is_dk ? p.head_dim : p.head_dim_v;
+      float* part = is_dk ? p.dk_parts + again.part * p.dk_part + dk_at : p.dv_parts + again.part * p.dv_part + dv_at;
+      for_pairs(sum, first_row, first_column, [&](int r, int c, float low, float high) {
+        if (r < rows && (EVEN || c < width))
+          *reinterpret_cast<float2*>(part + r * stride + c) = make_float2(low * factor, high * factor);
+      });
     });
     return;
   }
-  for_pairs(dk, key_part, column, [&](int r, int c, float low, float high) {
-    store_shared(shared.k + r * kPitch + c * 2, pack2(low * scale, high * scale));
-  });
-  for_pairs(dv, key_part, column_v, [&](int r, int c, float low, float high) {
-    store_shared(shared.v + r * kPitchV + c * 2, pack2(low * scale_v, high * scale_v));
+  sums.for_both([&](const auto& sum, bool is_dk, int first_row, int first_column) {
+    const float factor = is_dk ? scale : scale_v;
+    const uint32 tile = is_dk ? shared.k : shared.v;
+    const int pitch = is_dk ? kPitch : kPitchV;
+    for_pairs(sum, first_row, first_column, [&](int r, int c, float low, float high) {
+      store_shared(tile + r * pitch + c * 2, pack2(low * factor, high * factor));
+    });
   });
   __syncthreads();
   store_rows<HEAD_DIM>(memory, kPitch, p.dk + dk_at, p.dk_row, rows, p.head_dim);

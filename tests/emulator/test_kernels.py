@@ -219,6 +219,22 @@ def test_backward(settings: Settings) -> None:
             backward_oracle.check(args, kernel, with_lse=True)
 
 
+@pytest.mark.parametrize("dim", [pytest.param(128, marks=pytest.mark.thorough), 256])
+def test_generic_backward_in_two_halves(dim: int) -> None:
+    """Weights that are the probabilities, and weights of their own."""
+    cases = (
+        build(Case(130, 150, heads=2, kv_heads=1, dim=dim, dim_v=dim, mask="sliding"), CPU),
+        replace(
+            build(Case(70, 130, batch=2, heads=2, kv_heads=2, dim=dim, dim_v=dim, score="softcap"), CPU),
+            dropout_p=0.3,
+            dropout_seed=torch.tensor([5, 6]),
+        ),
+    )
+    for args in cases:
+        with left_at_zero(HOPPER):
+            backward_oracle.check(args, "flash_bwd_sm80", with_lse=True)
+
+
 @pytest.mark.parametrize(("dim", "dim_v"), [pytest.param(192, 128, marks=pytest.mark.thorough), (256, 256)])
 def test_backward_of_wide_heads_by_pairs_of_blocks(dim: int, dim_v: int) -> None:
     """One to six steps of rows a tile of keys; keys that no row sees."""

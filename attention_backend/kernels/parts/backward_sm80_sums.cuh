@@ -1,32 +1,13 @@
-// The sums of the generic backward: dK and dV, which a block keeps in registers, and a tile of dQ, which others add to.
+// Where the sums of the generic backward go: a tile of dQ, which other blocks add to, and a block's dK and dV.
 #pragma once
 
 #include "parts/backward_sm80_tiles.cuh"
 #include "parts/turns.cuh"
-#include "parts/warp_gemm_sm80.cuh"
-
-__device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
 
 // What the block added before a barrier comes before its turn's end.
 __device__ __forceinline__ void end_turn(int* turn) {
   __threadfence();
   pass_turn(turn);
-}
-
-// Adds a tile of rows to dK and dV, of which every warp has a part.
-__device__ __forceinline__ void add_rows(float (&dk)[kKeys][kWidth * 2][4], float (&dv)[kKeys][kWidthV * 2][4],
-                                         const Shared& shared, uint32 stage) {
-  const uint32 thread = thread_index();
-  const int lane = thread % 32, warp = thread / 32;
-  const int key_part = warp / kWidthWarps * kKeys * 16, width_part = warp % kWidthWarps;
-  warp_gemm<BLOCK_M / 16, true, kPitchP, true, kPitchV>(
-      dv, Operand::by_columns(lane, shared.probs, kPitchP, 0, key_part),
-      Operand::by_rows(lane, stage + kStageGrad, kPitchV, 0, width_part * kWidthV * 16));
-  warp_gemm<BLOCK_M / 16, true, kPitchP, true, kPitch>(
-      dk, Operand::by_columns(lane, shared.ds, kPitchP, 0, key_part),
-      Operand::by_rows(lane, stage, kPitch, 0, width_part * kWidth * 16));
 }
 
 // Adds an accumulator to 128 consecutive floats, in an order that only the postprocess has to know.

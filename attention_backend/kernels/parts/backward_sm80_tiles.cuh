@@ -1,7 +1,7 @@
 // What flash_bwd_sm80 is launched with, what its warps have of a tile's products, and what of the problem a block takes.
 //
 // Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, EVEN, BLOCK_M, BLOCK_N, NUM_WARPS, SCORE_WARPS_M, SCORE_WARPS_N, KEY_WARPS,
-// ROW_WARPS, DETERMINISTIC.
+// ROW_WARPS, SPLIT, DETERMINISTIC.
 #pragma once
 
 #include "parts/dropout.cuh"
@@ -49,7 +49,9 @@ constexpr int kPitch = KeyCopy::kPitch, kPitchV = ValueCopy::kPitch, kPitchP = B
 
 // Every warp's part of the products, in tiles of 16.
 constexpr int kScoreRows = BLOCK_M / SCORE_WARPS_M / 16, kScoreKeys = BLOCK_N / SCORE_WARPS_N / 16;
-constexpr int kWidthWarps = NUM_WARPS / KEY_WARPS, kKeys = BLOCK_N / KEY_WARPS / 16;
+constexpr int kScoreWarps = SCORE_WARPS_M * SCORE_WARPS_N;
+constexpr int kSumWarps = SPLIT ? NUM_WARPS / 2 : NUM_WARPS;  // that have a part of dK, and of dV
+constexpr int kWidthWarps = kSumWarps / KEY_WARPS, kKeys = BLOCK_N / KEY_WARPS / 16;
 constexpr int kWidth = HEAD_DIM / kWidthWarps / 16, kWidthV = HEAD_DIM_V / kWidthWarps / 16;
 constexpr int kRowsWidthWarps = NUM_WARPS / ROW_WARPS, kRows = BLOCK_M / ROW_WARPS / 16;
 constexpr int kRowsWidth = HEAD_DIM / kRowsWidthWarps / 16;

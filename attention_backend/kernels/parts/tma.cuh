@@ -2,6 +2,7 @@
 #pragma once
 
 #include "parts/element.cuh"
+#include "parts/named_barriers.cuh"
 
 // A CUtensorMap, made on the host (attention_backend/kernels/tensor_map.py).
 struct alignas(64) TensorMap {
@@ -31,14 +32,6 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
       "finished:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-// Named barriers among a part of the block's warps: `threads` counts those that arrive and those that wait.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Makes this thread's ordinary writes to shared memory visible to TMA and wgmma.

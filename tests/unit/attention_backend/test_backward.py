@@ -148,6 +148,15 @@ def test_short_sequences_have_smaller_tiles_where_these_were_measured() -> None:
     assert backward_config("sm_80", 128, 128, short=True) == backward_config("sm_80", 128, 128)
 
 
+def test_halves_of_a_block_take_equal_parts_of_key_and_value_gradients() -> None:
+    config = backward_config("sm_90a", 256, 256)
+    assert config.split
+    assert config.fits(256, 256)
+    assert not config.fits(192, 128)  # half a warp's keys times 128 is another number of sums
+    assert not replace(config, key_warps=1).fits(32, 32)  # four warps of a half along 32
+    assert replace(config, key_warps=1, split=False, num_warps=4, row_warps=2).fits(64, 64)
+
+
 @pytest.mark.parametrize(
     ("blocks", "group", "parts"), [(1000, 8, 1), (99, 8, 1), (98, 8, 2), (40, 6, 3), (1, 7, 7), (50, 5, 5), (1, 1, 1)]
 )

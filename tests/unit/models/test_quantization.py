@@ -1,7 +1,7 @@
 """Quantised checkpoints: which are served and as what, that their weights arrive, and what is refused.
 
 bitsandbytes is not installed with the other packages of tests: 125 MB, nearly all of it CUDA libraries. Its tests run
-where somebody installed it (`pip install -c constraints.txt bitsandbytes`), and are skipped in CI.
+where somebody installed it (`pip install -c constraints.txt bitsandbytes`), and are skipped in CI. So are torchao's.
 """
 
 import importlib.metadata
@@ -103,12 +103,16 @@ def _greedy(runner: ModelRunner, prompt: list[int], *, first: int = 0) -> int:
     return runner.execute(StepBatch((ScheduledSeq(0, prompt[first:], first, [1, 2], sample=True),))).token_ids[0]
 
 
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
 @pytest.mark.parametrize(("config", "name", "kind"), KEPT)
 @pytest.mark.parametrize("made_in", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_layers_that_stay_quantised_serve_through_the_engines_path(
-    tmp_path: Path, config: Callable[[str], Any], name: str, kind: str, made_in: torch.dtype
+    tmp_path: Path, config: Callable[[str], Any], name: str, kind: str, made_in: torch.dtype, device: str
 ) -> None:
-    loaded = load(quantized(tmp_path, config(name), made_in))
+    loaded = load(quantized(tmp_path, config(name), made_in), device=device)
     layers = [module for path, module in loaded.model.named_modules() if path.endswith("_proj")]
     assert len(layers) == 3 * 7
     assert {type(layer).__name__ for layer in layers} == {kind}
@@ -120,7 +124,7 @@ def test_layers_that_stay_quantised_serve_through_the_engines_path(
     prompt = list(range(3, 23))
     with torch.inference_mode():
         loaded.model.set_attn_implementation("eager")
-        top = loaded.model(torch.tensor([prompt])).logits[0, -1].topk(2)
+        top = loaded.model(torch.tensor([prompt], device=device)).logits[0, -1].topk(2)
         loaded.model.set_attn_implementation("longwave_paged")
     token = _greedy(runner, prompt)
     assert token in top.indices.tolist()
@@ -142,17 +146,23 @@ def test_quantised_weights_take_the_memory_that_they_promise(
 
 @pytest.mark.parametrize("write", DEQUANTISED)
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_dequantised_weights_are_what_the_checkpoint_means(
-    tmp_path: Path, write: Callable[[Path], Written], dtype: Any, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    write: Callable[[Path], Written],
+    dtype: Any,
+    expected: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loader, "pack_linears", lambda _model: 0)
     source, meant = write(tmp_path)
-    loaded = load(source, dtype=dtype)
+    loaded = load(source, dtype=dtype, device=device)
     parameters = dict(loaded.model.named_parameters())
     assert parameters.keys() == meant.keys()
     for name, parameter in parameters.items():
         assert parameter.dtype == expected, name
-        torch.testing.assert_close(parameter, meant[name].to(expected), rtol=1e-2, atol=1e-6, msg=name)
+        torch.testing.assert_close(parameter.cpu(), meant[name].to(expected), rtol=1e-2, atol=1e-6, msg=name)
     runner = _runner(loaded)
     assert "they are" not in runner.fused  # nothing is left of quantised layers
     runner.warm_up()
