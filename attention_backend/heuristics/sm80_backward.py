@@ -79,8 +79,10 @@ _BACKWARD = {
 # one, as one computes while the other waits (on an H200 at head_dim 64, 1.08 of the large tile).
 _OF_ARCH = {
     ("sm_90a", 64): (BackwardConfig(64, 96, 4, 2, 2, 2, 2, 2),),
+    ("sm_90a", 96): (BackwardConfig(64, 128, 8, 2, 2, 2, 4, 2, split=True),),
     ("sm_90a", 128): (BackwardConfig(64, 128, 8, 2, 2, 4, 2, 2, split=True),),
-    ("sm_90a", 256): (BackwardConfig(64, 64, 8, 2, 2, 2, 2, 2, split=True),),
+    ("sm_90a", 192): (BackwardConfig(64, 64, 8, 2, 2, 1, 2, 2, split=True),),
+    ("sm_90a", 256): (BackwardConfig(64, 64, 8, 2, 2, 1, 2, 2, split=True),),
     ("sm_100", 64): (BackwardConfig(64, 128, 8, 2, 4, 4, 2, 2),),
     ("sm_100", 256): (BackwardConfig(64, 64, 8, 4, 2, 2, 4, 2),),
 }

@@ -35,7 +35,7 @@ struct KeySums {
         store_shared(tile.shared.probs + part.at(x, half, i), probabilities);
       });
       named_sync(kProbabilitiesStored, kThreads);
-      add_rows(tile.shared.probs, tile.stage + kStageGrad);
+      add_rows(lane, warp, tile.shared.probs, tile.stage + kStageGrad);
       named_sync(kDsStored, kThreads);
     } else {
       float dp[kScoreRows][kScoreKeys * 2][4];
@@ -45,7 +45,7 @@ struct KeySums {
       store_ds(dp, tile, part, [&](int x, int half, int i) { return load_pair(weights + part.at(x, half, i)); });
       named_arrive(kDsStored, kThreads);
       named_sync(kDsWhole, kThreads / 2);
-      add_rows(tile.shared.ds, tile.stage);
+      add_rows(lane, warp, tile.shared.ds, tile.stage);
     }
   }
 
@@ -58,9 +58,7 @@ struct KeySums {
   }
 
  private:
-  __device__ __forceinline__ void add_rows(uint32 scores, uint32 rows) {
-    const uint32 thread = thread_index();
-    const int lane = thread % 32, warp = thread / 32 % kSumWarps;
+  __device__ __forceinline__ void add_rows(int lane, int warp, uint32 scores, uint32 rows) {
     warp_gemm<BLOCK_M / 16, true, kPitchP, true, kPitch>(
         sum, Operand::by_columns(lane, scores, kPitchP, 0, warp / kWidthWarps * kKeys * 16),
         Operand::by_rows(lane, rows, kPitch, 0, warp % kWidthWarps * kWidth * 16));
