@@ -196,6 +196,7 @@ class ValueHalf : Half<1> {
     __syncwarp();  // all lanes have read their probabilities
     store_ds(space, ds, group * 64);
     fence_async_proxy();
+    named_arrive(kDsToSend + turn, kAtDsToSend);
     named_sync(kDsStored, kAtDsStored);
     float dq[32];
     if (has_dq()) start_dq(dq, shared.right);

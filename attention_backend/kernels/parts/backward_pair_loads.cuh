@@ -110,6 +110,7 @@ __device__ __forceinline__ void send_ds(const Shared& shared) {
   RingPlace<TILE_SLOTS> slot;
   RingPlace<kProbsStages> here;
   RingPlace<DS_STAGES> there;
+  int odd = 0;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_full(shared.full_tile);
@@ -121,7 +122,8 @@ __device__ __forceinline__ void send_ds(const Shared& shared) {
     for (int left = tiles; left > 0; left--) {
       if (first_lane) there.wait_empty(shared.empty_ds);
       __syncwarp();
-      named_sync(kDsStored, kAtDsStored);
+      named_sync(kDsToSend + odd, kAtDsToSend);
+      odd ^= 1;
       if (first_lane)
         copy_there(address_at(shared.ds + there.at * kBytesDs, 0), shared.ds + here.at * kBytesDs, kBytesDs,
                    address_at(shared.full_ds + 8 * there.at, 0));

@@ -19,9 +19,11 @@ static_assert(kSlabsThere > 0 && kSlabsThere <= kConsumers, "a warpgroup has 64 
 constexpr int kHalf = 64 * 128;  // bytes: a warpgroup's keys of a slab, of dS or of P
 constexpr int kProbsStages = DS_STAGES + 1;
 
-// Block 1's named barrier beside those of a warpgroup alone: of the consumers and the warp that sends dS.
-enum Barrier { kDsStored = 3 };
-constexpr int kAtDsStored = 128 * kConsumers + 32;
+// Block 1's named barriers beside those of a warpgroup alone: dS of a step is stored, for the consumers, and for the warp
+// that sends it, of even and of odd steps. That warp may be a step behind, but not two: the consumers have not the
+// probabilities of the next but one then.
+enum Barrier { kDsStored = 3, kDsToSend = 4 };
+constexpr int kAtDsStored = 128 * kConsumers, kAtDsToSend = kAtDsStored + 32;
 
 struct Shared {
   uint32 keys, queries;             // block 0; queries: ring

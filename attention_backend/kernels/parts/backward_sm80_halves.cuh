@@ -8,7 +8,8 @@
 
 static_assert(kScoreWarps == kSumWarps && HEAD_DIM == HEAD_DIM_V, "halves take equal parts");
 
-constexpr int kProbabilitiesStored = 1, kDsStored = 2, kDsWhole = 3;  // named barriers
+// Named barriers: a half tells the other, or meets itself.
+constexpr int kProbabilitiesStored = 1, kDsStored = 2, kProbabilitiesWhole = 3, kDsWhole = 4;
 
 __device__ __forceinline__ float2 load_pair(uint32 address) {
   uint32 x;
@@ -34,7 +35,8 @@ struct KeySums {
         if (kOwnWeights) store_shared(tile.shared.ds + part.at(x, half, i), pack2(weights.x, weights.y));
         store_shared(tile.shared.probs + part.at(x, half, i), probabilities);
       });
-      named_sync(kProbabilitiesStored, kThreads);
+      named_arrive(kProbabilitiesStored, kThreads);
+      named_sync(kProbabilitiesWhole, kThreads / 2);
       add_rows(lane, warp, tile.shared.probs, tile.stage + kStageGrad);
       named_sync(kDsStored, kThreads);
     } else {
