@@ -4,12 +4,13 @@
     python -m tests.kernels.sanitize racecheck --only layers,gradients                  of parts of the grid alone
     compute-sanitizer --tool racecheck python -m tests.kernels.sanitize --grid all      one, by hand
 
-Run from the checkout. Expected on an H200: memcheck a minute, the others a few, so one tool a command where time is
-limited. Exit code 0: no tool found anything; 1: one did; 2: compute-sanitizer or the GPU is missing. The problems are
-so small that a block of a persistent kernel has one tile: rings of keys and rows go round, those of tiles do not.
+Run from the checkout. Expected on an H100: a minute a tool, and another for the compiler. Exit code 0: no tool found
+anything, but for the reports of KNOWN; 1: one did; 2: compute-sanitizer or the GPU is missing. The problems are so
+small that a block of a persistent kernel has one tile: rings of keys and rows go round, those of tiles do not.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,16 @@ from .test_kv_store import check_store
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FOUND = 99  # the exit code we ask of compute-sanitizer when it found something
+
+#: Races that are none: (function, file) of a report's accesses. racecheck does not follow an order that goes from many
+#: threads over a barrier of theirs to the one that arrives at an mbarrier for them.
+KNOWN = (
+    # A stage's values past the sequence's end become zeros. Converters fill the stage again when its consumers, who did
+    # that and met, have said that it is empty.
+    {("clear_values", "forward_masks.cuh"), ("store_shared", "forward_convert.cuh")},
+)
+_RACE = "Race reported between"
+_ACCESS = re.compile(r"access at (?:\w+ )*(\w+)[(<+].* in ([\w.]+):\d+")
 
 GRID = (
     Case(128, 217, batch=2),
@@ -204,6 +215,47 @@ PARTS: dict[str, Callable[[torch.device], int]] = {
 }
 
 
+def unknown_races(output: str) -> int | None:
+    """How many of racecheck's reports KNOWN does not have. None where its summary counts other reports than these."""
+    reports: list[set[tuple[str, str]]] = []
+    unread = 0
+    for line in output.splitlines():
+        if _RACE in line:
+            reports.append(set())
+        if _RACE in line or " and " in line[:24]:
+            access = _ACCESS.search(line)
+            unread += access is None
+            if access is not None and reports:
+                reports[-1].add((access[1], access[2]))
+    summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", output)
+    if unread or summary is None or int(summary[1]) != len(reports):
+        return None
+    return sum(places not in KNOWN for places in reports)
+
+
+def verdict(tool: str, code: int, output: str) -> str | None:
+    """What is wrong, if anything."""
+    if tool == "racecheck" and code == FOUND and unknown_races(output) == 0:
+        return None
+    return None if code == 0 else f"exit code {code}"
+
+
+def run_tool(tool: str, parts: str) -> str | None:
+    """Runs it, showing what it prints; returns what is wrong, if anything."""
+    # torch's caching allocator hands out pieces of large blocks, in which no access is out of bounds.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    process = subprocess.Popen(
+        command(tool, parts), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    with process:
+        for line in process.stdout:
+            typer.echo(line, nl=False)
+            lines.append(line)
+    return verdict(tool, process.returncode, "".join(lines))
+
+
 def command(tool: str, parts: str) -> list[str]:
     """compute-sanitizer over these parts of this module's grid.
 
@@ -211,7 +263,7 @@ def command(tool: str, parts: str) -> list[str]:
     torch's kernels allocate and write.
     """
     skip = ["--kernel-name-exclude", "kns=at6native"] if tool in ("racecheck", "synccheck") else []
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), *skip]
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "10000", *skip]
     return ["compute-sanitizer", *options, sys.executable, "-m", "tests.kernels.sanitize", "--grid", parts]
 
 
@@ -227,8 +279,8 @@ def chosen(names: str) -> list[str]:
 def filled_memory() -> Iterator[None]:
     """Inside, what torch leaves uninitialised is NaN (of integers, their largest value).
 
-    initcheck does not see what the TMA stores. It has nothing to say then, and what was never written makes results NaN,
-    which every part looks for.
+    initcheck does not see what the TMA stores. It has nothing to say then, and what was never written makes results
+    NaN, which every part looks for.
     """
 
     def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -270,11 +322,9 @@ def main(
     if not torch.cuda.is_available() or shutil.which("compute-sanitizer") is None:
         typer.echo("this needs an NVIDIA GPU and compute-sanitizer", err=True)
         raise typer.Exit(2)
-    # torch's caching allocator hands out pieces of large blocks, in which no access is out of bounds.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    verdicts = {tool: subprocess.run(command(tool, only), env=environment, check=False).returncode for tool in asked}
-    for tool, code in verdicts.items():
-        typer.echo(f"{tool}: {'clean' if code == 0 else f'FAILED with exit code {code}'}")
+    verdicts = {tool: run_tool(tool, only) for tool in asked}
+    for tool, wrong in verdicts.items():
+        typer.echo(f"{tool}: {'clean' if wrong is None else f'FAILED with {wrong}'}")
     raise typer.Exit(int(any(verdicts.values())))
 
 

@@ -71,3 +71,42 @@ def test_what_it_does_not_know_is_refused(arguments: list[str]) -> None:
 def test_parts_are_chosen_by_name() -> None:
     assert sanitize.chosen("layers,gradients") == ["layers", "gradients"]
     assert sanitize.chosen("all") == list(sanitize.PARTS)
+
+
+RACE = "Error: Race reported between Write access at"
+STORE = "and Write access at store_shared(unsigned int, const unsigned int (&)[4])"
+RACES = f"""\
+========= COMPUTE-SANITIZER
+========= {RACE} clear_values(unsigned int, const Tile &)+0x48 in forward_masks.cuh:9
+=========     {STORE}+0xda in forward_convert.cuh:22 [36 hazards]
+=========     {STORE}+0xdb in forward_convert.cuh:22 [35 hazards]
+=========
+66 problems ran
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+ANOTHER = f"========= {RACE} store_ds(unsigned int)+0x10 in backward_scores.cuh:9\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "unknown"),
+    [
+        (RACES, 0),
+        (RACES.replace("clear_values", "load_values"), 1),
+        (RACES.replace("1 hazard ", "2 hazards ") + ANOTHER, 1),
+        (RACES.replace("1 hazard ", "2 hazards "), None),  # one that was not printed
+        (RACES.replace(" in forward_masks.cuh:9", ""), None),  # no line numbers
+        ("", None),
+    ],
+)
+def test_only_known_races_of_known_lines_are_none(output: str, unknown: int | None) -> None:
+    assert sanitize.unknown_races(output) == unknown
+    assert (sanitize.verdict("racecheck", sanitize.FOUND, output) is None) == (unknown == 0)
+    assert sanitize.verdict("synccheck", sanitize.FOUND, output) is not None
+    assert sanitize.verdict("racecheck", 1, output) is not None
+
+
+def test_memory_that_nobody_wrote_is_not_a_number_under_the_tools() -> None:
+    with sanitize.filled_memory():
+        made = (torch.empty(3), torch.empty_like(torch.zeros(2)), torch.zeros(1).new_empty((2, 2)))
+        assert all(bool(x.isnan().all()) for x in made)
+        assert torch.empty(2, dtype=torch.int32).tolist() == [2**31 - 1] * 2
