@@ -1,6 +1,7 @@
 // A step of the generic backward in two halves of the block: the first has the probabilities and dV, the second dP, dS and
 // dK. A warp's part of each product is twice as large, so less is read from shared memory for it, which is what bounds the
-// kernel at wide heads. The second half takes the probabilities in 16 bits, as the first has left them.
+// kernel at wide heads. The second half takes the probabilities in 16 bits, as the first has left them. dQ is shared out
+// among all warps.
 #pragma once
 
 #include "parts/backward_sm80_scores.cuh"
@@ -60,6 +61,7 @@ struct KeySums {
   }
 
  private:
+  // Read again here, the thread's index costs 4 % at head_dim 128: ptxas orders what comes before it otherwise.
   __device__ __forceinline__ void add_rows(int lane, int warp, uint32 scores, uint32 rows) {
     warp_gemm<BLOCK_M / 16, true, kPitchP, true, kPitch>(
         sum, Operand::by_columns(lane, scores, kPitchP, 0, warp / kWidthWarps * kKeys * 16),

@@ -36,9 +36,9 @@ struct Tile {
 // What of a tile's scores a warp takes, and this thread's first pair of it. A pair is two keys of a row: `x` counts tiles of
 // 16 rows, `half` the thread's two rows of one, `i` its 8 keys.
 struct ScorePart {
-  int row, key;         // of the warp
-  uint32 pair;          // of the thread, in bytes of a tile of probabilities or dS
-  const float* terms;   // lse2 of the thread's first row
+  int row, key;        // of the warp
+  uint32 pair;         // of the thread, in bytes of a tile of probabilities or dS
+  const float* terms;  // lse2 of the thread's first row
 
   __device__ __forceinline__ ScorePart(const Tile& tile, int lane, int warp)
       : row(warp / SCORE_WARPS_N * kScoreRows * 16),
