@@ -25,8 +25,7 @@ struct KeySums {
 
   // Stores dS of the tile, and adds the tile to dK and dV. Ends where dS is there.
   __device__ __forceinline__ void add(const Tile& tile) {
-    // Dropout and softcap make weights of their own, which wait for dP where dS will lie.
-    constexpr bool kOwnWeights = SOFTCAP || DROPOUT;
+    // Weights of their own wait for dP where dS will lie.
     const uint32 thread = thread_index();
     const int lane = thread % 32, warp = thread / 32 % kSumWarps;
     const ScorePart part(tile, lane, warp);

@@ -10,6 +10,9 @@ __device__ __forceinline__ void store_shared(uint32 address, uint32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
+// Whether what makes dS of dP - delta is not the probabilities.
+constexpr bool kOwnWeights = SOFTCAP || DROPOUT;
+
 // The mask of keys of a batch, if there is one.
 struct KeyMask {
   const uint8* mask;
@@ -131,8 +134,8 @@ __device__ __forceinline__ void for_probabilities(float (&s)[kScoreRows][kScoreK
         if (!(mask & 0xffffu)) slope[0] = -slope[0];
         if (!(mask >> 16)) slope[1] = -slope[1];
 #endif
-        const bool differ = SOFTCAP || DROPOUT;
-        put(x, half, i, word, make_float2(differ ? prob[0] * slope[0] : prob[0], differ ? prob[1] * slope[1] : prob[1]));
+        if (kOwnWeights) prob[0] *= slope[0], prob[1] *= slope[1];
+        put(x, half, i, word, make_float2(prob[0], prob[1]));
       }
     }
   }

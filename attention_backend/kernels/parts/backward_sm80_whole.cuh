@@ -27,7 +27,7 @@ struct KeySums {
       store_ds(dp, tile, part,
                [&](int x, int half, int i) { return make_float2(s[x][i][half * 2], s[x][i][half * 2 + 1]); });
     }
-    __syncthreads();
+    __syncthreads();  // probabilities and dS are there
 
     const uint32 thread = thread_index();
     const int lane = thread % 32, warp = thread / 32;

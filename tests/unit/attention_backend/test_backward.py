@@ -150,11 +150,13 @@ def test_short_sequences_have_smaller_tiles_where_these_were_measured() -> None:
 
 def test_halves_of_a_block_take_equal_parts_of_key_and_value_gradients() -> None:
     config = backward_config("sm_90a", 256, 256)
-    assert config.split
-    assert config.fits(256, 256)
-    assert not config.fits(192, 128)  # half a warp's keys times 128 is another number of sums
-    assert not replace(config, key_warps=1).fits(32, 32)  # four warps of a half along 32
-    assert replace(config, key_warps=1, split=False, num_warps=4, row_warps=2).fits(64, 64)
+    assert (config.split, config.num_warps, config.key_warps) == (True, 8, 1)  # a half has four warps along the width
+    assert config.fits(64, 64)
+    assert not config.fits(32, 32)
+    assert not config.fits(192, 128)  # a warp of one half would have more sums than one of the other
+    whole = replace(config, split=False)
+    assert whole.fits(256, 128)
+    assert not whole.fits(64, 64)  # eight warps
 
 
 @pytest.mark.parametrize(

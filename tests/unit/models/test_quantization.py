@@ -80,6 +80,7 @@ DEQUANTISED = [
     pytest.param(mxfp4, id="mxfp4"),
     pytest.param(compressed_int8, id="compressed-tensors", marks=needs_compressed_tensors),
 ]
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 def _runner(loaded: LoadedModel, **options: Any) -> ModelRunner:
@@ -101,9 +102,6 @@ def _greedy(runner: ModelRunner, prompt: list[int], *, first: int = 0) -> int:
     if first:
         assert runner.execute(StepBatch((ScheduledSeq(0, prompt[:first], 0, [1, 2], sample=False),))).token_ids == []
     return runner.execute(StepBatch((ScheduledSeq(0, prompt[first:], first, [1, 2], sample=True),))).token_ids[0]
-
-
-DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize(("config", "name", "kind"), KEPT)
