@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,6 +19,7 @@ from server.finetune import FineTuning, Hyperparameters, Job, JobRequest, Status
 
 MODEL = "base"
 LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
+POLL_SECONDS = 0.05  # of a server for jobs whose wait is over: most tests wait for nothing else
 PAIR = b'{"prompt": "a", "completion": "b"}\n'
 Run = Callable[..., None]
 # On "auto" a trainer imports torch, only to see that there is no GPU.
@@ -140,13 +142,14 @@ async def at_work(
         folder / "finetune", files, config, work.load, work.unload, max_live_jobs=max_live_jobs,
         max_model_len=lambda: None,
     )  # fmt: skip
-    if start:
-        await work.jobs.start()
-    try:
-        yield work
-    finally:
-        await work.jobs.close()
-        files.close()
+    with patch("server.finetune.supervisor.POLL_SECONDS", POLL_SECONDS):
+        if start:
+            await work.jobs.start()
+        try:
+            yield work
+        finally:
+            await work.jobs.close()
+            files.close()
 
 
 def uninterrupted(folder: Path, steps: int = 6) -> str:
