@@ -114,7 +114,7 @@ def test_a_chain_of_layers_exchanges_words(num_sms: int) -> None:
 
 def test_a_chain_of_layers_ends_in_pages() -> None:
     with left_at_zero(Settings(num_sms=5)):
-        test_layer_chain.test_products_in_pages_are_those_of_two_calls(5, 1, 80, 16, True, CPU)
+        test_layer_chain.check_products_in_pages(5, 1, 80, 16, (264, 520), CPU, fp8=True)
 
 
 @pytest.mark.parametrize(("lengths", "num_sms"), [((16, 17), 5), ((200,), 7)])

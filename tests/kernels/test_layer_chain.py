@@ -184,9 +184,22 @@ def test_streams_run_beside_each_other(hopper: torch.device) -> None:
 def test_products_in_pages_are_those_of_two_calls(
     heads: int, kv_heads: int, head_dim: int, rotary_dim: int, fp8: bool, hopper: torch.device
 ) -> None:
+    check_products_in_pages(heads, kv_heads, head_dim, rotary_dim, (1024, 2816), hopper, fp8=fp8)
+
+
+def check_products_in_pages(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    widths: tuple[int, int],
+    hopper: torch.device,
+    *,
+    fp8: bool,
+) -> None:
     """Bit for bit the chain and rotary_store one after the other; other slots stay what they were."""
     for rows, dtype in ((1, torch.bfloat16), (MOST_ROWS, torch.float16)):
-        chain = Chain(hopper, dtype, (heads * head_dim, 1024, 2816, (heads + 2 * kv_heads) * head_dim), bias=rows > 1)
+        chain = Chain(hopper, dtype, (heads * head_dim, *widths, (heads + 2 * kv_heads) * head_dim), bias=rows > 1)
         x, g = chain.rows(rows), chain.g
         cache = randn((5, kv_heads, 16, head_dim), dtype, g)
         scale = torch.rand(kv_heads, generator=g, device=hopper) + 0.5
