@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attention_backend import dispatch
-from attention_backend.heuristics.prefix import prefix_splits
 from attention_backend.interface import with_plain_strides
 from attention_backend.operators import operator
 from attention_backend.problem import AttentionArgs
@@ -68,7 +67,9 @@ def cascade_attention_op(
         )
         args = with_plain_strides(args)
         if dispatch.select(args).kernel == _HOPPER:
-            partials.append(_partials(args))
+            from attention_backend.kernels import flash_fwd_sm90
+
+            partials.append(flash_fwd_sm90.forward_partials(args))
         else:
             states.append(dispatch.run(args))
     if suffix_table.shape[1] > 0:
@@ -93,15 +94,6 @@ def cascade_attention_op(
     lse = q.new_empty(_lse_shape(q), dtype=compute_dtype(q.dtype))
     _merge_into(out, lse, states, partials, sinks)
     return out, lse
-
-
-def _partials(args: AttentionArgs) -> State:
-    """float32 `[S, rows, num_heads, head_dim_v]` and `[S, *args.lse_shape]`: as many tiles as fill the GPU."""
-    from attention_backend.kernels import device, flash_fwd_sm90
-
-    rows, num_sms = args.q.numel() // (args.num_heads * args.head_dim), device.num_sms(args.q.device.index)
-    splits = prefix_splits(rows, args.batch, args.num_heads, args.num_kv_heads, args.max_seqlen_k, num_sms)
-    return flash_fwd_sm90.forward_partials(args, splits)
 
 
 def _merge_into(

@@ -59,9 +59,13 @@ def forward(
     return out, lse
 
 
-def forward_partials(args: AttentionArgs, num_splits: int) -> tuple[Tensor, Tensor]:
+def forward_partials(args: AttentionArgs, num_splits: int = 0) -> tuple[Tensor, Tensor]:
     """The results over `num_splits` parts of every row's keys, sinks left out: float32
-    `[num_splits, rows, num_heads, head_dim_v]` and lse `[num_splits, *args.lse_shape]`; rows count all sequences."""
+    `[num_splits, rows, num_heads, head_dim_v]` and lse `[num_splits, *args.lse_shape]`; rows count all sequences.
+
+    `num_splits` 0: the most that would fill the device; of several sequences the device chooses how many of them there
+    are, and the lse of the others is -inf.
+    """
     which, plan = _plan(args, False, num_splits, own=False)
     return _partials(args, which, plan)
 

@@ -121,13 +121,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8) flash_merge(const __gr
   const int row = static_cast<int>(pair / p.num_heads), head = static_cast<int>(pair % p.num_heads);
 
   float top = -kInfinity;
+  int most = 0;  // states of a set, up to the last that has seen something: often there is room for more parts than there are
   for (int i = 0; i < p.num_sets; i++) {
     const StateSet& set = p.sets[i];
     const float* lse = set.lse + row / set.seqlen * set.lse_batch + row % set.seqlen * set.lse_row + head * set.lse_head;
-    for (int s = lane; s < set.count; s += kLanes) top = fmaxf(top, lse[s * set.lse_state]);
+    for (int s = lane; s < set.count; s += kLanes) {
+      const float x = lse[s * set.lse_state];
+      top = fmaxf(top, x);
+      if (x != -kInfinity) most = max(most, s + 1);
+    }
   }
 #pragma unroll
-  for (int d = kLanes / 2; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  for (int d = kLanes / 2; d; d /= 2) {
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    most = max(most, __shfl_xor_sync(~0u, most, d));
+  }
   if (!exists) return;
 
   const int batch = row / p.seqlen, query = row % p.seqlen;
@@ -143,14 +151,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8) flash_merge(const __gr
       const int b = row / set.seqlen, r = row % set.seqlen;
       const float* lse = set.lse + b * set.lse_batch + r * set.lse_row + head * set.lse_head;
       const int64 from = b * set.out_batch + r * set.out_row + head * set.out_head + column;
+      const int count = min(set.count, most);
 #if !FP32
       if (!set.in_float) {
-        add_states(acc, sum, lse, set.lse_state, static_cast<const element*>(set.out) + from, set.out_state, set.count,
-                   top, inside);
+        add_states(acc, sum, lse, set.lse_state, static_cast<const element*>(set.out) + from, set.out_state, count, top,
+                   inside);
         continue;
       }
 #endif
-      add_states(acc, sum, lse, set.lse_state, static_cast<const float*>(set.out) + from, set.out_state, set.count, top,
+      add_states(acc, sum, lse, set.lse_state, static_cast<const float*>(set.out) + from, set.out_state, count, top,
                  inside);
     }
     // A sink may be far larger than any score: the larger of both is what is taken out.

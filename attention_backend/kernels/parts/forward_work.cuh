@@ -139,12 +139,19 @@ class WorkLine {
     const float tiles = ceilf(work / static_cast<float>(longest)) * static_cast<float>(p.work.heads);
     const int limit = min(p.work.num_splits, longest / kFewestSteps);
     const float steps = static_cast<float>(longest);
+    // A lane has every 32nd number.
+    const int lane = threadIdx.x % 32;
     float best = kInfinity;
 #pragma unroll 1
-    for (int s = limit; s >= 1; s--) best = fminf(best, time_of(s, tiles / blocks, steps));
+    for (int s = 1 + lane; s <= limit; s += 32) best = fminf(best, time_of(s, tiles / blocks, steps));
+#pragma unroll
+    for (int d = 16; d; d /= 2) best = fminf(best, __shfl_xor_sync(~0u, best, d));
 #pragma unroll 1
-    for (int s = limit; s >= 1; s--)
-      if (time_of(s, tiles / blocks, steps) <= kNearly * best) parts = static_cast<float>(s) / steps;
+    for (int first = 1; parts == 0.f; first += 32) {
+      const int s = first + lane;
+      const uint32 good = __ballot_sync(~0u, s <= limit && time_of(s, tiles / blocks, steps) <= kNearly * best);
+      if (good) parts = static_cast<float>(first + __ffs(good) - 1) / steps;
+    }
   }
 
   // In steps of a block: `rounds` of whole tiles are so many more of parts.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_backend import AttentionArgs, UnsupportedError, shared_prefix
 from attention_backend.cascade import cascade_attention_op, merge_states_op
-from attention_backend.heuristics.prefix import least_saved_keys, prefix_splits
+from attention_backend.heuristics.prefix import least_saved_keys
 from attention_backend.reference import standard
 from attention_backend.shared_prefix import PrefixGroups, merge_states
 
@@ -307,23 +307,6 @@ def test_compiles_as_one_graph() -> None:
     c = call()
     compiled = torch.compile(lambda: shared_prefix_attention(**c) + 0.0, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(), shared_prefix_attention(**c))
-
-
-def test_splits_fill_the_device_and_no_more() -> None:
-    assert prefix_splits(64, 1, 32, 8, 100_000, 132) == 8  # 16 tiles: 128 of 132 at once
-    assert prefix_splits(512, 1, 32, 8, 131_072, 132) == 1  # 128 tiles fill it alone
-    assert prefix_splits(64, 1, 32, 8, 600, 132) == 1  # too short to share out
-    assert prefix_splits(1, 1, 8, 8, 1 << 17, 132) == 16
-    assert prefix_splits(1, 1, 1, 1, 1 << 20, 132) <= 128
-
-
-@pytest.mark.parametrize("rows", [17, 32, 64, 128, 256])
-def test_splits_suit_few_groups_where_many_are_possible(rows: int) -> None:
-    """A graph has room for as many groups as rows; one document, or a few, must not pay for that."""
-    splits, keys = prefix_splits(rows, rows, 32, 8, 131_072, 132), 100_000
-    for groups in (1, 2, 3, 4):
-        tiles = (-(-rows * 4 // 128) + groups - 1) * 8
-        assert -(-tiles * splits // 132) * (keys / splits + 256) < 1.15 * tiles * keys / 132
 
 
 def test_a_level_pays_for_documents_and_not_for_system_prompts() -> None:
