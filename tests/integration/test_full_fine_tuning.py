@@ -1,5 +1,4 @@
-"""A job that tunes all weights of a small model, kill -9 of its server included; what it makes is a model folder that
-another server serves."""
+"""A job that tunes all weights of a small model; what it makes is a model folder that another server serves."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,15 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("full-data")
 
 
-@pytest.fixture(scope="module")
-def done(folder: Path, little_model: Path) -> Iterator[tuple[ServerProcess, Any]]:
-    """A job whose server was killed, as it has ended, and the server that has ended it."""
+@pytest.fixture(scope="module", params=["undisturbed", pytest.param("killed", marks=pytest.mark.thorough)])
+def done(request: pytest.FixtureRequest, folder: Path, little_model: Path) -> Iterator[tuple[ServerProcess, Any]]:
+    """A job as it has ended, and the server that has ended it. That a job goes on when its server was killed is shown
+    in every run by test_interrupted_jobs, and of all weights, bit for bit, by unit/models/training/test_killed."""
+    if request.param == "killed":
+        with serving_little(folder, little_model) as server, server.client() as client:
+            job = create_little(client)
+            until_step(server, job, 3)
+            server.process.kill()
+            server.wait()
     with serving_little(folder, little_model) as server, server.client() as client:
-        job = create_little(client)
-        until_step(server, job, 3)
-        server.process.kill()
-        server.wait()
-    with serving_little(folder, little_model) as server, server.client() as client:
+        if request.param == "undisturbed":
+            job = create_little(client)
         yield server, until_ended(server, client, job)
 
 
@@ -52,10 +55,7 @@ def whole_model(folder: Path, job: Any) -> Path:
     return folder / "finetune" / "models" / job.id
 
 
-def test_a_killed_job_ends_and_its_model_is_not_served_beside_the_base(
-    folder: Path, done: tuple[ServerProcess, Any]
-) -> None:
-    """That the weights are an undisturbed job's bit for bit is shown where trainers are killed."""
+def test_a_job_ends_and_its_model_is_not_served_beside_the_base(folder: Path, done: tuple[ServerProcess, Any]) -> None:
     server, job = done
     assert (job.status, job.error) == ("succeeded", None)
     shown = job.method.to_dict()["supervised"]["hyperparameters"]

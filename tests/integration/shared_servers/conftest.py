@@ -30,7 +30,7 @@ def chunking_server(bundled_model: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def tight_server(bundled_model: Path) -> Iterator[ServerProcess]:
-    """KV blocks for about three of the tests' requests: running ones are preempted and recomputed."""
+    """KV blocks for about four of the tests' requests: running ones are preempted and recomputed."""
     pool = ("--block-size", "16", "--num-gpu-blocks-override", "30")
     with ServerProcess(*SMALL, "--max-model-len", "320", *pool) as process:
         yield process

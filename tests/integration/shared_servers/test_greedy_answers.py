@@ -65,7 +65,7 @@ def test_in_chunks_mixed_with_others_decode_rows(chunking_server: ServerProcess,
 
 def test_with_forced_preemption(tight_server: ServerProcess, eager: EagerAnswers) -> None:
     questions = [*QUESTIONS] * 4
-    long_enough = 100  # tokens: the pool holds three such requests
+    long_enough = 64  # tokens: the pool holds four such requests
 
     completions = greedy_at_once(tight_server, questions, long_enough)
 
