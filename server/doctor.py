@@ -15,7 +15,6 @@ from server.diagnosis import Diagnosis, Gpu, Layers
 from server.engine.config import EngineConfig
 
 PACKAGES = ("torch", "transformers", "cupy-cuda13x", "nvidia-cuda-nvrtc", "fastapi", "uvicorn", "tokenizers")
-BLOCK_SIZE = 64
 PREFILL_ROWS = 256
 
 T = TypeVar("T")
@@ -165,21 +164,21 @@ def _layers(config: EngineConfig) -> list[Layers]:
             num_heads=site.num_heads,
             num_kv_heads=site.num_kv_heads,
             head_dim=site.head_dim,
-            prefill=_kernel(site, PREFILL_ROWS, dtype, device),
-            decode=_kernel(site, 1, dtype, device),
+            prefill=_kernel(site, PREFILL_ROWS, config.block_size, dtype, device),
+            decode=_kernel(site, 1, config.block_size, dtype, device),
         )
         for site, count in Counter(sites).items()
     ]
 
 
-def _kernel(site: Any, rows: int, dtype: Any, device: Any) -> str:
+def _kernel(site: Any, rows: int, block_size: int, dtype: Any, device: Any) -> str:
     import torch
 
     from attention_backend import dispatch
     from attention_backend.problem import AttentionArgs
 
     def pages(head_dim: int) -> torch.Tensor:
-        pool = torch.empty(8, site.num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, device=device)
+        pool = torch.empty(8, site.num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
         return pool.transpose(1, 2)  # [num_blocks, block_size, num_kv_heads, head_dim]
 
     def int32(*values: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     kv_cache_dtype: KvDtype = Field("auto", description="auto (the model's), bfloat16, float16, float32 or fp8.")
     kv_cache_memory_bytes: int | None = Field(None, ge=1_048_576, le=2**50)
     num_gpu_blocks_override: int | None = Field(None, ge=2, le=2**31 - 1)
-    block_size: BlockSize = Field(64, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
+    block_size: BlockSize = Field(32, ge=16, le=128, description="Tokens of a KV page: 16, 32, 64 or 128.")
     enable_prefix_caching: bool = True
     generation_config: Literal["auto", "vllm"] = Field(
         "auto", description="Sampling where a request names none: auto (generation_config.json's) or vllm (neutral)."

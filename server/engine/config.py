@@ -25,7 +25,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None  # None: by the device, see step_tokens
     tpot_target_ms: float | None = None  # of a step with decodes in it, while prompts are computed; None: by the device
-    block_size: int = 64
+    block_size: int = 32
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None

@@ -38,7 +38,7 @@ def config(**changes: Any) -> EngineConfig:
             "model": "fake",
             "runner": "fake_runner:load",
             "max_model_len": 1_000_000,
-            "num_gpu_blocks_override": 20_000,
+            "num_gpu_blocks_override": 40_000,
             "max_num_batched_tokens": 512,
             **changes,
         }
