@@ -1,4 +1,5 @@
-"""Who goes on where several long readings share one thread: whoever came first and has least to read. Knows no bodies.
+"""Who goes on where several long readings share one thread: whoever came first and has least to read, whoever it is.
+Knows no bodies and no API keys.
 
 A hundred prompts that come together would otherwise all be read by halves until the last moment, and an engine that is
 done with none has nothing to do meanwhile."""

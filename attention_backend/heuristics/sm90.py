@@ -193,8 +193,10 @@ def hopper_plan(
     packable: bool,
     num_splits: int = 0,
     total_rows: int | None = None,
+    partial: bool = False,
 ) -> HopperPlan:
-    """`seqlen_q` and `seqlen_k` are upper bounds; `num_splits` 0: as many as fill the device.
+    """`seqlen_q` and `seqlen_k` are upper bounds; `num_splits` 0: as many as fill the device. `partial`: results are
+    merged whatever their number is, so the device may choose it for one sequence too.
 
     `total_rows`: query rows of all sequences together, of varlen queries, whose tiles `seqlen_q` says little of: one
     long sequence among short ones bounds them all. None: every sequence has `seqlen_q` rows.
@@ -214,7 +216,7 @@ def hopper_plan(
     else:
         tiles = -(-rows * per_row // tile_rows) * lines
     steps = max(1, -(-seqlen_k // config.block_n))
-    if num_splits == 0 and ragged:
+    if num_splits == 0 and (ragged or partial):
         most = _most_splits(tiles, steps, num_sms)
         return HopperPlan(pack, tile_rows, most, chosen=most > 1)
     splits = min(num_splits, MAX_SPLITS) or _splits(tiles, steps, num_sms)

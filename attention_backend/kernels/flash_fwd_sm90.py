@@ -63,10 +63,12 @@ def forward_partials(args: AttentionArgs, num_splits: int = 0) -> tuple[Tensor, 
     """The results over `num_splits` parts of every row's keys, sinks left out: float32
     `[num_splits, rows, num_heads, head_dim_v]` and lse `[num_splits, *args.lse_shape]`; rows count all sequences.
 
-    `num_splits` 0: the most that would fill the device; of several sequences the device chooses how many of them there
-    are, and the lse of the others is -inf.
+    `num_splits` 0: as many as may fill the device, which chooses how many of them there are: the lse of the others is
+    -inf.
     """
-    which, plan = _plan(args, False, num_splits, own=False)
+    if args.q.numel() == 0:
+        return _room_for_partials(args, max(1, num_splits))
+    which, plan = _plan(args, False, num_splits, own=False, partial=True)
     return _partials(args, which, plan)
 
 
@@ -75,19 +77,27 @@ def _no_keys(args: AttentionArgs) -> bool:
 
 
 def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tuple[Tensor, Tensor]:
-    rows = args.q.shape[:-2].numel()
-    out = args.q.new_empty((plan.num_splits, rows, *args.out_shape[-2:]), dtype=torch.float32)
-    lse = args.q.new_empty((plan.num_splits, *args.lse_shape), dtype=torch.float32)
+    out, lse = _room_for_partials(args, plan.num_splits)
     if out.numel() == 0 or _no_keys(args):
         return out, lse.fill_(-torch.inf)
     _launch(args, which, plan, out.view(plan.num_splits, *args.out_shape), lse, None)
     return out, lse
 
 
+def _room_for_partials(args: AttentionArgs, num_splits: int) -> tuple[Tensor, Tensor]:
+    out = args.q.new_empty((num_splits, args.q.shape[:-2].numel(), *args.out_shape[-2:]), dtype=torch.float32)
+    return out, args.q.new_empty((num_splits, *args.lse_shape), dtype=torch.float32)
+
+
 def _plan(
-    args: AttentionArgs, sparse: bool, num_splits: int, own: bool | None = None, cluster: bool | None = None
+    args: AttentionArgs,
+    sparse: bool,
+    num_splits: int,
+    own: bool | None = None,
+    cluster: bool | None = None,
+    partial: bool = False,
 ) -> tuple[HopperOptions, HopperPlan]:
-    """How the problem is run; `num_splits` 0: as many as fill the device."""
+    """How the problem is run; `num_splits` 0: as many as fill the device. `partial`: see hopper_plan."""
     options = Options.of(args)
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
     if sparse or args.paged or args.cu_seqlens_q is not None:
@@ -107,6 +117,7 @@ def _plan(
         packable=not (sparse or options.alibi or options.bias or options.dropout),
         num_splits=1 if sparse or options.dropout else num_splits,
         total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
+        partial=partial,
     )
     if cluster is None:
         apart = own is None and not plan.pack and plan.num_splits == 1

@@ -15,7 +15,7 @@ import torch
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
 from attention_backend.heuristics.sm90_backward import backward_tiles
-from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, workspace
+from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, flash_merge, workspace
 from attention_backend.problem import AttentionArgs
 from benchmarks import backward_tiles as backward_tiles_benchmark
 from benchmarks import forward_tiles
@@ -157,6 +157,25 @@ def test_blocks_that_load_keys_for_each_other(dim: int, case: Case) -> None:
         with left_at_zero(HOPPER._replace(seed=seed)):
             args = build(replace(case, dim=dim, dim_v=dim), CPU)
             error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, cluster=True)))
+
+
+def merged_parts(args: AttentionArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    parts, lses = flash_fwd_sm90.forward_partials(args)
+    assert parts.shape[0] > 1
+    assert (lses[1:] > -torch.inf).any(), "the device chose one part"
+    out, lse = args.q.new_empty(args.out_shape), args.q.new_empty(args.lse_shape, dtype=torch.float32)
+    flash_merge.merge(parts, lses, out, lse)
+    return out, lse
+
+
+@pytest.mark.parametrize(("batch", "layout"), [(3, "paged_varlen"), (1, "paged_varlen"), (1, "paged")])
+def test_the_device_chooses_how_many_parts_of_keys_there_are(batch: int, layout: str) -> None:
+    """As many as suit the sequences that there are, or the one; there may be room for more."""
+    case = Case(40, 1100, batch=batch, heads=2, kv_heads=1, dim=64, dim_v=64, layout=layout, page=64)
+    for seed in range(2):
+        with left_at_zero(HOPPER._replace(num_sms=12, seed=seed)):
+            args = build(case, CPU)
+            error_rule.check(args, error_rule.run(args, merged_parts))
 
 
 @pytest.mark.parametrize("bench", [forward_tiles, backward_tiles_benchmark], ids=lambda bench: bench.SECTION)

@@ -147,7 +147,7 @@ class WorkLine {
 #pragma unroll
     for (int d = 16; d; d /= 2) best = fminf(best, __shfl_xor_sync(~0u, best, d));
 #pragma unroll 1
-    for (int first = 1; parts == 0.f; first += 32) {
+    for (int first = 1; parts == 0.f && first <= limit; first += 32) {
       const int s = first + lane;
       const uint32 good = __ballot_sync(~0u, s <= limit && time_of(s, tiles / blocks, steps) <= kNearly * best);
       if (good) parts = static_cast<float>(first + __ffs(good) - 1) / steps;

@@ -189,6 +189,23 @@ def test_few_rows_over_many_keys_fill_the_device() -> None:
     assert tiles * plan.num_splits >= 0.85 * 132
 
 
+@pytest.mark.parametrize("rows", [17, 32, 64, 128, 256, 544, 1088])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_parts_that_are_merged_in_any_case_may_be_as_many_as_fill_the_device(rows: int, batch: int) -> None:
+    """A graph has room for as many groups of rows as rows; one document, or a few, must not pay for that. The device
+    chooses by the groups that there are (parts/forward_work.cuh)."""
+    config, keys = config_of((128, 128), (False, True, False, False)), 100_000
+    plan = hopper_plan(
+        config, seqlen_q=rows, seqlen_k=131_072, batch=batch, heads=32, group=4, num_sms=132, packable=True,
+        total_rows=rows, partial=True,
+    )  # fmt: skip
+    assert plan.chosen
+    for groups in (1, 2, 4):
+        tiles = (-(-rows * 4 // plan.tile_rows) + groups - 1) * 8 if plan.pack else (-(-rows // 128) + groups - 1) * 32
+        times = [-(-tiles * splits // 132) * (keys / splits + 384) for splits in range(1, plan.num_splits + 1)]
+        assert min(times) < 1.2 * tiles * keys / 132
+
+
 def test_short_rows_are_packed_and_long_ones_are_not() -> None:
     config = config_of((128, 128), (False, True, False, False))
     kwargs = {"seqlen_k": 4096, "batch": 1, "heads": 32, "group": 4, "num_sms": 132, "packable": True}
