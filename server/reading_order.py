@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-BYTES_A_SECOND = 16e6  # who reads for ten milliseconds lets pass who comes within as much later and reads nothing
+BYTES_A_SECOND = 16e6  # by which size counts: 16 MB let pass short readings that come up to a second later
 
 
 @dataclass(slots=True, order=True)
 class _Place:
-    due: float  # when it would be done alone
+    due: float  # when it came, and so much later as it is long
     number: int
     is_first: asyncio.Event = field(compare=False)
 
