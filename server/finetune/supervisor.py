@@ -44,6 +44,7 @@ class Supervisor:
         self._folders = folders
         self._stats = stats
         self._tidying = tidying
+        self._tidying_alone = asyncio.Lock()
         self._tidying_wanted = asyncio.Event()
         self._settling = Settling(config, writer, folders, finishing, stats, max_model_len)
         self._draining = asyncio.Event()
@@ -75,8 +76,10 @@ class Supervisor:
             await asyncio.wait(tasks)
 
     async def tidy(self) -> None:
-        """What jobs that have ended leave goes; the numbers of /metrics are counted. Raises InsufficientStorage."""
-        await self._tidying.tidy()
+        """What jobs that have ended leave is gone when this returns; the numbers of /metrics are counted. Raises
+        InsufficientStorage."""
+        async with self._tidying_alone:  # or the folders that another call removes now would only be passed over
+            await self._tidying.tidy()
 
     def tidy_soon(self) -> None:
         """The same, in a moment; what goes wrong is in the log, and done again later."""

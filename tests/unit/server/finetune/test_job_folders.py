@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from working import Run, Work
@@ -92,6 +95,28 @@ def test_what_cannot_be_removed_keeps_nothing_else_from_going(run: Run, tmp_path
         (work.job_folder(first) / "lock").rmdir()
         await work.jobs.supervisor.tidy()
         assert list((tmp_path / "finetune" / "jobs").iterdir()) == []
+
+    run(main, start=False)
+
+
+def test_what_is_being_removed_already_is_gone_as_well_when_tidying_returns(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = shutil.rmtree
+
+    def remove_slowly(path: Path, **how: Any) -> None:
+        time.sleep(0.3)
+        remove(path, **how)
+
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.jobs.cancel(job.id, "me")
+        monkeypatch.setattr("shutil.rmtree", remove_slowly)
+        first = asyncio.create_task(work.jobs.supervisor.tidy())
+        await asyncio.sleep(0.1)
+        await work.jobs.supervisor.tidy()
+        assert not work.job_folder(job).exists()
+        await first
 
     run(main, start=False)
 
