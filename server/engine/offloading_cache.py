@@ -43,7 +43,7 @@ class OffloadingKVCache(KVCache):
         self._fetched.pop(request.request_id, None)
         if request.num_registered >= self.offload.min_blocks:
             for block in request.block_ids[: request.num_registered]:
-                self._is_worth_a_copy[block] = True
+                self._is_worth_a_copy[block] = self._by_block[block] is not None  # or a twin's is, and it is blank
         super().release(request)
 
     def withdraw(self, request: Request) -> None:

@@ -27,7 +27,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "block_ids",
-        "blocks_missed",
+        "blocks_needed",
         "cache_salt",
         "chain",
         "entered_at",
@@ -93,7 +93,7 @@ class Request:
         self.num_preemptions = 0
         self.num_bypassed = 0  # younger requests admitted while this one did not fit
         self.num_slot_bypassed = 0  # younger requests with adapters admitted while this one's had no slot
-        self.blocks_missed = 0  # free blocks that the last try to admit it would have needed
+        self.blocks_needed = 0  # free blocks with which it could have started at the last look
         self.last_hits = -1  # blocks of it that were in the prefix cache at the last look; -1: never looked
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
 

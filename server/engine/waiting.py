@@ -6,7 +6,6 @@ limit only: a giant prompt neither blocks the queue nor waits for ever, and neit
 slot."""
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import takewhile
@@ -15,6 +14,7 @@ from math import inf
 from server.engine.adapters import AdapterTable
 from server.engine.fairness import FairShare
 from server.engine.kv_cache import Entry, KVCache
+from server.engine.newcomers import Newcomers
 from server.engine.prefill import PrefillPlan, Urgency, urgency
 from server.engine.request import Request, by_age
 from server.engine.step_time import StepTimeModel
@@ -22,7 +22,9 @@ from server.engine.step_time import StepTimeModel
 MAX_BYPASSES = 64  # younger requests that may be admitted past one that waits for blocks
 RETRY_STEPS = 16  # one that did not fit is matched against the prefix cache again after so many steps
 LOOKAHEAD = 256  # requests looked at in one step
-HASHED_TOKENS = 262_144  # of newcomers' prompts in one step (one is always taken): running requests are not to wait
+#: Of newcomers' prompts in one step, and of prompts that were matched and found not to fit (one of each is always):
+#: running requests are not to wait.
+HASHED_TOKENS, MATCHED_IN_VAIN = 262_144, 131_072
 WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
 
 Place = tuple[Urgency, int]  # urgency when it was last looked at, sequence number
@@ -35,14 +37,14 @@ class WaitingQueue:
         self.model = model
         self.fairness = fairness
         self._by_age: dict[bytes, list[Request]] = {}  # of each tenant: oldest first
-        #: Of each tenant, never matched against the prefix cache, so without a place. Who was looked at last is last.
-        self._newcomers: dict[bytes, deque[Request]] = {}
+        self._newcomers = Newcomers()  # never matched against the prefix cache, so without a place
         self._by_tenant: dict[bytes, list[tuple[Place, Request]]] = {}  # most urgent first
         self._places: dict[str, Place] = {}
         self._moved: list[Request] = []  # their hits have changed since they were given their places
         self._fresh_hits: dict[str, list[Entry]] = {}  # of newcomers, until blocks change hands
         self._num_waiting = 0
         self._num_steps = 0
+        self._matched_in_vain = 0  # tokens, in this step
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -52,7 +54,7 @@ class WaitingQueue:
         self._num_waiting += 1
         self.fairness.join(request.cache_salt)
         if request.last_hits < 0:
-            self._newcomers.setdefault(request.cache_salt, deque()).append(request)
+            self._newcomers.add(request)
         else:
             self._put(request)
 
@@ -66,9 +68,7 @@ class WaitingQueue:
         if request.request_id in self._places:
             self._take(request)
         else:
-            self._newcomers[request.cache_salt].remove(request)
-            if not self._newcomers[request.cache_salt]:
-                del self._newcomers[request.cache_salt]
+            self._newcomers.remove(request)
 
     def arrived_before(self, time: float) -> list[Request]:
         """Those that never ran. Numbers are given in the order of arrival, so the young ones are not looked at."""
@@ -99,11 +99,11 @@ class WaitingQueue:
             return
         self._fresh_hits.clear()
         self._replace()
-        self._match_newcomers()
+        self._match_newcomers(len(running))
         bypassed: Request | None = None  # the first that found no blocks
         slotless: Request | None = None  # the first whose adapter found no slot
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
-        num_looked_at = 0
+        num_looked_at = self._matched_in_vain = 0
         oldest = self._oldest(plan.ranks)
         for request in self._candidates(oldest, plan.ranks):
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
@@ -120,10 +120,7 @@ class WaitingQueue:
                 return  # and the others come after it
             if self._twin_is_ahead(request, computing):
                 continue
-            # What is known from the last look saves a new one; now and then its prefix may have come into the cache.
-            looks_again = (self._num_steps + request.sequence_number) % RETRY_STEPS == 0
-            too_few = running and self.cache.num_free_blocks < request.blocks_missed
-            hits = None if too_few and not looks_again else self._hits_if_it_fits(request, len(running))
+            hits = self._hits_if_it_fits(request, len(running))
             if hits is None:
                 bypassed = bypassed or request
                 continue
@@ -160,23 +157,31 @@ class WaitingQueue:
     def _has_room(self, request: Request, plan: PrefillPlan, num_hits: int, oldest: Request) -> bool:
         return plan.has_room(request, num_hits * self.cache.block_size, may_be_oldest=request is oldest)
 
-    def _match_newcomers(self) -> None:
-        """Gives newcomers their places, which need their prefix hits, and so the hashes of their prompts. Tenants take
-        turns: nobody's first prompt waits behind all of another's."""
+    def _match_newcomers(self, num_running: int) -> None:
+        """Gives newcomers their places, which need their prefix hits, and so the hashes of their prompts."""
         num_hashed = 0
         while self._newcomers:
-            tenant, queue = next(iter(self._newcomers.items()))
-            request = queue[0]
-            num_hashed += len(request.token_ids)
-            if num_hashed > HASHED_TOKENS and num_hashed > len(request.token_ids):
+            length = len(self._newcomers.next().token_ids)
+            num_hashed += length
+            if num_hashed > HASHED_TOKENS and num_hashed > length:
                 return
+            request = self._newcomers.take()
             hits = self._fresh_hits[request.request_id] = self.cache.match(request)
             request.last_hits = len(hits)
-            queue.popleft()
-            del self._newcomers[tenant]
-            if queue:
-                self._newcomers[tenant] = queue
+            request.blocks_needed = self._blocks_needed(request, hits, num_running)
             self._put(request)
+
+    def _may_fit(self, request: Request, num_running: int) -> bool:
+        """What is known from the last look saves a new one; now and then its prefix may have come into the cache."""
+        is_time = (self._num_steps + request.sequence_number) % RETRY_STEPS == 0
+        return is_time or not num_running or request.blocks_needed <= self.cache.num_free_blocks
+
+    def _blocks_needed(self, request: Request, hits: Sequence[Entry], num_running: int) -> int:
+        """Free blocks with which it could start."""
+        needed = self.cache.blocks_to_admit(self.blocks_wanted(request), hits)
+        if num_running:  # room for the running ones to grow, or the newcomer would be preempted at once
+            needed += min(num_running, max(1, self.cache.pool.num_usable // WATERMARK))
+        return needed
 
     def _replace(self) -> None:
         for request in self._moved:
@@ -205,18 +210,19 @@ class WaitingQueue:
         return not waits_too_long and self.adapters.may_start(request.adapter)
 
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
-        free = self.cache.num_free_blocks
+        if self._matched_in_vain >= MATCHED_IN_VAIN or not self._may_fit(request, num_running):
+            return None
         hits = self._fresh_hits.get(request.request_id)
         if hits is None:
             hits = self.cache.match(request)
         if len(hits) != request.last_hits:
             self._moved.append(request)
         request.last_hits = len(hits)
-        needed = self.cache.blocks_to_admit(self.blocks_wanted(request), hits)
-        if num_running:  # room for the running ones to grow, or the newcomer would be preempted at once
-            needed += min(num_running, max(1, self.cache.pool.num_usable // WATERMARK))
-        request.blocks_missed = 0 if needed <= free else needed
-        return hits if needed <= free else None
+        request.blocks_needed = self._blocks_needed(request, hits, num_running)
+        if request.blocks_needed <= self.cache.num_free_blocks:
+            return hits
+        self._matched_in_vain += len(request.token_ids)
+        return None
 
     def _twin_is_ahead(self, request: Request, computing: Sequence[Request]) -> bool:
         """Whether an older prompt is just computing a block that this one needs too: then waiting for it is cheaper
@@ -231,6 +237,7 @@ class WaitingQueue:
                 progress = twin.num_computed + twin.num_filled  # a step in flight is progress too
                 stands_still = request.twin_progress == progress
                 request.twin_progress = progress
+                request.blocks_needed = 0  # fewer than at the last look, once the twin is done
                 return not stands_still
         return False
 

@@ -191,6 +191,17 @@ def test_short_prompts_that_nobody_repeats_are_not_kept() -> None:
     assert cache.offload.num_stored > 0
 
 
+def test_a_block_whose_content_another_has_in_the_cache_is_not_kept_for_what_it_holds_next() -> None:
+    rng = random.Random(0)
+    engine = Engine(40, 16)
+    cache = give_host_memory(engine, 400, min_blocks=4)
+    document = tokens(rng, 96)
+    for name in ("one", "twin"):  # both compute it
+        engine.add(name, document, max_tokens=4)
+    engine.run()
+    assert [block for block in range(40) if cache._is_worth_a_copy[block] and cache._by_block[block] is None] == []
+
+
 def test_what_was_not_finite_is_forgotten_in_every_tier() -> None:
     rng = random.Random(0)
     engine = Engine(40, 16)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from models.batch import SamplingParams
-from server.engine import waiting
+from server.engine import kv_cache, waiting
 from server.engine.adapters import AdapterTable
 from server.engine.burst import Burst
 from server.engine.fairness import QUANTUM, FairShare
@@ -155,6 +155,56 @@ def test_newcomers_of_a_tenant_are_not_looked_at_behind_all_of_another(monkeypat
     queue.add(500, b"quiet")
     assert sorted(queue.admit(100_000)) == ["r0", "r8"]
     assert sorted(queue.admit(100_000)) == ["r1", "r2"], "the others in the steps after"
+
+
+def test_a_short_newcomer_is_not_looked_at_behind_the_long_ones_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "HASHED_TOKENS", 2000)
+    queue = Queue()
+    for _ in range(8):
+        queue.add(1000)
+    queue.add(100)
+    assert queue.admit(100_000) == ["r0", "r8"]
+
+
+def test_a_long_newcomer_is_looked_at_though_short_ones_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "HASHED_TOKENS", 2000)
+    queue = Queue()
+    for _ in range(4):
+        queue.add(1500)
+    admitted = []
+    for _ in range(8):
+        for _ in range(20):
+            queue.add(100)
+        admitted += queue.admit(100_000)
+    assert {"r0", "r1", "r2", "r3"} <= set(admitted)
+
+
+def test_looking_at_those_that_do_not_fit_takes_little_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have a long prefix in the cache, in any step: all of them at once would hold up whoever runs."""
+    queue = Queue(1000)
+    document = random.Random(1).choices(range(30_000), k=4000)
+    first = queue.add(document)
+    assert queue.admit(8192) == ["r0"]
+    queue.compute(first)
+    for _ in range(100):
+        queue.add([*document, *range(6000)])
+    assert len(queue.admit(10**9)) == 1, "two do not fit"
+    while queue.waiting._newcomers:
+        assert not queue.admit(10**9)
+    matched: list[int] = []
+    match = queue.cache.match
+
+    def counted(request: Request) -> list[kv_cache.Entry]:
+        matched.append(len(request.token_ids))
+        return match(request)
+
+    monkeypatch.setattr(queue.cache, "match", counted)
+    monkeypatch.setattr(waiting, "MATCHED_IN_VAIN", 20_000)
+    for _ in range(20):
+        matched.clear()
+        assert not queue.admit(10**9)
+        assert len(matched) <= 2
+        assert sum(matched) <= 20_000 + 10_000
 
 
 def test_a_request_can_leave_before_and_after_it_was_looked_at() -> None:
