@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -43,9 +44,10 @@ class StepGraphs:
         device: torch.device,
         adapters: AdapterSlots | None = None,
         clock: Callable[[], float] = time.monotonic,
+        around_recordings: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`max_levels`: of prefixes within prefixes that decodes may share; 0: they share no pages. `clock`: in
-        seconds."""
+        seconds. `around_recordings`: torch empties its cache for each of them."""
         self._shapes = sorted(shapes)
         sharing = sharing_keys(self._shapes, max_levels)
         #: All but those of adapters.
@@ -55,6 +57,7 @@ class StepGraphs:
         self._adapters = adapters
         self._without: Counter[GraphKey] = Counter()  # how often there was no memory for it
         self._clock = clock
+        self._around_recordings = around_recordings
         self._wait = FIRST_WAIT  # twice as long after each time that it was in vain, for all of them
         self._again = 0.0  # when one of them may be tried, on the clock
         self.refusal: str | None = None  # where the model's steps wait for the device: then there are no graphs
@@ -65,8 +68,10 @@ class StepGraphs:
     def capture(self, keys: Sequence[GraphKey] | None = None) -> None:
         """Records all graphs, or some, the largest first, so that the smaller ones find its memory in the pool."""
         gc.collect()
-        for key in sorted(self._keys if keys is None else keys, key=_shape, reverse=True):
-            self.record(key)
+        with self._around_recordings():
+            for key in sorted(self._keys if keys is None else keys, key=_shape, reverse=True):
+                if self._is_to_be_tried(key):
+                    self._try(key)
 
     def record_one(self) -> bool:
         """Records one graph more: the largest of every kind first, then those of few rows, and of one level before
@@ -77,7 +82,8 @@ class StepGraphs:
                 return self.refusal is None
         if not self._without or self.refusal is not None or self._clock() < self._again:
             return False
-        self._try(min(self._without, key=self._without.__getitem__))  # how often each was tried
+        with self._around_recordings():
+            self._try(min(self._without, key=self._without.__getitem__))  # how often each was tried
         return True
 
     @property
@@ -89,14 +95,18 @@ class StepGraphs:
         """If need be (0.1 s). Returns whether the graph is there: not where it found no memory (somebody may give some
         back: one of those is tried again after a while, for a step only where no moment was quiet for as long again),
         nor for a model that waits for the device in the middle of a step."""
-        if key in self._recorded:
-            return True
-        if self.refusal is not None or (key in self._without and self._clock() < self._again + self._wait):
+        if self._is_to_be_tried(key):
+            with self._around_recordings():
+                self._try(key)
+        return key in self._recorded
+
+    def _is_to_be_tried(self, key: GraphKey) -> bool:
+        if key in self._recorded or self.refusal is not None:
             return False
-        return self._try(key)
+        return key not in self._without or self._clock() >= self._again + self._wait
 
     @torch.inference_mode()
-    def _try(self, key: GraphKey) -> bool:
+    def _try(self, key: GraphKey) -> None:
         try:
             self._recorded[key] = self._recorder.record(key)
             if key in self._without:
@@ -108,7 +118,6 @@ class StepGraphs:
         except HostWaitsError as error:
             logger.warning("no CUDA graphs: a step of this model waits for the GPU (%s)", error)
             self.refusal = str(error)
-        return key in self._recorded
 
     def _set_back(self, key: GraphKey) -> None:
         if key in self._without:

@@ -4,7 +4,8 @@ Block 0 is the dummy page: padding and rehearsals read and write it, no request 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,21 @@ def hold(num_bytes: int, device: torch.device) -> None:
             torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             logger.warning("%.2f GiB that steps want are not kept for them: others may take them", num_bytes / 2**30)
+
+
+@contextmanager
+def holding(device: torch.device) -> Iterator[None]:
+    """What this process holds in torch's cache it holds afterwards as well, though what is done empties the cache."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    given_back = before - torch.cuda.memory_reserved(device)
+    try:
+        yield
+    finally:
+        hold(given_back, device)
 
 
 def count_blocks(pool_bytes: int, block_bytes: int, *, block_size: int, max_num_seqs: int, max_model_len: int) -> int:

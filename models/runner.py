@@ -1,7 +1,8 @@
 """A loaded model made ready for steps: kernels, self-test, pages, graphs. Knows no queue and no text, and not how a
 step is run (step_launcher.py)."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from models.kv_pool import (
     count_blocks,
     cuda_pool_bytes,
     hold,
+    holding,
     kv_cache_dtype,
 )
 from models.kv_scales import calibrate
@@ -140,7 +142,7 @@ class ModelRunner(StepLauncher):
         `all_graphs` a step is recorded when `prepare` comes to it, or when there is one."""
         self._rehearse_all()
         if self._use_graphs and self._graphs is None:
-            self._graphs = self._make_graphs()
+            self._graphs = self._make_graphs(partial(holding, self.device))
             if all_graphs:
                 self._graphs.capture()
                 self._stages.end("graphs")
@@ -153,7 +155,7 @@ class ModelRunner(StepLauncher):
         """Kinds of steps that are not recorded for want of memory."""
         return 0 if self._graphs is None else self._graphs.num_missing
 
-    def _make_graphs(self) -> StepGraphs:
+    def _make_graphs(self, around_recordings: Callable[[], AbstractContextManager[None]] = nullcontext) -> StepGraphs:
         return StepGraphs(
             self._logits,
             self._inputs,
@@ -162,6 +164,7 @@ class ModelRunner(StepLauncher):
             max_levels=0 if self.sharing_limits is None else self.sharing_limits.max_levels,
             device=self.device,
             adapters=self.adapters,
+            around_recordings=around_recordings,
         )
 
     def _graph_shapes(self) -> list[StepShape]:

@@ -1,6 +1,8 @@
 """Which graphs there are, which one a step runs in, and in which order they are recorded: with a recorder that notes
 what it is asked for, as on a CPU nothing can be recorded."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,6 +67,29 @@ def test_quiet_moments_record_each_graph_once_and_those_of_several_levels_last(m
     assert {key.levels for key in asked[:largest]} == {0, 2}  # what is recorded after these finds its memory
     levels = [key.levels for key in asked[largest:]]
     assert levels[levels.index(2) :] == [2] * levels.count(2)
+
+
+def test_memory_is_held_around_every_recording_and_once_around_all_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "GraphRecorder", NotingRecorder)
+    unused: Any = None
+    told: list[int] = []  # recordings so far, when the block begins and ends
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        recorder: Any = made._recorder
+        told.append(len(recorder.asked))
+        yield
+        told.append(len(recorder.asked))
+
+    made = StepGraphs(
+        unused, unused, decode_shapes(4), max_model_len=64, max_levels=0, device=torch.device("cpu"),
+        around_recordings=around,
+    )  # fmt: skip
+    assert made.record_one()
+    assert made.record(made._keys[0])
+    assert made.record(made._keys[0])
+    made.capture()
+    assert told == [0, 1, 1, 2, 2, len(made._keys)]
 
 
 def test_the_largest_graphs_bound_the_others(made: StepGraphs) -> None:

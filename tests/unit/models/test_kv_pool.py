@@ -13,6 +13,8 @@ from models.kv_pool import (
     bytes_per_block,
     count_blocks,
     cuda_pool_bytes,
+    hold,
+    holding,
     kv_cache_dtype,
 )
 
@@ -96,3 +98,16 @@ def test_a_pool_that_holds_one_full_sequence_and_the_dummy_page_is_enough() -> N
 def test_a_pool_too_small_for_one_sequence_is_refused_with_what_would_fit() -> None:
     with pytest.raises(PoolTooSmallError, match=r"room for 96 tokens .* less than max_model_len = 100"):
         count_blocks(7999, 1000, block_size=16, max_num_seqs=4, max_model_len=100)
+
+
+@pytest.mark.gpu
+def test_memory_that_is_held_is_held_again_after_the_cache_was_emptied() -> None:
+    device = torch.device("cuda:0")
+    torch.cuda.empty_cache()
+    hold(2**28, device)
+    held = torch.cuda.memory_reserved(device)
+    with holding(device):
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved(device) <= held - 2**28
+    assert torch.cuda.memory_reserved(device) == held
+    torch.cuda.empty_cache()
