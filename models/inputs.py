@@ -3,6 +3,7 @@
 Input tokens that the host does not know yet come from `last_tokens`, where the step before leaves them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,10 +28,10 @@ class StepTensors:
 
     input_ids: Tensor  # int64 [1, num_tokens]
     position_ids: Tensor  # int64 [1, num_tokens]
-    sample_rows: Tensor  # int64 [num_samples]: rows of the flat batch whose logits are wanted
+    sample_rows: Tensor  # int64 [num_samples]: rows of the flat batch whose logits are wanted, and padding behind them
     metadata: PagedMetadata
     sampled: PagedMetadata | None  # of sample_rows, for the last layer's attention; None: it had better see all rows
-    sample_slots: np.ndarray  # int64 [num_samples]
+    sample_slots: np.ndarray  # int64 [num_samples], without padding
     sample_slots_on_device: Tensor  # the same
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
     adapter_rows: Tensor | None  # int32 [num_tokens]: each row's adapter slot; None: no row has one
@@ -58,8 +59,12 @@ class StepInputs:
         block_size: int,
         device: torch.device,
         max_group_rows: int = 0,
+        sample_sizes: Sequence[int] = (),
     ) -> None:
-        """`max_group_rows`: decodes of a group that shares pages, if its kernel takes no more (0: any number)."""
+        """`max_group_rows`: decodes of a group that shares pages, if its kernel takes no more (0: any number).
+        `sample_sizes`: rising numbers to one of which `build` pads a step's samples where it has rows for that. Those
+        of graphs of decodes: the last layer's products and the head's are theirs then, whose kernels are loaded. To
+        load one may wait for everything that was launched."""
         self.tables = BlockTables(max_num_seqs, max_blocks_per_seq, device)
         #: int64 [max_num_seqs + 1], on the device: what was sampled last for each slot; the last is for padding
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -68,6 +73,7 @@ class StepInputs:
         self._max_tokens = max_num_batched_tokens
         self._device = device
         self._max_group_rows = max_group_rows
+        self._sample_sizes = sample_sizes
         bytes_needed = (
             8 * (5 * max_num_batched_tokens + max_num_seqs)
             + 4 * (2 * max_num_seqs + 1 + 2 * max_num_batched_tokens)
@@ -135,11 +141,14 @@ class StepInputs:
         positions = layout.put(np.int64, arrays.positions)
         slot_mapping = layout.put(np.int64, arrays.slot_mapping)
         all_slots = layout.put(np.int64, rows.slots)
-        sample_rows = layout.put(np.int64, arrays.sample_rows)
-        sample_slots = layout.put(np.int64, arrays.sample_slots)
+        num_samples = len(arrays.sample_rows)
+        padding = self._padded(num_samples, num_tokens) - num_samples
+        sample_rows = layout.put(np.int64, np.pad(arrays.sample_rows, (0, padding)))
+        padded_slots = np.pad(arrays.sample_slots, (0, padding), constant_values=self.tables.padding_slot)
+        sample_slots = layout.put(np.int64, padded_slots)
         cu_seqlens = layout.put(np.int32, np.concatenate(([0], arrays.ends)))
         seq_lens = layout.put(np.int32, totals)
-        sample_keys = layout.put(np.int32, arrays.sample_positions)
+        sample_keys = layout.put(np.int32, np.pad(arrays.sample_positions, (0, padding)))  # none of padding
         adapter_rows = layout.put(np.int32, np.repeat(rows.adapters, lengths if num_adapter_slots else 0))
 
         staged = self._staging[: layout.used].to(self._device, non_blocking=True)
@@ -166,17 +175,17 @@ class StepInputs:
                 sharing.prefills, tuple(lengths[num_decodes:].tolist()), block_table[num_decodes:]
             ),
         )
-        sample_slots_on_device = layout.tensor(staged, sample_slots)
+        slots_on_device = layout.tensor(staged, sample_slots)
         return StepTensors(
             input_ids=input_ids[None],
             position_ids=layout.tensor(staged, positions)[None],
             sample_rows=layout.tensor(staged, sample_rows),
             metadata=metadata,
-            sampled=single_samples(tables, sample_slots_on_device, layout.tensor(staged, sample_keys), metadata)
+            sampled=single_samples(tables, slots_on_device, layout.tensor(staged, sample_keys), metadata)
             if num_adapter_slots == 0 and rows.samples_alone(sharing)
             else None,
             sample_slots=arrays.sample_slots,
-            sample_slots_on_device=sample_slots_on_device,
+            sample_slots_on_device=slots_on_device[:num_samples],
             sample_positions=arrays.sample_positions,
             adapter_rows=layout.tensor(staged, adapter_rows) if num_adapter_slots else None,
             num_adapter_slots=num_adapter_slots,
@@ -186,6 +195,11 @@ class StepInputs:
         """See `prefix_groups.group_arrays`. `rows` is a number for decodes."""
         most = self._max_group_rows if isinstance(rows, int) else 0
         return group_arrays(levels, rows, block_size=self._block_size, max_rows=most or None, **shape)
+
+    def _padded(self, num_samples: int, num_rows: int) -> int:
+        if num_samples == 0:
+            return 0
+        return next((size for size in self._sample_sizes if num_samples <= size <= num_rows), num_samples)
 
     def _shared(self, levels: Levels, rows: int | tuple[int, ...], block_table: Tensor) -> SharedPages | None:
         if not levels:

@@ -41,7 +41,7 @@ from models.sampling import Sampler
 from models.self_test import check_engine_path
 from models.stages import Stages
 from models.step_launcher import StepLauncher
-from models.step_shapes import CHUNKS, StepShape, chunk_shapes, decode_shapes, draft_shapes
+from models.step_shapes import CHUNKS, StepShape, chunk_shapes, decode_shapes, decode_sizes, draft_shapes
 from models.zeroed_memory import ZeroedMemory
 
 
@@ -111,6 +111,7 @@ class ModelRunner(StepLauncher):
             block_size=block_size,
             device=self.device,
             max_group_rows=0 if self.sharing_limits is None else self.sharing_limits.max_group_rows,
+            sample_sizes=decode_sizes(max_num_seqs) if self._use_graphs else (),
         )
         sampler = Sampler(
             max_num_seqs=max_num_seqs,

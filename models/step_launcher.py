@@ -78,7 +78,7 @@ class StepLauncher:
             self.adapters.select(step.adapter_rows, step.num_adapter_slots)
         elif step.adapter_rows is not None:
             raise ValueError("a step names an adapter's slot, but this runner was made without adapters")
-        logits = self._forward.sampled_rows(step, self._kv_caches)
+        logits = self._forward.sampled_rows(step, self._kv_caches)[: len(step.sample_slots)]
         token_ids, launched = self._sampler.launch(logits, step.sample_slots, step.sample_positions)
         self._inputs.note(step.sample_slots_on_device, token_ids)
         return launched

@@ -120,10 +120,15 @@ def sharing_keys(shapes: Sequence[StepShape], max_levels: int) -> list[GraphKey]
     ]
 
 
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences of each graph of decodes, rising."""
+    return [*(size for size in DECODES if size < max_num_seqs), max_num_seqs]
+
+
 def decode_shapes(max_num_seqs: int, most_keys: int = 0) -> list[StepShape]:
     """Decodes and nothing else. `most_keys`: of a sequence, where chains of layers begin with the attention of few rows
     of few keys: those have shapes of their own if others may have more."""
-    sizes = [*(size for size in DECODES if size < max_num_seqs), max_num_seqs]
+    sizes = decode_sizes(max_num_seqs)
     few = [size for size in sizes if size <= MOST_ROWS] if most_keys > MOST_KEYS else []
     apart = [StepShape(size, size, 0, 0, size, any_length=False) for size in few]
     return apart + [StepShape(size, size, 0, 0, size) for size in sizes]

@@ -16,17 +16,18 @@ MAX_TOKENS = 200
 MAX_BLOCKS = 40
 
 
-def _inputs(block_size: int, device: str = "cpu") -> StepInputs:
+def _inputs(block_size: int, device: str = "cpu", sample_sizes: tuple[int, ...] = ()) -> StepInputs:
     return StepInputs(
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         max_blocks_per_seq=MAX_BLOCKS,
         block_size=block_size,
         device=torch.device(device),
+        sample_sizes=sample_sizes,
     )
 
 
-def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
+def _check(step: StepTensors, batch: StepBatch, block_size: int, *, alone: bool = True) -> None:
     ids, positions, slot_mapping, cu_seqlens = [], [], [], [0]
     sample_rows: list[int] = []
     for seq in batch.seqs:
@@ -49,7 +50,7 @@ def _check(step: StepTensors, batch: StepBatch, block_size: int) -> None:
     slots = [seq.slot for seq in batch.seqs if seq.sample for _ in range(seq.num_drafts + 1)]
     assert step.sample_slots.tolist() == step.sample_slots_on_device.tolist() == slots
     assert step.sample_positions.tolist() == [positions[row] + 1 for row in sample_rows]
-    alone = 2 * len(sample_rows) < len(ids)
+    alone &= 2 * len(sample_rows) < len(ids)
     assert (step.sampled is not None) == alone
     if step.sampled is not None:
         tables = {seq.slot: row for seq, row in zip(batch.seqs, meta.block_table.tolist(), strict=True)}
@@ -120,6 +121,19 @@ def test_a_token_in_flight_may_stand_before_drafts() -> None:
         ScheduledSeq(3, [8, 9], 0, [4], True),
     )
     assert inputs.build(StepBatch(seqs)).input_ids.tolist() == [[5, 72, 70, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(40, 4), (4, 4), (3, 2)], ids=["alone", "among all", "too few rows"])
+def test_samples_are_padded_with_rows_that_see_nothing(rows: int, padded: int) -> None:
+    inputs = _inputs(16, sample_sizes=(1, 4, 8))
+    seqs = (ScheduledSeq(3, [5], 9, [7], True), ScheduledSeq(1, [6] * (rows - 1), 0, [8, 9, 10], True))
+    step = inputs.build(StepBatch(seqs))
+    _check(replace(step, sample_rows=step.sample_rows[:2], sampled=None), StepBatch(seqs), 16, alone=False)
+    assert step.sample_rows.tolist() == [0, rows - 1] + [0] * (padded - 2)
+    if rows == 40:
+        assert step.sampled is not None
+        assert step.sampled.seq_lens.tolist() == [10, 39, 0, 0]
+        assert step.sampled.block_table.tolist() == [[7, 0, 0], [8, 9, 10], [0, 0, 0], [0, 0, 0]]
 
 
 def test_a_step_larger_than_the_limits_is_refused() -> None:

@@ -75,6 +75,15 @@ def test_the_bundled_model_alone_answers_what_transformers_answers(
         assert generate(runner, [prompt], TOKENS, sampling=UNTIL_THE_END)[0].tokens == tokens
 
 
+def test_samples_that_are_padded_are_the_same(
+    runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, of steps that are launched kernel by kernel."""
+    monkeypatch.setattr(runner._inputs, "_sample_sizes", [3, 6])
+    answers = generate(runner, prompts, TOKENS, sampling=UNTIL_THE_END, budget=48)
+    assert [answer.tokens for answer in answers] == expected
+
+
 @pytest.mark.parametrize("budget", [256, 48, 7])
 def test_the_bundled_model_batched_and_chunked_answers_the_same(
     runner: ModelRunner, prompts: list[list[int]], expected: list[list[int]], budget: int
