@@ -47,6 +47,8 @@ def check_args(args: AttentionArgs) -> None:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {q.shape[-2]} and {k.shape[-2]}")
     if args.cu_seqlens_q is not None and (args.cu_seqlens_q.dim() != 1 or args.batch < 0):
         raise ValueError(f"cu_seqlens_q must have shape [batch + 1], got {tuple(args.cu_seqlens_q.shape)}")
+    if args.batch == 0 and q_dim == 3 and q.shape[0] > 0:
+        raise ValueError(f"cu_seqlens_q names no sequence, and q has {q.shape[0]} rows")
     if k_dim == 4 and args.block_table is None and args.batch != k.shape[0]:
         raise ValueError(f"q and k must have the same batch, got {args.batch} and {k.shape[0]}")
     _check_numbers(args)

@@ -51,7 +51,7 @@ class PagedMetadata:
     max_seqlen_k: int  # the largest of seq_lens (an upper bound is allowed)
     decodes_here: Tensor | None = None  # bool [num_decodes, 1, 1]; those that are not have no row; None: all are
     shared_decodes: SharedPages | None = None  # of the first num_decodes sequences; None: nothing worth a pass
-    shared_prefills: SharedPages | None = None  # of the others
+    shared_prefills: SharedPages | None = None  # of the others; not with decodes_here: their rows are then anywhere
     #: What was made of the above for one layer, for the next ones.
     plans: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -72,6 +72,8 @@ class PagedMetadata:
             raise ValueError(f"num_decodes must be from 0 to {num_seqs}, the number of sequences: {self.num_decodes}")
         if self.decodes_here is not None:
             check_tensor("decodes_here", self.decodes_here, torch.bool, (self.num_decodes, 1, 1), device)
+            if self.shared_prefills is not None:
+                raise ValueError("shared_prefills are served where every decode has its row, so not with decodes_here")
         elif self.num_decodes > self.slot_mapping.shape[0]:
             raise ValueError(f"{self.num_decodes} decodes need a row each, there are {self.slot_mapping.shape[0]}")
 

@@ -64,6 +64,31 @@ _FORWARD: dict[int, tuple[ForwardConfig, ...]] = {
 }
 
 
+#: Rows, and keys, of a tile of flash_fwd_f32; the first whose shared memory fits is taken.
+_FLOAT32_TILES = (32, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Float32Config:
+    """Tile of flash_fwd_f32: `block_m` query rows by as many keys, eight threads a row."""
+
+    block_m: int
+
+    @property
+    def threads(self) -> int:
+        return 8 * self.block_m
+
+    def smem_bytes(self, tile: int, tile_v: int) -> int:
+        return 4 * self.block_m * (2 * (tile + 1) + tile_v + 1 + self.block_m + 1)
+
+
+def float32_config(arch: str, tile: int, tile_v: int) -> Float32Config:
+    for config in map(Float32Config, _FLOAT32_TILES):
+        if config.smem_bytes(tile, tile_v) <= SHARED_MEMORY[arch]:
+            return config
+    raise AssertionError(f"no float32 tile fits {arch} at head_dim {tile}/{tile_v}")  # the covering set proves it
+
+
 def forward_config(arch: str, tile: int, tile_v: int, *, paged: bool, extras: bool) -> ForwardConfig:
     """`extras`: scores are changed (softcap, ALiBi, bias) or masked by a key mask; like pages, they cost registers."""
     wide = max(tile, tile_v)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from attention_backend.jit.report import CompileReport
 
 _CUBIN, _MANIFEST = "kernel.cubin", "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class DamagedArtefactError(ValueError):
@@ -31,53 +32,67 @@ class Artefact:
 
 
 def read(directory: Path, key: str) -> Artefact | None:
-    """The artefact of `key`, None when there is none. Raises DamagedArtefactError when its digest does not fit."""
+    """The artefact of `key`, None when there is none. Raises DamagedArtefactError when its digest does not fit, or when
+    it cannot be read."""
     place = directory / key
     try:
         manifest = json.loads((place / _MANIFEST).read_bytes())
         cubin = (place / _CUBIN).read_bytes()
         if (manifest["format"], manifest["key"]) != (_FORMAT, key):
             raise DamagedArtefactError(f"{place} is of another key or format")
-        if hashlib.sha256(cubin).hexdigest() != manifest["cubin_sha256"]:
-            raise DamagedArtefactError(f"{place / _CUBIN} has been changed or truncated")
+        if manifest.pop("sha256") != _digest(manifest, cubin):
+            raise DamagedArtefactError(f"{place} has been changed or truncated")
         return Artefact(key, manifest["description"], cubin, _report(manifest["report"]), float(manifest["seconds"]))
     except FileNotFoundError as error:
         if place.exists():
             raise DamagedArtefactError(f"{place} is incomplete: {error}") from error
         return None
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DamagedArtefactError(f"{place / _MANIFEST} cannot be read: {error!r}") from error
+    except DamagedArtefactError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
+        raise DamagedArtefactError(f"{place} cannot be read: {error!r}") from error
 
 
 def write(directory: Path, artefact: Artefact, scratch: Callable[[], Path]) -> None:
     """Publish an artefact by one rename, replacing a damaged one.
 
     `scratch` gives a fresh path on the same file system. When another process published the same key first, its
-    artefact stays.
+    artefact stays. Raises OSError, and then leaves nothing.
     """
     staged = scratch()
-    staged.mkdir(mode=0o755)  # a cache's own directory is 0700; an image's kernels are read by another user
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": _FORMAT,
         "key": artefact.key,
         "description": artefact.description,
-        "cubin_sha256": hashlib.sha256(artefact.cubin).hexdigest(),
         "seconds": artefact.seconds,
         "report": asdict(artefact.report),
     }
-    _write_durably(staged / _CUBIN, artefact.cubin)
-    _write_durably(staged / _MANIFEST, json.dumps(manifest, indent=1).encode())
-    _sync_directory(staged)
-    place = directory / artefact.key
-    while not _rename(staged, place):
-        if _intact(directory, artefact.key):
-            shutil.rmtree(staged)
-            break
-        # Moved away before it is deleted: no reader sees it half deleted.
-        removed = scratch()
-        if _rename(place, removed):
-            shutil.rmtree(removed)
+    manifest["sha256"] = _digest(manifest, artefact.cubin)
+    try:
+        staged.mkdir(mode=0o755)  # a cache's own directory is 0700; an image's kernels are read by another user
+        _write_durably(staged / _CUBIN, artefact.cubin)
+        _write_durably(staged / _MANIFEST, json.dumps(manifest, indent=1).encode())
+        _sync_directory(staged)
+        place = directory / artefact.key
+        while not _rename(staged, place):
+            if _intact(directory, artefact.key):
+                break
+            # Moved away before it is deleted: no reader sees it half deleted.
+            removed = scratch()
+            if _rename(place, removed):
+                remove(removed)
+    finally:
+        remove(staged)  # if it is still there
     _sync_directory(directory)
+
+
+def remove(path: Path) -> None:
+    """A folder with all that it holds, or whatever lies there instead. What cannot go stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _intact(directory: Path, key: str) -> bool:
@@ -115,6 +130,11 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _digest(manifest: dict[str, Any], cubin: bytes) -> str:
+    """Of all but itself."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode() + cubin).hexdigest()
 
 
 def _report(fields: dict[str, Any]) -> CompileReport:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attention_backend.jit.cache import KernelCache, default_cache
-from attention_backend.jit.errors import CompileError
+from attention_backend.jit.errors import CacheDirectoryError, CompileError
 from attention_backend.jit.report import CompileReport
 from attention_backend.jit.spec import ARCHS, KernelVariant
 
@@ -102,6 +102,8 @@ def check(results: Iterable[BuildResult]) -> list[str]:
 
 def _build_one(variant: KernelVariant, cache: KernelCache) -> BuildResult:
     found = cache.get(variant)
+    if not found.kept:
+        raise CacheDirectoryError(f"{variant} is compiled and cannot be written: the log says why")
     return BuildResult(variant, found.artefact.seconds, found.cached, found.artefact.report)
 
 

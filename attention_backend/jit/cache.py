@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,10 +25,11 @@ _LOG = logging.getLogger("attention_backend.jit")
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """An artefact and whether it was on disk already."""
+    """An artefact, whether it was on disk already, and whether it is now."""
 
     artefact: Artefact
     cached: bool
+    kept: bool = True
 
 
 class KernelCache:
@@ -49,19 +49,24 @@ class KernelCache:
         return self._find(compiler.key(variant, self._snapshot(variant)))
 
     def get(self, variant: KernelVariant) -> Lookup:
-        """The variant's artefact, compiled if need be. Raises CompileError, SourceError or CacheDirectoryError."""
+        """The variant's artefact, compiled if need be; not kept, and that is logged, where the disk is full. Raises
+        CompileError, SourceError or CacheDirectoryError."""
         source = self._snapshot(variant)
         key = compiler.key(variant, source)
         if found := self._find(key):
             return Lookup(found, cached=True)
         writable = directory.secure(self._writable)
-        with _locked(writable, key):
-            if found := _read(writable, key):
-                return Lookup(found, cached=True)
-            compiled = compiler.compile_variant(variant, source)
-            fresh = Artefact(key, str(variant), compiled.cubin, compiled.report, compiled.seconds)
-            artefacts.write(writable, fresh, lambda: _scratch(writable))
-        return Lookup(fresh, cached=False)
+        fresh: Artefact | None = None
+        try:
+            with _locked(writable, key):
+                if found := _read(writable, key):
+                    return Lookup(found, cached=True)
+                fresh = _compiled(variant, source, key)
+                artefacts.write(writable, fresh, lambda: _scratch(writable))
+                return Lookup(fresh, cached=False)
+        except OSError as error:
+            _LOG.warning("%s cannot be kept and will be compiled again: %s", variant, error)
+        return Lookup(fresh or _compiled(variant, source, key), cached=False, kept=False)
 
     def _snapshot(self, variant: KernelVariant) -> SourceSnapshot:
         return snapshot(KernelSource.named(variant.kernel, self._sources))
@@ -80,6 +85,11 @@ def default_cache() -> KernelCache:
     """The cache of this user, as the environment has it at the first call."""
     environment = JitEnvironment.read()
     return KernelCache(environment.cache_directory, environment.image_directory)
+
+
+def _compiled(variant: KernelVariant, source: SourceSnapshot, key: str) -> Artefact:
+    compiled = compiler.compile_variant(variant, source)
+    return Artefact(key, str(variant), compiled.cubin, compiled.report, compiled.seconds)
 
 
 def _read(place: Path, key: str) -> Artefact | None:
@@ -110,7 +120,7 @@ def _scratch(place: Path) -> Path:
     for abandoned in scratch.iterdir():
         try:
             if time.time() - abandoned.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(abandoned, ignore_errors=True)
+                artefacts.remove(abandoned)
         except FileNotFoundError:
             continue  # its owner finished, or another process removed it
     return scratch / uuid.uuid4().hex

@@ -49,9 +49,9 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
         yield copy_pages_variant(arch, to_pages=to_pages)
     yield from decode_covering_set(arch)
     yield from backward_covering_set(arch)
-    yield f32_variant(Options(torch.float32, 64, 64), arch)
-    yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)
-    yield f32_variant(Options(torch.float32, 256, 256, key_mask=True, softcap=True, alibi=True, bias=1), arch)
+    yield f32_variant(Options(torch.float32, 64, 64), arch)[0]
+    yield f32_variant(Options(torch.float32, 128, 128, paged=True), arch)[0]
+    yield f32_variant(Options(torch.float32, 256, 256, key_mask=True, softcap=True, alibi=True, bias=1), arch)[0]
 
 
 def _hopper() -> Iterator[KernelVariant]:

@@ -10,9 +10,6 @@ from attention_backend.kernels.params import ForwardParams, fill_tensors, score_
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 from attention_backend.problem import AttentionArgs
 
-_F32_TILE = 32  # rows and keys of a flash_fwd_f32 tile
-_F32_THREADS = 256
-
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Attention on CUDA. Returns out `args.out_shape` and lse `args.lse_shape` (float32)."""
@@ -24,15 +21,10 @@ def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     sinks = fill_tensors(params, args, out, lse)
     index = args.q.device.index
     options = Options.of(args)
-    tile, tile_v = options.tiles
-    if args.dtype == torch.float32:
-        kernel, block_m, threads = load(f32_variant(options, device.arch(index)), index), _F32_TILE, _F32_THREADS
-        smem = 4 * _F32_TILE * (2 * (tile + 1) + tile_v + 1 + _F32_TILE + 1)
-    else:
-        variant, config = forward_variant(options, device.arch(index))
-        kernel, block_m, threads = load(variant, index), config.block_m, config.threads
-        smem = config.smem_bytes(tile, tile_v)
-    grid = ((args.seqlen_q + block_m - 1) // block_m, args.num_heads, args.batch)
-    kernel(grid, (threads, 1, 1), (params, dropout_params(args)) if options.dropout else params, smem)
+    of_dtype = f32_variant if args.dtype == torch.float32 else forward_variant
+    variant, config = of_dtype(options, device.arch(index))
+    kernel, given = load(variant, index), (params, dropout_params(args)) if options.dropout else params
+    grid = (-(-args.seqlen_q // config.block_m), args.num_heads, args.batch)
+    kernel(grid, (config.threads, 1, 1), given, config.smem_bytes(*options.tiles))
     del sinks  # kept alive until the launch was queued; the allocator is ordered by stream after that
     return out, lse

@@ -1,17 +1,19 @@
 // Attention forward in plain float32 arithmetic: for numerics, not for speed. Same loop and same options as
 // flash_fwd_sm80.cuh; products are fused multiply-adds, exponentials are expf.
 //
-// A block of 256 threads takes 32 query rows and tiles of 32 keys. Thread t computes scores (t / 8, t % 8 + 8 j) and
-// output columns t % 8 + 8 j of row t / 8, so the eight threads of a row share its softmax by shuffles.
+// A block takes TILE query rows and tiles of as many keys, with eight threads a row. Thread t computes scores
+// (t / 8, t % 8 + 8 j) and output columns t % 8 + 8 j of row t / 8, so the threads of a row share its softmax by shuffles.
 //
-// Compile-time: FP32 = 1, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), PAGED, KEY_MASK, SOFTCAP, ALIBI, BIAS.
+// Compile-time: FP32 = 1, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 32), TILE (32 or 16), PAGED, KEY_MASK, SOFTCAP,
+// ALIBI, BIAS.
 #include "parts/element.cuh"
 #include "parts/forward_params.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kTile = 32;
+constexpr int kTile = TILE;
+constexpr int kThreads = 8 * kTile;
+constexpr int kScores = kTile / 8;  // of a thread
 constexpr int kPitch = HEAD_DIM + 1;     // floats; odd, so that a column of rows lies in different banks
 constexpr int kPitchV = HEAD_DIM_V + 1;
 constexpr int kPitchP = kTile + 1;
@@ -77,13 +79,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_fwd_f32(const Forwa
     for (int d = c; d < HEAD_DIM_V; d += 8) tile_v[r * kPitchV + d] = valid && d < p.head_dim_v ? from_v[d] : 0.f;
     __syncthreads();
 
-    float s[4] = {0.f, 0.f, 0.f, 0.f};
+    float s[kScores] = {};
     for (int d = 0; d < HEAD_DIM; d++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) s[j] = fmaf(tile_q[r * kPitch + d], tile_k[(c + 8 * j) * kPitch + d], s[j]);
+      for (int j = 0; j < kScores; j++) s[j] = fmaf(tile_q[r * kPitch + d], tile_k[(c + 8 * j) * kPitch + d], s[j]);
     float top = m;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < kScores; j++) {
       const int at = n0 + c + 8 * j;
 #if SCORE_CHANGES
       s[j] = score(s[j], row, at, seq);
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_fwd_f32(const Forwa
     m = top;
     l *= correction;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < kScores; j++) {
       const float e = expf(s[j] - shift);
       l += e;
       tile_p[r * kPitchP + c + 8 * j] = e;

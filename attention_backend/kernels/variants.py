@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 
 from attention_backend.heuristics.sm80 import (
+    Float32Config,
     ForwardConfig,
+    float32_config,
     forward_config,
     head_dim_tile,
 )
@@ -85,5 +87,6 @@ def forward_variant(options: Options, arch: str) -> tuple[KernelVariant, Forward
 
 
 @cache
-def f32_variant(options: Options, arch: str) -> KernelVariant:
-    return KernelVariant("flash_fwd_f32", arch, options.defines())
+def f32_variant(options: Options, arch: str) -> tuple[KernelVariant, Float32Config]:
+    config = float32_config(arch, *options.tiles)
+    return KernelVariant("flash_fwd_f32", arch, (*options.defines(), ("TILE", config.block_m))), config

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import attention_backend.kernels
+from attention_backend.heuristics.sm80 import SHARED_MEMORY
 from attention_backend.jit import driver, launch
 from attention_backend.jit.driver import Dim3
 from attention_backend.jit.launch import Parameters
@@ -31,7 +32,6 @@ from .memory import GuardedAllocations, guarded_factories
 
 DEVICE = torch.device("cuda", 0)  # what tensors say that they are on
 _MOST_THREADS = 4096  # at once, of all blocks
-_MAX_SMEM = 227 * 1024
 _ALIGNMENT = 64
 _L2_BYTES = 64 << 10  # so few that a small problem does not fit
 
@@ -47,10 +47,9 @@ class Settings(NamedTuple):
 class EmulatedKernel:
     """`jit.launch.Kernel` on a CPU: takes the same parameters. Raises EmulatorError."""
 
-    max_smem = _MAX_SMEM
-
     def __init__(self, variant: KernelVariant, settings: Settings, directory: Path = KERNELS_DIR) -> None:
         self.variant, self._settings = variant, settings
+        self.max_smem = SHARED_MEMORY[variant.arch]
         self._entry = ctypes.cast(emulated(variant, directory).emulated, ctypes.c_void_p)
         self._launches = itertools.count(settings.seed)
 

@@ -68,6 +68,14 @@ def test_layers_around_attention() -> None:
         test_merge.test_states_of_every_head_dim_merge(9, 64, "fp16", CPU)
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9)])
+def test_float32_where_shared_memory_is_small(capability: tuple[int, int]) -> None:
+    """Wide heads have smaller tiles there. A softcap of Gemma 2 is exact as well."""
+    case = Case(37, 90, batch=2, dim=256, dim_v=256, score="softcap", dtype="fp32")
+    with emulated_device(HOPPER._replace(capability=capability)):
+        error_rule.check(replace(build(case, CPU), softcap=50.0))
+
+
 def test_scales_may_have_any_strides() -> None:
     """Kernels read them as arrays."""
     dense = torch.tensor([0.5, 0.25])

@@ -39,7 +39,7 @@ def options_of(case: Case) -> Options:
 def variants_of(case: Case, arch: str) -> list[KernelVariant]:
     options = options_of(case)
     if case.torch_dtype == torch.float32:
-        return [f32_variant(options, arch)]
+        return [f32_variant(options, arch)[0]]
     variants = [forward_variant(options, arch)[0]]
     rows = case.heads // case.kv_heads * case.sq
     if rows <= _DECODE_ROWS:

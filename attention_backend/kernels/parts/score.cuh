@@ -74,7 +74,9 @@ struct Score {
   }
 
   __device__ __forceinline__ float capped(float s) const {
-#if SOFTCAP
+#if SOFTCAP && FP32
+    return softcap * tanhf(s * softmax_scale / softcap);
+#elif SOFTCAP
     // tanh by exp2: the hardware's tanh.approx is off by 2^-11, which softcap multiplies.
     return fmaf(-2.f * softcap, reciprocal_approx(1.f + exp2_approx(s * cap_log2)), softcap);
 #else

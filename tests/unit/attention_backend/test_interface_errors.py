@@ -19,6 +19,7 @@ from attention_backend import (
     flash_attn_with_kvcache,
     paged_attention,
 )
+from attention_backend.metadata import SharedPages
 
 
 def i32(*shape: int) -> Tensor:
@@ -108,6 +109,7 @@ BAD_LENGTHS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({**PACKED, "max_seqlen_q": 0}, ValueError, "cu_seqlens_q needs max_seqlen_q, the longest sequence, got 0"),
     ({**PACKED, "max_seqlen_k": 0}, ValueError, "cu_seqlens_k needs max_seqlen_k, the longest sequence, got 0"),
     ({**PACKED, "cu_seqlens_q": i32(0)}, ValueError, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(0,\)"),
+    ({**PACKED, "cu_seqlens_q": i32(1)}, ValueError, "cu_seqlens_q names no sequence, and q has 6 rows"),
     ({**PACKED, "cu_seqlens_q": i32(3, 1)}, ValueError, r"cu_seqlens_q must have shape \[batch \+ 1\], got \(3, 1\)"),
     ({**PACKED, "cu_seqlens_k": i32(0)}, ValueError, r"cu_seqlens_k must have shape \[3\], got \(0,\)"),
     (
@@ -343,6 +345,11 @@ BAD_METADATA: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_decodes": -1}, ValueError, "num_decodes must be from 0 to 2"),
     ({"decodes_here": i32(2, 1, 1)}, TypeError, "decodes_here must be torch.bool"),
     ({"decodes_here": i32(1, 1, 1).bool()}, ValueError, r"decodes_here must have shape \[2, 1, 1\]"),
+    (
+        {"decodes_here": i32(2, 1, 1).bool(), "shared_prefills": SharedPages((), i32(1))},
+        ValueError,
+        "shared_prefills are served where every decode has its row",
+    ),
 ]
 
 

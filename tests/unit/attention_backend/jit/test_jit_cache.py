@@ -1,17 +1,21 @@
 """Artefacts on disk: whole or absent, whatever happens to the processes that write them."""
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cupy")
 
-from attention_backend.jit import CompileError, KernelCache, KernelVariant
+from attention_backend.jit import CacheDirectoryError, CompileError, KernelCache, KernelVariant
+from attention_backend.jit.build import build_variants
 
 SCALE = KernelVariant("scale", "sm_90a", (("TIMES", 3),))
 
@@ -97,8 +101,11 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(cache: KernelCache, kerne
 
 @pytest.mark.parametrize(
     "damage",
-    ["truncated", "flipped", "empty", "no cubin", "no manifest", "torn manifest", "other manifest", "list manifest"],
-)
+    [
+        "truncated", "flipped", "empty", "no cubin", "no manifest", "torn manifest", "other manifest", "list manifest",
+        "number in words", "other report", "a file instead", "a folder instead of the manifest",
+    ],
+)  # fmt: skip
 def test_a_damaged_artefact_is_compiled_again(cache: KernelCache, cache_path: Path, damage: str) -> None:
     good = cache.get(SCALE).artefact
     cubin, manifest = cache_path / good.key / "kernel.cubin", cache_path / good.key / "manifest.json"
@@ -119,6 +126,16 @@ def test_a_damaged_artefact_is_compiled_again(cache: KernelCache, cache_path: Pa
             manifest.write_text(manifest.read_text().replace(good.key, "0" * 64))
         case "list manifest":
             manifest.write_text("[]")
+        case "number in words":
+            manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "seconds": "some"}))
+        case "other report":
+            manifest.write_text(manifest.read_text().replace('"registers": ', '"registers": 1'))
+        case "a file instead":
+            shutil.rmtree(cache_path / good.key)
+            (cache_path / good.key).touch()
+        case "a folder instead of the manifest":
+            manifest.unlink()
+            manifest.mkdir()
     assert cache.find(SCALE) is None
     repaired = cache.get(SCALE)
     assert not repaired.cached
@@ -126,6 +143,25 @@ def test_a_damaged_artefact_is_compiled_again(cache: KernelCache, cache_path: Pa
     assert cache.get(SCALE).cached
     assert artefacts_in(cache_path) == [cache_path / good.key]
     assert list((cache_path / ".scratch").iterdir()) == []
+
+
+def test_a_kernel_that_finds_no_room_on_the_disk_is_served_all_the_same(
+    cache: KernelCache, cache_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("attention_backend.jit.artefact._write_durably", full)
+        found = [cache.get(SCALE) for _ in range(2)]
+        with pytest.raises(CacheDirectoryError, match="cannot be written"):
+            build_variants([SCALE], cache)
+    assert [(one.cached, one.kept) for one in found] == [(False, False)] * 2
+    assert [message for message in caplog.messages if "No space left" in message]
+    assert list((cache_path / ".scratch").iterdir()) == []
+    kept = cache.get(SCALE)
+    assert kept.kept
+    assert kept.artefact.cubin == found[0].artefact.cubin
 
 
 def test_an_image_is_read_first_and_never_written(cache_path: Path, kernels: Path, tmp_path: Path) -> None:
