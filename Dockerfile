@@ -59,8 +59,9 @@ WORKDIR /var/cache/longwave
 VOLUME ["/var/cache/longwave", "/var/lib/longwave"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# http.client and not urllib, which would ask a proxy that the environment names.
+# http.client and not urllib, which would ask a proxy that the environment names. Another port than 8000 is known by
+# LONGWAVE_PORT alone, not by --port.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=6 \
     CMD ["python", "-c", \
-         "from http.client import HTTPConnection as H; c = H('127.0.0.1', 8000, timeout=4); c.request('GET', '/health/live'); exit(c.getresponse().status != 200)"]
+         "from os import getenv; from http.client import HTTPConnection as H; c = H('127.0.0.1', getenv('LONGWAVE_PORT', 8000), timeout=4); c.request('GET', '/health/live'); exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["longwave", "serve", "--host", "0.0.0.0"]

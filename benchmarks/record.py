@@ -66,6 +66,7 @@ def _inherited() -> list[str]:
     return [paths] if paths else []
 
 
+_CUDNN = ("--only", "longwave,cudnn")
 _OPTIONS = (
     "paged",
     "chunk",
@@ -76,6 +77,10 @@ _OPTIONS = (
     "fp8_error",
     "block_sparse",
     "dropout",
+)
+_BLOCK_SIZES = (
+    *("--peers", "ours", "--cases", "ttft_32k,tpot_b1_131072,shared_100k_x64,64x8k_256,nested_prefixes"),
+    *("--ours-args", '{"block_size": 32}', "--ours-args", '{"block_size": 64}'),
 )
 _HTTP = ("--driver", "http", "--cases", "start_cold,start_warm,256x1k_128", "--weights")
 _BESIDE_TRANSFORMERS = (
@@ -91,11 +96,21 @@ _LONGEST = (  # a step of these lengths takes minutes; ours has the longest, and
 RECORDINGS = (
     Recording("attention_forward", "attention", 150, ("forward",), "fa3"),
     Recording("attention_backward", "attention", 200, ("backward", "--slow"), "fa3"),
+    # Beside one peer: how fast a card is depends on what else takes turns on it.
+    Recording("attention_forward_16k", "attention", 60, ("forward", "--seqlens", "16384", *_CUDNN)),
+    Recording(
+        "attention_backward_16k",
+        "attention",
+        60,
+        ("backward", "--head-dims", "128", "--seqlens", "8192,16384", *_CUDNN),
+    ),
+    Recording("attention_forward_generic", "attention", 120, ("forward", "--only", "longwave-generic,fa2")),
     Recording("attention_decode", "attention", 90, ("decode", "fp8_kv", "latency"), "fa3"),
     Recording("attention_decode_flashinfer", "attention", 90, ("decode", "shared_prefix"), "flashinfer"),
     Recording("attention_options", "attention", 150, _OPTIONS, "fa3"),
     Recording("attention_features", "attention", 240, ("shapes", "features", "patterns", "--flex"), "fa3"),
     Recording("serving", "serving", 560, ("--vllm-args", '{"max_num_batched_tokens": 8192}'), "vllm"),
+    Recording("serving_block_sizes", "serving", 300, _BLOCK_SIZES),
     Recording("serving_http", "serving", 560, _HTTP, "vllm"),
     Recording("serving_transformers", "serving", 400, _BESIDE_TRANSFORMERS, devices=CPU),
     Recording("longcontext", "longcontext", 150),

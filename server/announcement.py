@@ -5,7 +5,9 @@ import ipaddress
 import json
 
 import typer
+from pydantic import SecretStr
 
+from server.client_settings import ClientSettings
 from server.lifecycle import Lifecycle
 
 
@@ -20,7 +22,7 @@ def announce(lifecycle: Lifecycle, port: int) -> None:
     body = json.dumps(
         {"model": name, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
     )
-    key = ' -H "Authorization: Bearer $LONGWAVE_API_KEY"' if settings.api_key else ""
+    key = f' -H "Authorization: Bearer {_shown(settings.api_key)}"' if settings.api_key else ""
     quoted = body.replace("'", "'\\''")
     typer.echo(
         f"Longwave serves {name} on {url} ({ready.device}, {ready.dtype}, {ready.max_model_len} tokens; {kernels})"
@@ -29,6 +31,13 @@ def announce(lifecycle: Lifecycle, port: int) -> None:
     typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
     if not settings.api_key and not _is_loopback(settings.host):
         typer.echo(f"No API key is set: whoever reaches {settings.host} port {port} is answered.", err=True)
+
+
+def _shown(keys: tuple[SecretStr, ...]) -> str:
+    """What a shell makes the first of them, if they come from the variable; for people, if not."""
+    if keys != ClientSettings().api_key:
+        return "<key>"
+    return "$LONGWAVE_API_KEY" if len(keys) == 1 else "${LONGWAVE_API_KEY%%,*}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from server import adapter_report
 from server.diagnosis import Diagnosis, Gpu, Layers
 from server.engine.config import EngineConfig
+from server.engine.runner import CannotServeError
 
 PACKAGES = ("torch", "transformers", "cupy-cuda13x", "nvidia-cuda-nvrtc", "fastapi", "uvicorn", "tokenizers")
 PREFILL_ROWS = 256
@@ -126,13 +127,17 @@ def _cache() -> dict[str, str]:
 
 
 def _without_weights(config: EngineConfig) -> tuple[Any, Any, Any]:
-    """The model, and the device and the dtype in which it would run. Raises what loading would raise: models.errors."""
+    """The model, and the device and the dtype in which it would run. Raises what loading would raise: models.errors,
+    CannotServeError."""
     import torch
 
     from models import loader, registry
     from models.descriptions import read_config
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    usable = torch.cuda.is_available()
+    if config.device == "cuda" and not usable:
+        raise CannotServeError("device is 'cuda', but torch finds no usable GPU")
+    device = torch.device("cuda", 0) if usable and config.device != "cpu" else torch.device("cpu")
     image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
     source = registry.resolve(config.model, image_dir=image_dir)
     dtype = loader.choose_dtype(config.dtype, read_config(source.fetch(weights=False)), device)
@@ -152,11 +157,13 @@ def _layers(config: EngineConfig) -> list[Layers]:
     Raises what loading would raise, and UnsupportedModelError.
     """
     from models.attention_sites import find_attention_sites
+    from models.kv_pool import kv_cache_dtype
     from models.patching import check_supported_for_serving
 
     loaded, device, dtype = _without_weights(config)
     check_supported_for_serving(loaded.model)
     sites = [replace(site, layer_idx=0) for site in find_attention_sites(loaded.model)]
+    kv_dtype = kv_cache_dtype(config.kv_cache_dtype, dtype, sites, device)
     return [
         Layers(
             layer_type=site.layer_type,
@@ -164,26 +171,27 @@ def _layers(config: EngineConfig) -> list[Layers]:
             num_heads=site.num_heads,
             num_kv_heads=site.num_kv_heads,
             head_dim=site.head_dim,
-            prefill=_kernel(site, PREFILL_ROWS, config.block_size, dtype, device),
-            decode=_kernel(site, 1, config.block_size, dtype, device),
+            prefill=_kernel(site, PREFILL_ROWS, config.block_size, dtype, kv_dtype, device),
+            decode=_kernel(site, 1, config.block_size, dtype, kv_dtype, device),
         )
         for site, count in Counter(sites).items()
     ]
 
 
-def _kernel(site: Any, rows: int, block_size: int, dtype: Any, device: Any) -> str:
+def _kernel(site: Any, rows: int, block_size: int, dtype: Any, kv_dtype: Any, device: Any) -> str:
     import torch
 
-    from attention_backend import dispatch
+    from attention_backend import dispatch, fp8_pages
     from attention_backend.problem import AttentionArgs
 
     def pages(head_dim: int) -> torch.Tensor:
-        pool = torch.empty(8, site.num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+        pool = torch.empty(8, site.num_kv_heads, block_size, head_dim, dtype=kv_dtype, device=device)
         return pool.transpose(1, 2)  # [num_blocks, block_size, num_kv_heads, head_dim]
 
     def int32(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    scale = torch.ones(site.num_kv_heads, device=device) if kv_dtype == torch.float8_e4m3fn else None
     args = AttentionArgs(
         q=torch.empty(rows, site.num_heads, site.head_dim, dtype=dtype, device=device),
         k=pages(site.head_dim),
@@ -199,8 +207,12 @@ def _kernel(site: Any, rows: int, block_size: int, dtype: Any, device: Any) -> s
         window_right=0,
         chunk_size=site.chunk_size,
         softcap=site.softcap,
+        k_scale=scale,
+        v_scale=scale,
     )
     try:
+        if scale is not None and fp8_pages.is_copied(args):
+            return fp8_pages.kernel(args)
         return str(dispatch.select(args))
     except dispatch.UnsupportedError as error:
         return f"refused: {error}"

@@ -1,5 +1,6 @@
 """`longwave chat`: a conversation in the terminal with any OpenAI-compatible server. Must not know ours from inside."""
 
+import io
 import json
 import sys
 from collections.abc import Generator, Iterator
@@ -67,6 +68,8 @@ def first_model(client: httpx.Client) -> str:
 
 def talk(conversation: Conversation, console: Console) -> int:
     """Reads lines until the input ends; returns an exit code. Ctrl-C ends the answer, or at the prompt the program."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     failed = False
     for line in _lines(conversation.model, console) if sys.stdin.isatty() else sys.stdin:
         text = line.strip()
@@ -111,7 +114,9 @@ def _answer(conversation: Conversation, line: str, console: Console) -> bool:
 
 
 def _stream(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with _explained(client), client.stream("POST", "/v1/chat/completions", json=body) as reply:
+    content = json.dumps(body, ensure_ascii=False).encode(errors="replace")  # a flag may have been no UTF-8
+    headers = {"content-type": "application/json"}
+    with _explained(client), client.stream("POST", "/v1/chat/completions", content=content, headers=headers) as reply:
         if reply.is_error:
             reply.read()
             _check(reply)

@@ -1,10 +1,11 @@
 """`longwave bench`: flags to settings, figures to table, JSON and page. Only wiring; names of flags are vLLM's."""
 
 import asyncio
+import inspect
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,14 @@ Flag = typer.Option
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
+#: Flags that change nothing with another workload.
+WORKLOAD_FLAGS = {
+    "random": ("random_prefix_len", "num_turns"),
+    "prefix_repetition": tuple(
+        f"prefix_repetition_{what}" for what in ("num_prefixes", "prefix_len", "suffix_len", "output_len")
+    ),
+}
+
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure a server, or the engine alone.")
 bench_app.command()(latency)
 bench_app.command()(throughput)
@@ -45,20 +54,22 @@ def serve(
     dataset_name: Annotated[
         Literal["random", "prefix_repetition"], Flag(help="prefix_repetition: questions on shared documents.")
     ] = "random",
-    random_input_len: Annotated[int, Flag(min=1, help="Tokens of a prompt, behind the prefix.")] = 1024,
-    random_output_len: Annotated[int, Flag(min=1, help="Tokens of an answer.")] = 128,
+    random_input_len: Annotated[int, Flag(min=1, help="Of random: tokens of a prompt, behind the prefix.")] = 1024,
+    random_output_len: Annotated[int, Flag(min=1, help="Of random: tokens of an answer.")] = 128,
     random_range_ratio: Annotated[float, Flag(help="r: lengths are uniform within 1 - r and 1 + r.")] = 0.0,
     random_sigma: Annotated[float, Flag(help="Long tail: lengths are lognormal around the given ones.")] = 0.0,
-    random_prefix_len: Annotated[int, Flag(min=0, help="Tokens with which every prompt begins.")] = 0,
-    num_turns: Annotated[int, Flag(min=1, help="Requests of a conversation, one after the other.")] = 1,
+    random_prefix_len: Annotated[int, Flag(min=0, help="Of random: tokens with which every prompt begins.")] = 0,
+    num_turns: Annotated[int, Flag(min=1, help="Of random: requests of a conversation, one after the other.")] = 1,
     prefix_repetition_num_prefixes: Annotated[int, Flag(min=1, help="Shared documents.")] = 10,
     prefix_repetition_prefix_len: Annotated[int, Flag(min=1, help="Tokens of one.")] = 8192,
     prefix_repetition_suffix_len: Annotated[int, Flag(min=1, help="Tokens of a question.")] = 256,
     prefix_repetition_output_len: Annotated[int, Flag(min=1, help="Tokens of an answer.")] = 128,
     max_len: Annotated[int | None, Flag(min=2, help="Where long tails are cut: prompt or answer, tokens.")] = None,
     prompt_format: Annotated[Literal["token_ids", "text"], Flag(help="text needs --tokenizer.")] = "token_ids",
-    tokenizer: Annotated[str | None, Flag(help="Bundled name, folder or hub id.")] = None,
-    vocab_size: Annotated[int, Flag(min=100, help="Token ids are drawn from the upper nine tenths of it.")] = 10_000,
+    tokenizer: Annotated[
+        str | None, Flag(help="Bundled name, folder or hub id; used by --prompt-format text alone.")
+    ] = None,
+    vocab_size: Annotated[int, Flag(min=100, help="Token ids are from its upper nine tenths; not of text.")] = 10_000,
     ignore_eos: Annotated[bool, Flag(help="Answers have exactly the length that was asked for.")] = True,
     temperature: Annotated[float, Flag(min=0, max=2)] = 0.0,
     extra_body: Annotated[str, Flag(help="More fields of each request, as a JSON object.")] = "{}",
@@ -90,6 +101,7 @@ def serve(
         return Lengths(length, random_range_ratio, random_sigma, max_len)
 
     try:
+        check_workload_flags(dataset_name, asked)
         metrics, percentiles = parse_metrics(percentile_metrics), parse_percentiles(metric_percentiles)
         limits = parse_goodput(goodput or [])
         workload: Workload
@@ -127,6 +139,16 @@ def serve(
         figures = as_json(found, setup, metrics, percentiles) | (requests_as_json(outcomes) if save_detailed else {})
         result.write_text(json.dumps(figures, indent=1) + "\n")
     raise typer.Exit(EXIT_FAILED if found.failed else 0)
+
+
+def check_workload_flags(dataset_name: str, asked: Mapping[str, Any]) -> None:
+    """Raises ValueError for flags of another workload."""
+    usual = inspect.signature(serve).parameters
+    for workload, names in WORKLOAD_FLAGS.items():
+        given = [name for name in names if asked[name] != usual[name].default]
+        if workload != dataset_name and given:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"without --dataset-name {workload} there is no {flags}")
 
 
 def _drawing(

@@ -97,13 +97,17 @@ class StreamClient:
             outcome.sent = time.perf_counter()
             try:
                 parser = await connection.exchange(request, stream)
+            except ConnectionError:
+                if reused:
+                    continue  # the server had reset the connection before it read the request
+                raise
             finally:
                 if connection.idle:
                     self._idle.append(connection)
                 else:
                     connection.transport.abort()
             if not parser.status and reused:
-                continue  # the server had closed the connection before it read the request
+                continue  # or closed it
             return _judge(connection, parser, stream, outcome)
 
     async def _connect(self) -> "_Connection":

@@ -72,19 +72,24 @@ async function connect() {
 // Shows what the server is; returns after how many seconds to look again, null for never.
 async function look() {
   try {
-    const reply = await call("/v1/models");
-    if (!reply.ok) throw await failure(reply);
-    const { data } = await reply.json();
-    const chosen = $("model").value;
-    $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
-    const length = data[0].max_model_len;
-    $("status").textContent = length ? `Ready. Up to ${length.toLocaleString()} tokens.` : "The model is loading…";
-    return length ? null : 1;
+    return (await showModels()) ? null : 1;
   } catch (error) {
     const wait = error instanceof TypeError ? 2 : error.retryAfter ?? null;
     $("status").textContent = described(error) + (wait === null ? "" : " Trying again…");
     return wait;
   }
+}
+
+// Returns whether they are loaded.
+async function showModels(signal) {
+  const reply = await call("/v1/models", { signal });
+  if (!reply.ok) throw await failure(reply);
+  const { data } = await reply.json();
+  const chosen = $("model").value;
+  $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
+  const length = data[0].max_model_len;
+  $("status").textContent = length ? `Ready. Up to ${length.toLocaleString()} tokens.` : "The model is loading…";
+  return Boolean(length);
 }
 
 function addTurn(who, text) {
@@ -131,15 +136,20 @@ function request() {
 
 // A reply to the conversation, which waits for a server that is starting, busy or restarting.
 async function answer() {
-  const options = { method: "POST", body: JSON.stringify(request()), signal: running.signal };
+  const { signal } = running;
   for (;;) {
-    const reply = await call("/v1/chat/completions", options);
-    if (reply.ok) return reply;
-    const error = await failure(reply);
-    if (!error.retryAfter) throw error;
-    $("measures").textContent = `${described(error)} Trying again…`;
-    await pause(error.retryAfter, running.signal);
-    $("measures").textContent = "";
+    try {
+      if (!$("model").value && !(await showModels(signal))) connect(); // nobody had given a key
+      const body = JSON.stringify(request());
+      const reply = await call("/v1/chat/completions", { method: "POST", body, signal });
+      if (reply.ok) return reply;
+      throw await failure(reply);
+    } catch (error) {
+      if (!error.retryAfter) throw error;
+      $("measures").textContent = `${described(error)} Trying again…`;
+      await pause(error.retryAfter, signal);
+      $("measures").textContent = "";
+    }
   }
 }
 

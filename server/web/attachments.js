@@ -20,7 +20,7 @@ export function putBack(files) {
 // The files, each in a fence longer than any in it, and what is asked of them.
 export function inFrontOf(question, files) {
   const documents = files.map(({ name, text }) => {
-    const longest = Math.max(2, ...(text.match(/^`{3,}/gm) ?? []).map((fence) => fence.length));
+    const longest = (text.match(/^`{3,}/gm) ?? []).reduce((most, fence) => Math.max(most, fence.length), 2);
     const fence = "`".repeat(longest + 1);
     return `${name}:\n${fence}\n${text.endsWith("\n") ? text : `${text}\n`}${fence}\n\n`;
   });
@@ -79,7 +79,9 @@ document.addEventListener("drop", (event) => {
   attach([...event.dataTransfer.files]);
 });
 $("message").addEventListener("paste", (event) => {
-  if (!event.clipboardData.files.length) return;
+  const files = [...event.clipboardData.files];
+  const isPicture = files.every(({ type }) => type.startsWith("image/")); // Excel and Word put one beside their text
+  if (!files.length || (isPicture && event.clipboardData.types.includes("text/plain"))) return;
   event.preventDefault();
-  attach([...event.clipboardData.files]);
+  attach(files);
 });

@@ -69,3 +69,10 @@ class TestHealthCheck:
         with replying(503) as port:
             assert exit_status(command, port) == 1
         assert exit_status(command, port) == 1
+
+
+def test_the_image_asks_the_port_that_its_environment_names() -> None:
+    _, *arguments = checks()["image"]
+    with replying(200) as port:
+        there = os.environ | {"LONGWAVE_PORT": str(port)}
+        subprocess.run([sys.executable, *arguments], env=there, check=True)

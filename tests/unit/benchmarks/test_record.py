@@ -36,6 +36,11 @@ def ran(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_every_result_that_is_kept_can_be_recorded_again() -> None:
+    names = {one.name for one in record.RECORDINGS}
+    assert {file.stem.rpartition("_")[0] for file in record.RESULTS.glob("*.json")} <= names
+
+
 def test_what_ends_well_is_kept_and_not_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts(monkeypatch, good=WRITES)
     assert ran(tmp_path)[0] == 0

@@ -1,11 +1,13 @@
 """What a server prints once it serves."""
 
+import subprocess
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from server.announcement import announce
+from server.client_settings import ClientSettings
 from server.lifecycle import Lifecycle
 
 WARNING = "No API key is set"
@@ -43,3 +45,26 @@ def test_the_address_is_one_that_can_be_asked(host: str, url: str, capsys: pytes
     assert f"serves tiny on {url} (cpu" in out
     assert f"curl {url}/v1/chat/completions" in out
     assert "secret" not in out
+
+
+@pytest.mark.parametrize("variable", ["one", "one,two", "one, two"])
+def test_a_shell_finds_the_first_key_where_the_keys_come_from_the_variable(
+    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGWAVE_API_KEY", variable)
+    command = said(capsys, host="127.0.0.1", api_key=ClientSettings().api_key)[0].splitlines()[-1]
+    sent = subprocess.check_output(
+        ["sh", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}; {command}"], text=True
+    ).splitlines()
+
+    assert "one" not in command
+    assert "Authorization: Bearer one" in sent
+
+
+def test_no_variable_is_named_where_the_keys_do_not_come_from_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ClientSettings(api_key="flag").api_key
+    for variable in ("", "other"):
+        monkeypatch.setenv("LONGWAVE_API_KEY", variable)
+        assert '-H "Authorization: Bearer <key>"' in said(capsys, host="127.0.0.1", api_key=keys)[0]

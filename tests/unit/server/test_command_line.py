@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
-from scripted_engine import LiveServer, Script, live_server, wait_until
+from scripted_engine import LiveServer, Script, live_server, tiny_tokenizer, wait_until
 from typer.testing import CliRunner
 
 from server.cli import app, serve
@@ -65,6 +65,15 @@ def test_chat_reads_a_pipe_and_keeps_the_conversation(server: LiveServer) -> Non
     assert b"be brief" in first
     assert b"again" in second
     assert b"o world" in second
+
+
+def test_chat_replaces_what_is_no_utf_8(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", "surrogateescape"))  # LANG=C
+    with connect(server.url, None) as client:
+        conversation = Conversation(client, "tiny", messages=[{"role": "system", "content": "caf\udce9"}])  # a flag
+        assert talk(conversation, Console(file=io.StringIO())) == 0
+    assert conversation.messages[1]["content"] == "caf\ufffd"
+    assert "caf?" in tiny_tokenizer().decode(server.engine.requests[0].prompt_token_ids)
 
 
 def test_chat_says_what_the_server_refused_and_exits_1() -> None:

@@ -107,6 +107,9 @@ def test_nobody_there_is_one_sentence() -> None:
         ["--extra-body", "[1]"],
         ["--random-range-ratio", "0.5", "--random-sigma", "1"],
         ["--prompt-format", "text"],
+        ["--dataset-name", "prefix_repetition", "--num-turns", "2"],
+        ["--dataset-name", "prefix_repetition", "--random-prefix-len", "7"],
+        ["--prefix-repetition-num-prefixes", "2"],
         ["--base-url", "ftp://x", "--model", "m"],
     ],
 )
@@ -115,6 +118,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_sent(server: Live
     assert code == 2
     assert output.startswith("longwave: ")
     assert server.engine.requests == []
+
+
+def test_flags_of_another_workload_are_named(server: LiveServer) -> None:
+    code, output = bench(server, "--dataset-name", "prefix_repetition", "--num-turns", "2", "--random-prefix-len", "7")
+    assert code == 2
+    assert output == "longwave: without --dataset-name random there is no --random-prefix-len, --num-turns\n"
 
 
 @pytest.mark.parametrize("flags", [["--request-rate", "-4"], ["--extra-body", "[1]"]])

@@ -1,6 +1,8 @@
 """The streaming client against servers on real sockets that answer well, badly, in pieces, or not at all."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -150,6 +152,27 @@ def test_a_connection_is_used_again_and_a_closed_one_is_replaced() -> None:
     outcomes = ask(answer, count=5)
     assert [outcome.failure for outcome in outcomes] == [None] * 5
     assert connections == [2, 2, 1]
+
+
+def test_a_connection_that_is_reset_under_a_request_is_replaced_if_it_was_used_before() -> None:
+    connections = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(0)
+        await read_request(reader)
+        if len(connections) < 3:
+            connections[-1] += 1
+            writer.write(stream(*GOOD))
+            await writer.drain()
+            await read_request(reader)
+        reset = struct.pack("ii", 1, 0)  # on, after no time
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        writer.transport.abort()
+
+    outcomes = ask(answer, count=3)
+    assert [outcome.failure for outcome in outcomes] == [None, None, why.UNREACHABLE]
+    assert "reset" in outcomes[2].detail
+    assert connections == [1, 1, 0]
 
 
 def test_streams_at_once_do_not_mix() -> None:

@@ -130,6 +130,40 @@ def test_files_of_a_refused_question_are_still_there(page: Page, server: LiveSer
     assert page.evaluate("document.querySelector('#message').value") == "hot"
 
 
+def test_a_file_of_fences_alone_is_refused_by_the_server_and_not_lost(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    choose(page, a_md="```\n" * 200_000)
+    wait_until(lambda: page.evaluate(ATTACHED))
+    ask(page, "what?")
+    wait_until(lambda: page.evaluate("document.querySelector('.turn.failed') !== null"))
+    assert page.evaluate(ATTACHED) == ["a.md (800,000 characters)"]
+    assert page.evaluate("document.querySelector('#message').value") == "what?"
+    assert "context" in page.evaluate(TURNS)[0][1]
+
+
+def paste(page: Page, name: str, kind: str, **texts: str) -> bool:
+    """A file, and what else the clipboard has. Returns whether the page took it, so that no text is pasted."""
+    taken: bool = page.evaluate(f"""{{
+        const clipboard = new DataTransfer();
+        for (const [type, text] of Object.entries({json.dumps(texts)})) clipboard.setData(`text/${{type}}`, text);
+        clipboard.items.add(new File(["some"], "{name}", {{ type: "{kind}" }}));
+        const options = {{ clipboardData: clipboard, bubbles: true, cancelable: true }};
+        !document.querySelector('#message').dispatchEvent(new ClipboardEvent("paste", options));
+    }}""")
+    return taken
+
+
+def test_a_pasted_file_is_attached_but_no_picture_of_text_that_is_there(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    assert not paste(page, "image.png", "image/png", plain="A1\tB1", html="<table>")  # of Excel or Word
+    assert paste(page, "a.txt", "text/plain")
+    wait_until(lambda: page.evaluate(ATTACHED))
+    assert paste(page, "b.txt", "text/plain", plain="b.txt")  # of the Finder
+    wait_until(lambda: len(page.evaluate(ATTACHED)) == 2)
+    assert page.evaluate(ATTACHED) == ["a.txt (4 characters)", "b.txt (4 characters)"]
+    assert page.evaluate(REFUSED) == ""
+
+
 @pytest.mark.parametrize("stop", ["document.querySelector('#stop').click()", ESCAPE], ids=["button", "escape"])
 def test_an_answer_can_be_stopped(page: Page, server: LiveServer, stop: str) -> None:
     server.engine.script = Script(ends=False)
@@ -169,6 +203,23 @@ def test_a_server_with_a_key_asks_for_it(page: Page) -> None:
             if key == "wrong":
                 wait_until(lambda: page.evaluate("!document.querySelector('#key-refused').hidden"))
         wait_until(lambda: page.evaluate("document.querySelector('#status').textContent.startsWith('Ready')"))
+
+
+def test_a_key_can_be_given_when_a_question_is_sent(page: Page) -> None:
+    with live_server(api_key="right") as server:
+        page.command("Page.navigate", url=server.url + "/")
+        wait_until(lambda: page.evaluate("document.querySelector('#key-dialog')?.open"))
+        page.evaluate("document.querySelector('#key-dialog').close()")
+        wait_until(lambda: page.evaluate(f"{STATUS}.startsWith('This server asks for an API key')"))
+        ask(page, "hello")
+        wait_until(lambda: page.evaluate("document.querySelector('#key-dialog').open"))
+        page.evaluate("document.querySelector('#key').focus()")
+        page.type("right")
+        page.press_enter()
+        wait_until(lambda: "generated" in page.evaluate(MEASURES))
+        assert page.evaluate(TURNS) == [["user", "hello"], ["assistant", "hello world"]]
+        assert page.evaluate("document.querySelector('#model').value") == "tiny"
+        assert page.evaluate(f"{STATUS}.startsWith('Ready')")
 
 
 def test_a_question_waits_for_a_server_that_is_starting(page: Page) -> None:
