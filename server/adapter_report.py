@@ -23,7 +23,7 @@ def report(config: EngineConfig, folders: Mapping[str, Path], problems: list[str
     image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
     source = registry.resolve(config.model, image_dir=image_dir)
     loaded = loader.load(source, device="meta", load_format="dummy")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     dtype = loader.choose_dtype(config.dtype, read_config(source.fetch(weights=False)), device)
     linears = find_linears(loaded.model)
     size = memory_bytes(linears, LoraLimits(config.max_loras, config.max_lora_rank), dtype) / 2**20

@@ -22,7 +22,8 @@ class ConfigurationError(Exception):
 
 
 def load_settings(overrides: Mapping[str, Any]) -> Settings:
-    """Flags first, then LONGWAVE_* variables, then defaults. Raises ConfigurationError with all problems at once."""
+    """Flags first, then LONGWAVE_* variables, then defaults. Raises ConfigurationError with all problems of
+    one kind at once (docs/configuration.md)."""
     try:
         return Settings(**overrides)
     except ValidationError as error:

@@ -2,6 +2,7 @@
 what is deleted."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import sqlite3
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from server.files.folder import PRIVATE
+from server.files.folder import PRIVATE, UNFINISHED
 
 logger = logging.getLogger("longwave")
 
@@ -39,11 +40,16 @@ class Ballast:
             self.take()
 
     def take(self) -> None:
-        """Where there is none, and room for one."""
-        with contextlib.suppress(OSError):  # another server was first, or there is no room
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PRIVATE, 0o600)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
+        """Where there is none, and room for one. It is whole or not there, whenever a server is killed."""
+        with contextlib.suppress(OSError):  # another server is at it, or there is no room
+            if self._path.exists() and self._path.stat().st_size >= BYTES:
+                return
+            unfinished = self._path.with_name(f"{self._path.name}{UNFINISHED}")
+            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | PRIVATE, 0o600), "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
                     file.write(os.urandom(BYTES))  # zeros would take no room on some file systems
-            except OSError:
-                self._path.unlink()
+                    file.flush()
+                    unfinished.rename(self._path)
+                except OSError:
+                    unfinished.unlink()

@@ -8,10 +8,12 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 UNFINISHED = ".part"
+LOCK_SECONDS, LOCK_INTERVAL = 10.0, 0.005
 PRIVATE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -75,13 +77,27 @@ class FileFolder:
 
 @contextlib.contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """One at a time, of all processes: nothing is between its creation and its own lock while somebody sweeps."""
+    """One at a time, of all processes: nothing is between its creation and its own lock while somebody sweeps. Raises
+    TimeoutError where another process stands still meanwhile."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | PRIVATE, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor, lock)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"another process has held {path} for {LOCK_SECONDS:.0f} s") from None
+            time.sleep(LOCK_INTERVAL)
+        else:
+            return
 
 
 def sync_folder(directory: Path) -> None:

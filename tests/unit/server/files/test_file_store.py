@@ -1,6 +1,7 @@
 """Listing, owners, quota, expiry and the folder, without HTTP."""
 
 import contextlib
+import fcntl
 import os
 import sqlite3
 import threading
@@ -23,6 +24,7 @@ from server.errors import (
     QuotaExceeded,
     ServerOverloaded,
 )
+from server.files import folder as folder_module
 from server.files import store as store_module
 from server.files.ballast import BYTES
 from server.files.catalog import Catalog
@@ -265,6 +267,32 @@ def test_a_full_disk_lets_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             now += 7200
             store.end(store.begin(CONTENT_TYPE))
         assert (kept(tmp_path), ballast.exists()) == ([second.id], True)
+
+
+def test_room_for_deleting_is_kept_though_a_server_was_killed_when_it_made_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        upload(store, PAIR, "me")
+    ballast = tmp_path / "files" / "ballast"
+    ballast.write_bytes(b"")
+    (tmp_path / "files" / "ballast.part").write_bytes(b"half")
+    with opened(tmp_path):
+        assert ballast.stat().st_size == BYTES
+    assert [path.name for path in (tmp_path / "files").glob("ballast*")] == ["ballast"]
+
+
+def test_a_process_that_stands_still_with_a_lock_holds_nobody_up_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "LOCK_SECONDS", 0.05)
+    with opened(tmp_path) as store:
+        stored = upload(store, PAIR, "me")
+        with (tmp_path / "files" / "results.lock").open("wb") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(InsufficientStorage):
+                store.delete(stored.id, "me")
+            assert listed(store, "me") == [stored.id]
+        store.delete(stored.id, "me")
+        assert listed(store, "me") == []
 
 
 def test_closing_waits_for_the_piece_that_is_written_and_what_follows_is_refused(tmp_path: Path) -> None:
