@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from models.training import ALLOWED_INPUTS, REQUIRED_INPUTS, LossName
 from server.errors import InvalidRequest
-from server.training.calls import Call, Compute, PackedDatum, Sample
+from server.training.calls import Call, Compute, PackedDatum, Sample, SaveWeights
 from server.training.config import TrainingConfig
 from server.training.messages import Ready
+from server.training.weights import AUTOSAVE
 
 INPUTS = ("weights", "logprobs", "advantages")
 FIELDS = {"tokens": "model_input", "targets": "loss_fn_inputs.target_tokens"}
@@ -22,6 +23,11 @@ def check(call: Call, config: TrainingConfig, ready: Ready | None) -> None:
         _check_compute(call, config, ready)
     if isinstance(call, Sample) and ready is not None:
         _check_vocabulary(call.prompt, ready.vocab_size, "prompt")
+    if isinstance(call, SaveWeights) and call.name == AUTOSAVE:
+        raise InvalidRequest(
+            f"'{AUTOSAVE}' is the name under which the server saves models that it unloads: choose another one.",
+            param="path",
+        )
 
 
 def _check_compute(call: Compute, config: TrainingConfig, ready: Ready | None) -> None:

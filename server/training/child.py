@@ -4,7 +4,6 @@ and no order of calls. On the event loop."""
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import subprocess
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 from server.child_process import spawn_trainer
 from server.frames import HEADER, body_size, frame
+from server.signals import signal_name
 from server.training.messages import (
     MAX_FRAME_BYTES,
     Arguments,
@@ -65,7 +65,8 @@ class Child:
         self._writer = writer
         self._silence_limit = silence_limit
         self._call_seconds = call_seconds
-        self._replies: dict[int, asyncio.Future[Done]] = {}
+        self._replies: dict[int, asyncio.Future[Done]] = {}  # of commands without an answer, in their order
+        self._limit: asyncio.TimerHandle | None = None  # of the first of them
         self._command_ids = count(1)
         self._reason: str | None = None  # why it was killed, when we did it
         self._reading = asyncio.create_task(self._read(), name="training-reader")
@@ -96,21 +97,25 @@ class Child:
         if self.ended.done():
             raise ChildEndedError(self.ended.result())
         command_id = next(self._command_ids)
-        reply = self._replies[command_id] = asyncio.get_running_loop().create_future()
         self._writer.write(frame(Command(command_id, model_id, work)))
-        try:
-            async with asyncio.timeout(self._call_seconds):
-                return await reply
-        except TimeoutError:
-            self._kill(f"The training process did not finish a call within {self._call_seconds:.0f} s")
-            raise ChildEndedError(await self.ended) from None
-        finally:
-            self._replies.pop(command_id, None)
+        reply = self._replies[command_id] = asyncio.get_running_loop().create_future()
+        if len(self._replies) == 1:
+            self._watch()
+        return await reply
 
     async def close(self) -> None:
         """Ends it, and returns when it is gone."""
         self._kill("The training process was ended")
         await asyncio.wait([self._reading])
+
+    def _watch(self) -> None:
+        """The process has begun with the first command that has no answer, if there is one."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+        if self._replies:
+            reason = f"The training process did not finish a call within {self._call_seconds:.0f} s"
+            self._limit = asyncio.get_running_loop().call_later(self._call_seconds, self._kill, reason)
 
     def _kill(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -158,13 +163,21 @@ class Child:
             case Unable(message=text):
                 self._reason = text
             case Done(command_id=command_id):
-                reply = self._replies.get(command_id)
-                if reply is not None and not reply.done():
+                reply = self._answered(command_id)
+                if reply is not None:
                     reply.set_result(message)
             case Failed(command_id=command_id, kind=kind, message=text):
-                reply = self._replies.get(command_id)
-                if reply is not None and not reply.done():
+                reply = self._answered(command_id)
+                if reply is not None:
                     reply.set_exception(WorkFailedError(kind, text))
+
+    def _answered(self, command_id: int) -> "asyncio.Future[Done] | None":
+        """None when nobody waits for the answer any more."""
+        reply = self._replies.pop(command_id, None)
+        if reply is None:
+            return None
+        self._watch()
+        return None if reply.done() else reply
 
     async def _bury(self) -> None:
         """Waits for the end of the process; then everybody who waits for a word of it is told how it came."""
@@ -174,6 +187,8 @@ class Child:
             if time.monotonic() > deadline:
                 self._kill("The training process closed its connection and did not end")
             await asyncio.sleep(REAP_INTERVAL)
+        if self._limit is not None:
+            self._limit.cancel()
         reason = self._reason or _ended(status)
         self.ended.set_result(reason)
         everybody: list[asyncio.Future[Any]] = [self.ready, *self._replies.values()]
@@ -186,5 +201,5 @@ class Child:
 def _ended(status: int) -> str:
     if status >= 0:
         return f"The training process ended without a word (exit status {status})"
-    name = signal.Signals(-status).name
+    name = signal_name(-status)
     return f"The training process was killed ({name}{': too little memory, perhaps' if name == 'SIGKILL' else ''})"

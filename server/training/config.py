@@ -23,8 +23,8 @@ class TrainingConfig:
     idle_seconds: float = 3600.0  # without a call; then a model is saved and unloaded
     result_seconds: float = 600.0  # that results are kept
     max_results: int = 64  # of one model that are kept
-    gap_seconds: float = 60.0  # that calls wait for one with a lower seq_id
-    call_seconds: float = 1800.0  # of one call in the process (more where it rests), then it counts as hung
+    gap_seconds: float = 60.0  # that a gap in the seq_ids may last while calls wait behind it
+    call_seconds: float = 1800.0  # that the process works on one call (more where it rests), then it counts as hung
     silence_limit: float = 120.0  # seconds without a word from the process, then it counts as hung
     answering_fd: int | None = None  # of the sign that answers are open; None: there is none, training never rests
     gpu_share: float = 1.0  # of the time, that training works while answers are open

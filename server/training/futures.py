@@ -79,28 +79,41 @@ class CallSequence:
         return future
 
     async def next(self, gap_seconds: float) -> Future:
-        """Waits for the call whose turn it is. Calls behind one that does not come within `gap_seconds` fail; it may
-        still come later."""
+        """Waits for the call whose turn it is. Where one does not come within `gap_seconds`, those that wait for it
+        fail; it may still come later."""
+        deadline = None  # of the gap that calls wait behind
         while True:
             while (future := self._futures.get(self.next_seq_id)) is not None:
                 if future.outcome is None:
                     return future
                 self.next_seq_id += 1  # it failed while it waited for its turn
             self._changed.clear()
-            waiting = [future for future in self.pending if future.seq_id > self.next_seq_id]  # others run already
+            if not any(future.seq_id > self.next_seq_id for future in self.pending):  # others run already
+                deadline = None
+            elif deadline is None:
+                deadline = asyncio.get_running_loop().time() + gap_seconds
             try:
-                async with asyncio.timeout(gap_seconds if waiting else None):
+                async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                text = (
-                    f"The call waited {gap_seconds:g} s for the one with seq_id {self.next_seq_id}, which has not come."
-                )
-                for future in waiting:
-                    future.end(InvalidRequest(text, param="seq_id"))
+                self._fail_behind_gap(f"within {gap_seconds:g} s")
 
     def pass_on(self, future: Future) -> None:
         """The next one may run; this one has ended, or ends by itself."""
         self.next_seq_id = max(self.next_seq_id, future.seq_id + 1)
+
+    def close(self) -> None:
+        """No call comes any more: those that wait for one fail."""
+        self._fail_behind_gap("before the server was shut down")
+
+    def _fail_behind_gap(self, limit: str) -> None:
+        missing = self.next_seq_id
+        while missing in self._futures:
+            missing += 1
+        for future in self.pending:
+            if future.seq_id > missing:
+                text = f"The call waited for the one with seq_id {missing}, which has not come {limit}."
+                future.end(InvalidRequest(text, param="seq_id"))
 
     def fail(self, error: LongwaveError) -> None:
         """Everything that has not ended."""

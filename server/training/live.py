@@ -2,7 +2,7 @@
 
 import time
 
-from server.errors import LongwaveError, TrainingModelLost
+from server.errors import LongwaveError, TrainingMissing, TrainingModelLost
 from server.training.calls import Create, Saved
 from server.training.config import TrainingConfig
 from server.training.futures import CallSequence, Future
@@ -48,11 +48,18 @@ class LiveModel:
 
     def lost(self, reason: str) -> TrainingModelLost:
         """`reason`: a sentence without its full stop."""
+        return TrainingModelLost(f"{reason}, and the model {self.id} is lost with it. {self._way_on}")
+
+    def unsaved(self) -> TrainingMissing:
+        return TrainingMissing(
+            f"The model {self.id} was unloaded, and its weights could not be saved. {self._way_on}", param="model_id"
+        )
+
+    @property
+    def _way_on(self) -> str:
         if self.last_saved is None:
-            rest = "Nothing of it was saved: create a model and begin anew."
-        else:
-            rest = (
-                f"Its weights after optimiser step {self.last_saved.steps} are saved: create a model with the same "
-                f"lora_config and load_weights from {self.last_saved.path}."
-            )
-        return TrainingModelLost(f"{reason}, and the model {self.id} is lost with it. {rest}")
+            return "Nothing of it was saved: create a model and begin anew."
+        return (
+            f"Its weights after optimiser step {self.last_saved.steps} are saved: create a model with the same "
+            f"lora_config and load_weights from {self.last_saved.path}."
+        )

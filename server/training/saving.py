@@ -7,8 +7,9 @@ Knows the store and the serving engine; the process does the writing.
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ class Saving:
         self._config = config
         self._store = store
         self._serving = serving
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of an owner's saves
 
     async def start(self) -> None:
         """Puts right what crashes left, and serves again what was saved to be served. Never raises."""
@@ -78,6 +80,11 @@ class Saving:
     async def save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool) -> Saved:
         """`always`: whatever the quota says. Raises what `ask` raises, InvalidRequest, QuotaExceeded,
         InsufficientStorage, and what loading an adapter does: then nothing is kept that has replaced nothing."""
+        turn: AbstractAsyncContextManager[None] = nullcontext() if always else self._turns[model.owner]
+        async with turn:
+            return await self._save(model, call, ask, always=always)
+
+    async def _save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool) -> Saved:
         path = self._store.path(model.id, call.kind, call.name)
         others = await asyncio.to_thread(self._store.of, model.owner)
         before = next((saved for saved in others if saved.label.path == path), None)

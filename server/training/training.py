@@ -12,7 +12,6 @@ from typing import Any
 
 from server.errors import (
     InvalidRequest,
-    LongwaveError,
     QuotaExceeded,
     RequestFailedError,
     SequenceConflict,
@@ -31,7 +30,7 @@ from server.training.saving import Saving
 from server.training.shared import SharedChild
 from server.training.snapshots import Snapshots
 from server.training.stats import TrainingStats
-from server.training.weights import SavedWeights, WeightsStore
+from server.training.weights import AUTOSAVE, SavedWeights, WeightsStore
 
 logger = logging.getLogger("longwave")
 
@@ -63,10 +62,8 @@ class Training:
         self._spawn(self._tidy(), "training-tidy")
 
     async def drain(self) -> None:
-        """Lets the calls that were taken end, then saves every model."""
-        for model in self.live():
-            await asyncio.gather(*(future.ended.wait() for future in (model.creating, *model.sequence.pending)))
-        await asyncio.gather(*(self._put_away(model, "The server was shut down.") for model in self.live()))
+        """Lets the calls that were taken end, and saves each model when its own have. No call comes meanwhile."""
+        await asyncio.gather(*(self._drain(model) for model in self.live()))
 
     async def close(self) -> None:
         """Ends everything, at once."""
@@ -194,9 +191,15 @@ class Training:
         if not self.live() and not self._runners and not self._num_leaving:
             await self.shared.end()
 
+    async def _drain(self, model: LiveModel) -> None:
+        model.sequence.close()
+        await asyncio.gather(*(future.ended.wait() for future in (model.creating, *model.sequence.pending)))
+        if model.end is None:
+            await self._put_away(model, "The server was shut down.")
+
     async def _put_away(self, model: LiveModel, reason: str) -> None:
         """Saves what it has learnt, and unloads it. `reason`: a sentence."""
-        call = SaveWeights("autosave", "weights", serve=False, overwrite=True) if model.version else None
+        call = SaveWeights(AUTOSAVE, "weights", serve=False, overwrite=True) if model.version else None
         kept = "It had learnt nothing."
         if call is not None:
             kept = f"Its weights were saved as {WeightsStore.path(model.id, call.kind, call.name)}."
@@ -204,7 +207,7 @@ class Training:
         await self._leave(model, call)
 
     async def _leave(self, model: LiveModel, save: SaveWeights | None = None) -> None:
-        """Of a model that has ended: what it holds is given back."""
+        """Of a model that has ended: what it holds is given back. Never raises."""
         runner, task = self._runners.pop(model.id, (None, None))
         if runner is None or task is None:
             return
@@ -213,30 +216,41 @@ class Training:
             task.cancel()
             await asyncio.wait([task])
             if save is not None:
-                try:
-                    await runner.save(save, always=True)
-                except (LongwaveError, ChildEndedError) as error:
-                    logger.error("%s could not be saved: %s", model.id, error)
-                    model.end = TrainingMissing(f"{model.id} was unloaded, and could not be saved.", param="model_id")
+                await self._save_last(runner, save)
             await runner.remove()
             await self._snapshots.forget(model.id)
+        except Exception:
+            logger.exception("%s has left something behind", model.id)
         finally:
             self._num_leaving -= 1
         await self._end_child_if_idle()
 
+    async def _save_last(self, runner: Runner, call: SaveWeights) -> None:
+        try:
+            await runner.save(call, always=True)
+        except Exception:
+            logger.exception("%s could not be saved", runner.model.id)
+            runner.model.end = runner.model.unsaved()
+
     async def _tidy(self) -> None:
         for turn in count(1):
             await asyncio.sleep(min(TIDY_SECONDS, self.config.idle_seconds / 4))
-            now = time.monotonic()
-            for model in list(self._models.values()):
-                model.sequence.forget(now - self.config.result_seconds)
-                if model.end is None and model.is_idle and now - model.last_used > self.config.idle_seconds:
-                    await self._put_away(model, f"There was no call for {self.config.idle_seconds:g} s.")
-                if model.end is not None and now - model.ended_at > self.config.result_seconds:
-                    del self._models[model.id]
-            self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
-            if turn % SWEEP_TURNS == 0:
-                await self._saving.sweep()
+            try:
+                await self._tidy_models()
+                if turn % SWEEP_TURNS == 0:
+                    await self._saving.sweep()
+            except Exception:
+                logger.exception("what is idle or old was not tidied")
+
+    async def _tidy_models(self) -> None:
+        now = time.monotonic()
+        for model in list(self._models.values()):
+            model.sequence.forget(now - self.config.result_seconds)
+            if model.end is None and model.is_idle and now - model.last_used > self.config.idle_seconds:
+                await self._put_away(model, f"There was no call for {self.config.idle_seconds:g} s.")
+            if model.end is not None and now - model.ended_at > self.config.result_seconds:
+                del self._models[model.id]
+        self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

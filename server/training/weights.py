@@ -25,7 +25,8 @@ LABEL = "longwave.json"
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 PATH = re.compile(r"longwave://(train-[0-9a-f]{32})/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 BEFORE = "-before"  # how names of weights end that were replaced: models.training renames them, and then the new ones
-DELETED = "-deleted-"
+DELETED = re.compile(r"\..+-deleted-[0-9]{19}")  # a time in nanoseconds: what is being written ends otherwise
+AUTOSAVE = "autosave"  # the name under which the server itself saves
 UNFINISHED_SECONDS = 3600.0  # what was begun before that was left by a crash
 
 
@@ -98,7 +99,7 @@ class WeightsStore:
         for left in self._hidden():
             if left.name.endswith(BEFORE) and self._place(left) == saved.folder:  # or it would come back
                 shutil.rmtree(left, ignore_errors=True)
-        doomed = saved.folder.with_name(f".{saved.folder.name}{DELETED}{time.time_ns()}")
+        doomed = saved.folder.with_name(f".{saved.folder.name}-deleted-{time.time_ns()}")
         try:
             saved.folder.rename(doomed)
         except FileNotFoundError:
@@ -130,7 +131,7 @@ class WeightsStore:
         for left in self._hidden():
             with suppress(FileNotFoundError):  # another server was faster
                 old = not left.name.endswith(BEFORE) and time.time() - left.stat().st_mtime > UNFINISHED_SECONDS
-                if old or DELETED in left.name:
+                if old or DELETED.fullmatch(left.name):
                     shutil.rmtree(left, ignore_errors=True)
 
     def _hidden(self) -> Iterator[Path]:

@@ -47,7 +47,7 @@ class ScriptedSession:
         if script.get("send_at") == kind:
             self.send(bytes.fromhex(script["send"]), script.get("then"))
         if script.get("signal_at") == kind:
-            os.kill(os.getpid(), getattr(signal, script["signal"]))
+            os.kill(os.getpid(), script["signal"])
         if script.get("fail") == kind:
             return Failed(command.command_id, script["kind"], "it is so")
         return self.done(command)

@@ -98,13 +98,50 @@ def test_calls_behind_one_that_never_comes_fail_and_it_may_still_come() -> None:
         running = asyncio.create_task(calls.next(0.05))
         await late.ended.wait()
         assert isinstance(late.outcome, InvalidRequest)
-        assert "waited 0.05 s for the one with seq_id 1, which has not come" in late.outcome.message
+        assert late.outcome.message == "The call waited for the one with seq_id 1, which has not come within 0.05 s."
         first = calls.submit(1, call())
         assert await running is first
         calls.pass_on(first)
         first.end(Stepped(1.0, 1))
         third = calls.submit(3, call())
         assert await calls.next(GAP) is third  # 2 has ended
+
+    run(main())
+
+
+def test_the_time_for_a_gap_begins_with_the_gap_whatever_else_arrives() -> None:
+    async def main() -> None:
+        calls = sequence()
+        first = calls.submit(2, call())
+        running = asyncio.create_task(calls.next(0.2))
+        number = 2
+        while first.outcome is None:
+            await asyncio.sleep(0.1)  # less than the time for a gap
+            number += 1
+            last = calls.submit(number, call())  # the queue ends at 8
+        assert isinstance(first.outcome, InvalidRequest)
+        await last.ended.wait()  # of another time: the gap before it was over
+        running.cancel()
+
+    run(main())
+
+
+def test_calls_behind_a_gap_fail_at_once_when_no_call_comes_any_more_and_those_before_it_run() -> None:
+    async def main() -> None:
+        calls = sequence()
+        sample = calls.submit(1, call())
+        calls.pass_on(await calls.next(GAP))  # it runs beside the others
+        before = [calls.submit(number, call()) for number in (2, 3)]
+        behind = [calls.submit(number, call()) for number in (5, 7)]
+        calls.close()
+        for future in behind:
+            assert isinstance(future.outcome, InvalidRequest)
+            assert future.outcome.param == "seq_id"
+            assert "waited for the one with seq_id 4, which has not come before the server was shut down" in str(
+                future.outcome
+            )
+        assert calls.pending == [sample, *before]
+        assert await calls.next(GAP) is before[0]
 
     run(main())
 
@@ -127,8 +164,9 @@ def test_what_runs_beside_the_queue_waits_for_nobody_and_does_not_fail_with_thos
             await asyncio.wait_for(calls.next(0.01), 0.1)
         assert sample.outcome is None
         late = calls.submit(3, call())
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(calls.next(0.01), 0.1)
+        running = asyncio.create_task(calls.next(0.01))
+        await late.ended.wait()
+        running.cancel()
         assert isinstance(late.outcome, InvalidRequest)
         assert sample.outcome is None
 

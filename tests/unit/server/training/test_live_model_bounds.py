@@ -79,6 +79,7 @@ def test_models_and_ranks_are_bounded(run: Run) -> None:
         (compute(*range(20), *range(20)), "has 40 tokens; one sequence has at most 32 here", "data[0].model_input"),
         (compute(1, 100), "outside the vocabulary of 100", "data[0].model_input"),
         (compute(*[1] * 51), "The call has 51 tokens; at most 50", "data"),
+        (save("autosave"), "'autosave' is the name under which the server saves", "path"),
     ],
 )
 def test_calls_that_can_never_be_carried_out_are_refused_at_once(run: Run, call: Call, told: str, param: str) -> None:
@@ -104,6 +105,18 @@ def test_saved_names_are_kept_unless_they_may_be_replaced(run: Run) -> None:
         assert isinstance(fourth, QuotaExceeded)
         await work.training.delete_weights(first.path, "me")
         assert isinstance((await work.do(model, save("two")))[0], Saved)
+
+    run(main, max_saved=1)
+
+
+def test_models_that_save_at_once_do_not_pass_their_owners_quota(run: Run) -> None:
+    async def main(work: Work) -> None:
+        models = [await work.create() for _ in range(3)] + [await work.create("you")]
+        futures = [work.submit(model, save())[0] for model in models]
+        *mine, yours = [type(await work.outcome(future)) for future in futures]
+        assert sorted(mine, key=str) == [QuotaExceeded, QuotaExceeded, Saved]
+        assert yours is Saved
+        assert len(await work.training.saved("me")) == 1
 
     run(main, max_saved=1)
 

@@ -1,11 +1,15 @@
 """Live models from creation to their end, through real processes that are killed, stopped and ended."""
 
 import asyncio
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_training import (
+    LIMIT,
     NEW,
+    SAMPLE,
     STEP,
     Run,
     Work,
@@ -15,6 +19,7 @@ from live_training import (
     save,
     until,
 )
+from scripted_engine import Script
 
 from server.answering import AnsweringSign
 from server.errors import (
@@ -26,7 +31,8 @@ from server.errors import (
     TrainingModelLost,
     TrainingOutOfMemory,
 )
-from server.training import Computed, Created, Loaded, Saved, Stepped, Unload, Unloaded
+from server.training import Computed, Created, Loaded, Sampled, Saved, Stepped, Unload, Unloaded
+from server.training.weights import WeightsStore
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -164,6 +170,83 @@ def test_drain_lets_what_was_taken_end_and_saves_every_model(run: Run, tmp_path:
         assert work.pid is None
 
     run(main, scripted={"hold": "Compute"}, max_saved=1)
+
+
+def test_drain_saves_each_model_when_its_own_calls_have_ended(run: Run) -> None:
+    async def main(work: Work) -> None:
+        sampled, idle = await work.create(), await work.create("you")
+        for model in (sampled, idle):
+            await work.do(model, STEP)
+        work.engine.script = Script(hold_after=1)
+        (sampling,) = work.submit(sampled, SAMPLE)
+        await until(lambda: work.engine.held)
+        draining = asyncio.create_task(work.training.drain())
+        await until(lambda: [line for line in work.log() if line == f"{idle.id} Remove"])
+        assert len(await work.training.saved("you")) == 1
+        assert (sampled.end, sampling.outcome) == (None, None)
+        work.engine.resume.set()
+        await draining
+        assert isinstance(sampling.outcome, Sampled)
+        assert len(await work.training.saved("me")) == 1
+
+    run(main)
+
+
+def test_drain_does_not_wait_for_numbers_that_can_come_no_more(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        await work.do(model, STEP)
+        behind = work.training.submit(model, 3, STEP)
+        await asyncio.wait_for(work.training.drain(), LIMIT)
+        assert isinstance(behind.outcome, InvalidRequest)
+        assert "seq_id 2, which has not come before the server was shut down" in behind.outcome.message
+        assert len(await work.training.saved("me")) == 1
+
+    run(main, gap_seconds=10 * LIMIT)
+
+
+def test_an_idle_model_that_cannot_be_saved_is_gone_and_its_owner_is_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(work: Work) -> None:
+        model, fresh = await work.create(), await work.create()
+        pid = work.pid
+        assert pid is not None
+        await work.do(model, STEP, save(), STEP)
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(WeightsStore, "of", fail)
+        await until(lambda: not is_running(pid))
+        with pytest.raises(TrainingMissing) as told:
+            work.submit(model, STEP)
+        assert told.value.message == (
+            f"The model {model.id} was unloaded, and its weights could not be saved. Its weights after optimiser step "
+            "1 are saved: create a model with the same lora_config and load_weights from "
+            f"longwave://{model.id}/weights/one."
+        )
+        assert fresh.end is not None
+        assert "It had learnt nothing." in fresh.end.message
+
+    run(main, idle_seconds=0.5)
+
+
+def test_tidying_goes_on_after_a_turn_that_failed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        forget, failures = model.sequence.forget, [OSError(errno.EIO, "Input/output error")]
+
+        def fail_once(before: float) -> None:
+            if failures:
+                raise failures.pop()
+            forget(before)
+
+        monkeypatch.setattr(model.sequence, "forget", fail_once)
+        await until(lambda: model.end is not None)
+        assert not failures
+
+    run(main, idle_seconds=0.5)
 
 
 def test_deleting_a_model_fails_its_calls_and_leaves_the_others(run: Run, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """However the training process ends, every open call ends with a reason, and the next model gets another process."""
 
+import asyncio
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ from server.errors import (
     TrainingModelLost,
 )
 from server.frames import HEADER, frame
-from server.training import Computed, Loaded
+from server.training import Computed, Loaded, Stepped
 from server.training.messages import MAX_FRAME_BYTES, Failed, Ready
 
 pytestmark = pytest.mark.timeout(180)
@@ -69,28 +70,78 @@ def test_a_killed_process_fails_every_open_call_and_says_where_to_go_on(
 
 
 @pytest.mark.parametrize(
-    ("scripted", "changes", "told"),
+    ("scripted", "limits", "told"),
     [
-        ({"signal_at": "Compute", "signal": "SIGSTOP"}, {"silence_limit": 8.0}, "did not answer any more"),
+        ({"signal_at": "Compute", "signal": signal.SIGSTOP}, {"silence_limit": 0.5}, "did not answer any more"),
         ({"hold": "Compute"}, {"call_seconds": 0.3}, "did not finish a call within 0 s"),
-        ({"signal_at": "Compute", "signal": "SIGSEGV"}, {}, r"was killed \(SIGSEGV\)"),
+        ({"signal_at": "Compute", "signal": signal.SIGSEGV}, {}, r"was killed \(SIGSEGV\)"),
+        ({"signal_at": "Compute", "signal": 40}, {}, r"was killed \(signal 40\)"),
     ],
 )
 def test_nothing_hangs_when_the_process_does(
-    run: Run, scripted: dict[str, Any], changes: dict[str, Any], told: str
+    run: Run, scripted: dict[str, Any], limits: dict[str, float], told: str
 ) -> None:
     async def main(work: Work) -> None:
         model = await work.create()
         pid = work.pid
         assert pid is not None
-        first, second = work.submit(model, compute(), STEP)
-        for future in (first, second):
+        limit(work, **limits)
+        _, *open_calls = work.submit(model, STEP, compute(), STEP)  # silence is limited from the first answer on
+        for future in open_calls:
             lost = await work.outcome(future)
             assert isinstance(lost, TrainingModelLost)
             assert re.search(told, lost.message), lost.message
         await until(lambda: not is_running(pid))
 
-    run(main, scripted=scripted, **changes)
+    run(main, scripted=scripted)
+
+
+def limit(work: Work, **limits: float) -> None:
+    """Of a process that is there: its start may take longer."""
+    for name, seconds in limits.items():
+        setattr(work.training.shared.child, f"_{name}", seconds)
+
+
+def test_a_call_has_its_time_from_when_the_process_begins_with_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(work: Work) -> None:
+        first, second = await work.create(), await work.create()
+        child = work.training.shared.child
+        assert child is not None
+        (computing,) = work.submit(first, compute())
+        await until(lambda: work.log()[-1].endswith("Compute"))
+        limit(work, call_seconds=0.05)
+        (stepping,) = work.submit(second, STEP)
+        await until(lambda: len(child._replies) == 2)
+        await asyncio.sleep(0.2)  # longer than it may take, behind the other one
+        script(tmp_path, monkeypatch, signal_at="OptimStep", signal=signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        assert isinstance(await work.outcome(computing), Computed)
+        lost = await work.outcome(stepping)
+        assert isinstance(lost, TrainingModelLost)
+        assert "did not finish a call within 0 s" in lost.message
+
+    run(main, scripted={"hold": "Compute"})
+
+
+def test_a_call_has_its_time_also_behind_one_that_nobody_waits_for_any_more(run: Run, tmp_path: Path) -> None:
+    async def main(work: Work) -> None:
+        first, second = await work.create(), await work.create()
+        work.submit(first, compute())
+        await until(lambda: work.log()[-1].endswith("Compute"))
+        deleting = asyncio.create_task(work.training.delete(first))
+        await until(lambda: first.end is not None)
+        limit(work, call_seconds=0.05)
+        (stepping,) = work.submit(second, STEP)
+        await asyncio.sleep(0.2)  # longer than it may take
+        assert stepping.outcome is None
+        limit(work, call_seconds=60.0)
+        (tmp_path / "go").touch()
+        assert await work.outcome(stepping) == Stepped(2.5, 1)
+        await deleting
+
+    run(main, scripted={"hold": "Compute"})
 
 
 def test_a_sample_is_a_call_like_others_when_the_process_is_gone(run: Run) -> None:
@@ -99,7 +150,7 @@ def test_a_sample_is_a_call_like_others_when_the_process_is_gone(run: Run) -> No
         (lost,) = await work.do(model, SAMPLE)
         assert isinstance(lost, TrainingModelLost)
 
-    run(main, scripted={"signal_at": "Save", "signal": "SIGKILL"})
+    run(main, scripted={"signal_at": "Save", "signal": signal.SIGKILL})
 
 
 NO_MESSAGES = {

@@ -93,6 +93,17 @@ def test_removed_weights_are_gone_and_what_crashes_left_is_swept(tmp_path: Path)
     assert (old.exists(), new.exists(), store.folder(other).exists()) == (False, True, True)
 
 
+@pytest.mark.parametrize("name", ["a", "a-deleted-1", "a-deleted", f"a-deleted-{'1' * 19}", "a-before"])
+def test_what_is_being_written_or_replaced_is_not_swept_whatever_its_name(tmp_path: Path, name: str) -> None:
+    store = WeightsStore(tmp_path / "saved")
+    folder = store.prepare(store.path(MODEL, "weights", name))
+    left = [folder.with_name(f".{name}-12345678{end}") for end in ("", "-before")]  # as models.training names them
+    for place in left:
+        place.mkdir()
+    store.sweep()
+    assert [place.exists() for place in left] == [True, True]
+
+
 def test_weights_that_two_remove_at_once_are_missing_for_the_second(tmp_path: Path) -> None:
     store = WeightsStore(tmp_path / "saved")
     path = put(store, "a")
