@@ -86,7 +86,9 @@ class Trainer:
     def run(self, on_step: OnStep) -> Outcome:
         """Trains from the newest whole checkpoint (or the start) to the end, or to a verdict.
 
-        A resumed run first reports the step of its checkpoint once more: what was told last may not have arrived.
+        A resumed run first reports the step of its checkpoint once more: what was told last may not have arrived. A
+        pause after a step without a checkpoint reports it once more, with the one that is written then.
+
         Raises TrainingError and what loading a model raises.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,7 @@ class Trainer:
             assert progress.report is not None
             verdict = on_step(progress.report)
             if verdict is Verdict.PAUSE and progress.report.checkpoint is None:
-                self._save(progress)
+                on_step(replace(progress.report, checkpoint=self._save(progress)))
             if verdict is not Verdict.CONTINUE:
                 return Outcome(False, progress.step, progress.trained_tokens, None)
         write_folder(result, self._model.save_result)

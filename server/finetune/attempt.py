@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from server.finetune.records import Job, Status, Step
 from server.finetune.settling import Settling
 from server.finetune.stats import FineTuningStats
 from server.finetune.writer import Writer
+from server.signals import signal_name
 
 logger = logging.getLogger("longwave")
 
@@ -58,6 +58,7 @@ class Attempt:
         self._stats = stats
         self._draining = draining
         self._heard = time.monotonic()
+        self._told = job.checkpoint_step  # the last step
         self._stopping = False
         self._lost = False  # somebody else has the job now, or nobody can write down what happens to it
         self._hung = False
@@ -132,8 +133,10 @@ class Attempt:
         values = msgspec.structs.asdict(told)
         checkpoint, total = values.pop("checkpoint"), values.pop("total_steps")
         step = Step(**values)
-        self._stats.steps += 1
-        self._stats.tokens += step.tokens
+        if step.step > self._told:  # a step is told again when it is in a checkpoint, and when a run begins with it
+            self._stats.steps += 1
+            self._stats.tokens += step.tokens
+        self._told = step.step
         return await self._writer.leases(
             lambda leases: leases.stepped(self.job, self._now(), step, total, checkpoint=checkpoint)
         )
@@ -227,7 +230,7 @@ class Attempt:
 def _ended(status: int) -> str:
     if status >= 0:
         return f"The trainer ended without a word (exit status {status})"
-    name = signal.Signals(-status).name
+    name = signal_name(-status)
     return f"The trainer was killed ({name}{': too little memory, perhaps' if name == 'SIGKILL' else ''})"
 
 

@@ -31,7 +31,7 @@ class Dataset:
 
 def read_dataset(path: Path, tokenizer: TextTokenizer, max_length: int, param: str) -> Dataset:
     """Raises DatasetError, OSError."""
-    same = {token: token for token in range(len(tokenizer.source))}  # one object for all places of a token
+    same: dict[int, int] = {}  # one object for all places of a token
     examples: list[Example | Preference] = []
     tokens = longest = 0
     for number, line in _lines(path):
@@ -64,4 +64,4 @@ def _shared(example: Example | Preference, same: dict[int, int]) -> Example | Pr
 
 
 def _share(example: Example, same: dict[int, int]) -> Example:
-    return Example(tuple(same[token] for token in example.tokens), example.targets)
+    return Example(tuple(same.setdefault(token, token) for token in example.tokens), example.targets)

@@ -5,14 +5,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
-from server.errors import AdapterExists, LongwaveError
+from server.errors import AdapterExists, EngineUnavailable, LongwaveError
 from server.files.store import FileStore
 from server.finetune.folders import Folders
 from server.finetune.messages import Finished
 from server.finetune.records import Job
 from server.finetune.results import PURPOSE, metrics_csv, model_name, result_file_id
+from server.finetune.store import JobStore
 from server.finetune.writer import Writer
 
 logger = logging.getLogger("longwave")
@@ -37,10 +39,11 @@ class Finishing:
         self._unload_adapter = unload_adapter
 
     async def finish(self, job: Job, finished: Finished) -> None:
-        """The caller works in the job's folder alone. Raises LeaseLostError, InsufficientStorage, OSError."""
+        """The caller works in the job's folder alone. Raises LeaseLostError, EngineUnavailable, InsufficientStorage,
+        OSError."""
         name = model_name(job.request.model, job.request.suffix, job.id)
         steps = await self._writer.store(lambda store: store.journal.steps(job.id))
-        content = metrics_csv(steps)
+        content = await asyncio.to_thread(metrics_csv, steps)
         file_id = result_file_id(job.id)
         await asyncio.to_thread(
             self._files.put,
@@ -62,17 +65,31 @@ class Finishing:
                 )
             )
         except Exception:  # what is not written down is not served; what else was made waits for the next attempt
-            with contextlib.suppress(LongwaveError):
-                await self._unload_adapter(name)
+            await self.unload(name)
             raise
         logger.info("%s succeeded: %s", job.id, name)
 
+    async def serve(self, source: str) -> None:
+        """Every finished model of that base model, those that are not served yet. Raises EngineUnavailable,
+        InsufficientStorage."""
+        for adapter in await self._writer.store(lambda store: store.adapters(source)):
+            await self.load(adapter.name, self._folders.made(adapter.job_id, whole=False), adapter.owner)
+            if await self._writer.store(partial(JobStore.adapter, name=adapter.name)) is None:  # deleted meanwhile
+                await self.unload(adapter.name)
+
+    async def unload(self, name: str) -> None:
+        """Unless it is not served anyway."""
+        with contextlib.suppress(LongwaveError):
+            await self._unload_adapter(name)
+
     async def load(self, name: str, folder: Path, owner: str) -> list[str]:
-        """What the owner should know when the model cannot be served now."""
+        """What the owner should know when the model cannot be served. Raises EngineUnavailable: not now."""
         try:
             await self._load_adapter(name, folder, owner)
         except AdapterExists:
             pass  # by us, before something else went wrong
+        except EngineUnavailable:
+            raise
         except LongwaveError as error:
             logger.warning("%s is not served: %s", name, error.message)
             return [f"The model is finished and kept, but not served now: {error.message}"]

@@ -20,9 +20,10 @@ from server.finetune.config import TrainerConfig
 from server.finetune.feed import follow
 from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
 from server.finetune.folders import Folders
+from server.finetune.places import TooManyModelsError
 from server.finetune.records import JOB_ID, Adapter, Checkpoint, Event, Job, JobRequest
 from server.finetune.stats import FineTuningStats
-from server.finetune.store import JobStore, TooManyModelsError, WrongStatusError
+from server.finetune.store import JobStore, WrongStatusError
 from server.finetune.supervisor import Supervisor
 from server.finetune.tidying import Tidying
 from server.finetune.training_files import make_folder
@@ -66,16 +67,7 @@ class FineTuning:
     async def start(self) -> None:
         """Serves every finished model of the base model again, sweeps what a crash left, and takes up what waits. Never
         raises: a server without jobs still answers."""
-        try:
-            if self._folders.root.exists():
-                for adapter in await self._store(lambda store: store.adapters(self._config.source)):
-                    folder = self._folders.made(adapter.job_id, whole=False)
-                    await self._finishing.load(adapter.name, folder, adapter.owner)
-        except InsufficientStorage:
-            pass  # it is in the log
-        except Exception:
-            logger.exception("fine-tuning jobs could not be looked at")
-        self.supervisor.start()
+        await self.supervisor.start()
 
     async def drain(self) -> None:
         """What runs stops at a checkpoint and goes on with the next start."""
@@ -192,6 +184,7 @@ class FineTuning:
     async def remove_adapter(self, adapter: Adapter) -> None:
         """For good. It has to be unloaded before."""
         await self._writer.freeing(lambda store: store.remove_adapter(adapter.name))
+        await self._finishing.unload(adapter.name)  # it may have been loaded since
         await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
 
     async def remove_model(self, name: str, owner: str) -> bool:

@@ -29,6 +29,13 @@ VALIDATE = Stage("validate", (Status.VALIDATING,))
 TRAIN = Stage("train", (Status.QUEUED, Status.RUNNING))
 
 
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """What a claim has found instead of a job to work on: one whose holder was killed. It waits, or has `failed`."""
+
+    failed: bool
+
+
 class Leases:
     """`holder`: a name for this server; `seconds`: how long a lease lasts without a beat; `back_off`: seconds after a
     first crash, twice as long after each one more; `is_gone`: whether the server of that name has certainly ended, so
@@ -45,9 +52,9 @@ class Leases:
         self._setbacks = Setbacks(store, back_off)
         self._is_gone = is_gone
 
-    def claim(self, stage: Stage, source: str, now: float) -> Job | None:
+    def claim(self, stage: Stage, source: str, now: float) -> Job | Killed | None:
         """The oldest job of that base model that waits for the stage, now held by this server. One whose holder fell
-        silent, or is gone, waits too: that is a setback."""
+        silent, or is gone, waits too: that is a setback, and it is not held before it has waited."""
         waits = f"source = ? AND status IN ({_marks(stage.takes)})"
         with self._store.transaction():
             held = self._connection.execute(
@@ -64,9 +71,10 @@ class Leases:
                 return None
             job_id, holder = row
             if holder is not None:
-                if not self._setbacks.killed(self._store.get(job_id), now):
+                failed = self._setbacks.killed(self._store.get(job_id), now)
+                if not failed:
                     self._release(job_id, stage.takes[0])
-                return None  # not before it has waited
+                return Killed(failed)
             self._connection.execute(
                 "UPDATE jobs SET attempt = attempt + 1, holder = ?, lease_until = ?, status = ? WHERE id = ?",
                 (self._holder, now + self._seconds, Status.RUNNING if stage is TRAIN else Status.VALIDATING, job_id),
@@ -162,6 +170,13 @@ class Leases:
             if not failed:
                 self._release(job.id, Status.QUEUED if held.status is Status.RUNNING else held.status)
             return failed
+
+    def publish_later(self, job: Job, now: float, reason: str) -> None:
+        """There is a result, and nobody works on it for a while."""
+        with self._store.transaction():
+            held = self._held(job)
+            self._setbacks.publish_later(held, reason, now)
+            self._release(job.id, Status.QUEUED if held.status is Status.RUNNING else held.status)
 
     def failed(self, job: Job, now: float, failure: Failure) -> None:
         with self._store.transaction():

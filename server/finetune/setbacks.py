@@ -29,13 +29,15 @@ class Setbacks:
         """Its server or its trainer was. Whether the job has failed."""
         reason = "The server or its trainer was killed"
         if job.is_trained:  # also between its last checkpoint and its result, which is made of that
-            return self._publish_later(job, reason, now)
+            self.publish_later(job, reason, now)
+            return False
         return self._count(job, reason, now)
 
     def crashed(self, job: Job, reason: str, now: float) -> bool:
         """Whether that was once too often, so that the job has failed."""
         if job.trained_tokens is not None:  # there is a result
-            return self._publish_later(job, reason, now)
+            self.publish_later(job, reason, now)
+            return False
         return self._count(job, reason, now)
 
     def no_room(self, job: Job, reason: str, now: float) -> None:
@@ -62,6 +64,12 @@ class Setbacks:
             self._journal.say(job.id, now, counted, "warn")
             self._wait(job, now + self._next_back_off(tried), tried)
         return False
+
+    def publish_later(self, job: Job, reason: str, now: float) -> None:
+        wait = self._next_back_off(job.crashes + 1)
+        text = f"{reason}. The training is done and kept; what is left of the job is tried again in {wait:.0f} s"
+        self._journal.say(job.id, now, text, "warn")
+        self._wait(job, now + wait, job.crashes + 1)
 
     def fail(self, job_id: str, failure: Failure, now: float) -> None:
         self._connection.execute(
@@ -93,13 +101,6 @@ class Setbacks:
         wait = min(MAX_WAIT, max(MIN_WAIT, now - (self._journal.last_checkpoint(job.id) or job.created_at)))
         self._journal.say(job.id, now, f"{reason}. The job waits, and is tried again in {wait:.0f} s", "warn")
         self._wait(job, now + wait, crashes)
-
-    def _publish_later(self, job: Job, reason: str, now: float) -> bool:
-        wait = self._next_back_off(job.crashes + 1)
-        text = f"{reason}. The training is done and kept; what is left of the job is tried again in {wait:.0f} s"
-        self._journal.say(job.id, now, text, "warn")
-        self._wait(job, now + wait, job.crashes + 1)
-        return False
 
     def _next_back_off(self, crashes: int) -> float:
         return min(MAX_BACK_OFF, self._back_off * 2.0 ** min(crashes - 1, 30))

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from models.training import PlanError
+from server.errors import EngineUnavailable
 from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing
 from server.finetune.folders import Folders
@@ -120,9 +121,17 @@ class Settling:
         with self._folders.job(job.id).alone() as alone:
             if not alone:
                 return await self._wait(job)
-            await self._finishing.finish(job, word)
+            try:
+                await self._finishing.finish(job, word)
+            except EngineUnavailable as error:
+                return await self._publish_later(job, error)
         self._stats.end(Status.SUCCEEDED)
         return None
+
+    async def _publish_later(self, job: Job, error: EngineUnavailable) -> None:
+        logger.warning("%s waits: its model cannot be served yet: %s", job.id, error.message)
+        now, reason = self._writer.clock(), f"The model cannot be served yet: {error.message.rstrip('.')}"
+        await self._writer.leases(lambda leases: leases.publish_later(job, now, reason))
 
     async def _wait(self, job: Job) -> None:
         """Somebody else works in the job's folder: later."""

@@ -10,13 +10,13 @@ import msgspec
 
 from server.finetune.database import connect
 from server.finetune.journal import Journal
-from server.finetune.records import FINAL, Adapter, Failure, Job, JobRequest, Status
+from server.finetune.places import Places
+from server.finetune.records import Adapter, Failure, Job, JobRequest, Status
 
 COLUMNS = (
     "id, owner, source, request, seed, status, created_at, finished_at, estimated_finish, plan, total_steps, "
     "trained_tokens, fine_tuned_model, result_file, failure, attempt, crashes, checkpoint_step"
 )
-LIVE = ", ".join(f"'{status}'" for status in Status if status not in FINAL)
 
 
 class WrongStatusError(Exception):
@@ -27,15 +27,12 @@ class WrongStatusError(Exception):
         self.job = job
 
 
-class TooManyModelsError(Exception):
-    """As many fully tuned models are kept, or being made, as there may be."""
-
-
 class JobStore:
     def __init__(self, path: Path) -> None:
         """Raises DatabaseError, sqlite3.Error."""
         self.connection = connect(path)
         self.journal = Journal(self.connection)
+        self._places = Places(self.connection, self.journal)
 
     def close(self) -> None:
         self.connection.close()
@@ -53,12 +50,13 @@ class JobStore:
     ) -> Job | None:  # fmt: skip
         """The new job, or the one that the owner's idempotency key made before; None when `max_live` jobs live. Raises
         TooManyModelsError for one that tunes fully when `max_full` such jobs live or have left a model: `models` names
-        the jobs whose models are on the disk, where a job's is shortly before it has ended."""
+        the jobs whose models are on the disk, where a job's is shortly before it has ended. What failed jobs keep
+        counts in both limits, and is given up where it would pass one."""
         with self.transaction():
             known = None if key is None else self.sent_before(owner, key)
             if known is not None:
                 return known
-            if not self._has_place(request, max_live, max_full, models):
+            if not self._places.has_one(request, max_live, max_full, models):
                 return None
             self.connection.execute(
                 """INSERT INTO jobs (id, owner, idempotency_key, source, request, seed, status, created_at)
@@ -70,7 +68,9 @@ class JobStore:
                 files += f" and validation file: {request.validation_file}"
             self.journal.say(job_id, now, f"Created fine-tuning job: {job_id}")
             self.journal.say(job_id, now, f"Validating {files}")
-            return self.get(job_id)
+            made = self.get(job_id)
+            self._places.give_way(made, now, max_live, max_full, models)
+            return made
 
     def known(self, job_id: str) -> Job | None:
         return self._one("id = ?", job_id)
@@ -140,7 +140,7 @@ class JobStore:
             job = self.get(job_id)
             if not job.can_be_resumed(now):
                 raise WrongStatusError(job)
-            if not self._has_place(job.request, max_live, max_full, models):
+            if not self._places.has_one(job.request, max_live, max_full, models):
                 return None
             self.connection.execute(
                 "UPDATE jobs SET finished_at = NULL, failure = NULL, crashes = 0 WHERE id = ?", (job_id,)
@@ -195,18 +195,6 @@ class JobStore:
         self._move(job.id, Status.VALIDATING if job.plan is None else Status.QUEUED)
         self.journal.say(job.id, now, "The job was resumed")
         return self.get(job.id)
-
-    def _has_place(self, request: JobRequest, max_live: int, max_full: int, models: Callable[[], set[str]]) -> bool:
-        (live,) = self.connection.execute(f"SELECT count(*) FROM jobs WHERE status IN ({LIVE})").fetchone()
-        if live >= max_live:
-            return False
-        if request.is_full and len(models() | self._live_full()) >= max_full:
-            raise TooManyModelsError
-        return True
-
-    def _live_full(self) -> set[str]:
-        full = "json_extract(request, '$.hyperparameters.training_type') = 'full'"
-        return {name for (name,) in self.connection.execute(f"SELECT id FROM jobs WHERE status IN ({LIVE}) AND {full}")}
 
     def _one(self, where: str, *values: Any) -> Job | None:
         return next(iter(self._all(where, *values)), None)

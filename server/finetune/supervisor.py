@@ -5,13 +5,13 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from server.errors import InsufficientStorage
+from server.errors import EngineUnavailable, InsufficientStorage
 from server.finetune.attempt import Attempt
 from server.finetune.config import TrainerConfig
 from server.finetune.finishing import Finishing
 from server.finetune.folders import Folders
-from server.finetune.leases import TRAIN, VALIDATE, Stage
-from server.finetune.records import Job
+from server.finetune.leases import TRAIN, VALIDATE, Killed, Stage
+from server.finetune.records import Job, Status
 from server.finetune.settling import Settling
 from server.finetune.stats import FineTuningStats
 from server.finetune.tidying import Tidying
@@ -22,6 +22,7 @@ logger = logging.getLogger("longwave")
 POLL_SECONDS = 1.0  # another server may leave a job, and leases and waits end by themselves
 TIDY_SECONDS = 600.0  # what a crash has left may be too young to go when it is first seen
 FAILURE_SECONDS = 30.0  # after the store could not be used
+SERVE_SECONDS = 5.0  # between attempts to serve finished models while the engine restarts
 
 
 class Supervisor:
@@ -42,6 +43,7 @@ class Supervisor:
         self._config = config
         self._writer = writer
         self._folders = folders
+        self._finishing = finishing
         self._stats = stats
         self._tidying = tidying
         self._tidying_alone = asyncio.Lock()
@@ -50,8 +52,13 @@ class Supervisor:
         self._draining = asyncio.Event()
         self._lanes: list[asyncio.Task[None]] = []
         self._tidier: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Returns when every finished model of the base model is served, or will be as soon as it can be."""
+        if not await self._serve():
+            logger.warning("finished models are not served yet: that is tried again")
+            self._serving = asyncio.create_task(self._serve_later(), name="serve")
         self._lanes = [asyncio.create_task(self._lane(stage), name=stage.name) for stage in (VALIDATE, TRAIN)]
         self.tidy_soon()
         self._tidier = asyncio.create_task(self._tidy_when_wanted(), name="tidy")
@@ -69,7 +76,7 @@ class Supervisor:
     async def close(self) -> None:
         """Ends what runs, at once; at most the steps since the last checkpoint are lost."""
         self._draining.set()
-        tasks = [*self._lanes, *([] if self._tidier is None else [self._tidier])]
+        tasks = [*self._lanes, *(task for task in (self._tidier, self._serving) if task is not None)]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -84,6 +91,23 @@ class Supervisor:
     def tidy_soon(self) -> None:
         """The same, in a moment; what goes wrong is in the log, and done again later."""
         self._tidying_wanted.set()
+
+    async def _serve(self) -> bool:
+        """Whether no finished model has to be tried again."""
+        try:
+            if self._folders.root.exists():
+                await self._finishing.serve(self._config.source)
+        except (EngineUnavailable, InsufficientStorage):
+            return False
+        except Exception:
+            logger.exception("finished models could not be served")
+        return True
+
+    async def _serve_later(self) -> None:
+        served = False
+        while not served:
+            await asyncio.sleep(SERVE_SECONDS)
+            served = await self._serve()
 
     async def _tidy_when_wanted(self) -> None:
         while self._tidying_wanted.is_set() or not self._draining.is_set():
@@ -119,10 +143,17 @@ class Supervisor:
             self._writer.forget(changed)
 
     async def _turn(self, stage: Stage) -> bool:
-        """Whether there was a job to take up."""
+        """Whether there was something to do."""
         job = await self._claim(stage)
         if job is None:
             return False
+        if isinstance(job, Killed):
+            self._stats.crashes += 1
+            if job.failed:
+                self._stats.end(Status.FAILED)
+            self._writer.announce()
+            self.tidy_soon()
+            return True
         attempt = self.attempts[stage.name] = Attempt(
             job, stage, self._config, self._writer, self._folders, self._settling, self._stats, self._draining
         )
@@ -133,8 +164,19 @@ class Supervisor:
         self.tidy_soon()
         return True
 
-    async def _claim(self, stage: Stage) -> Job | None:
+    async def _claim(self, stage: Stage) -> Job | Killed | None:
+        """Cancelled, it gives back what it has got."""
         if not self._folders.root.exists():  # nobody ever asked for fine-tuning: leave no trace on the disk
             return None
         now = self._writer.clock()
-        return await self._writer.leases(lambda leases: leases.claim(stage, self._config.source, now))
+        claiming = asyncio.ensure_future(
+            self._writer.leases(lambda leases: leases.claim(stage, self._config.source, now))
+        )
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):  # what cannot be written lapses
+                job = await claiming
+                if isinstance(job, Job):
+                    await self._writer.leases(lambda leases: leases.stopped(job))
+            raise

@@ -26,7 +26,10 @@ def make_folder(folders: Folders, files: FileStore, job_id: str, owner: str, req
 
     def link(folder: JobFolder) -> None:
         for name, file_id in wanted.items():
-            files.link(file_id, owner, folder.dataset(name))
+            try:
+                files.link(file_id, owner, folder.dataset(name))
+            except InvalidRequest as error:  # deleted since
+                raise _invalid(name, error) from None
 
     try:
         folders.create(job_id, link)
@@ -41,7 +44,7 @@ def _checked(files: FileStore, name: str, file_id: str, owner: str, request: Job
     try:
         stored = files.get(file_id, owner)
     except InvalidRequest as error:
-        raise InvalidFile(f"Invalid {name}: {error.message}", param=name) from None
+        raise _invalid(name, error) from None
     if stored.form is None:
         raise InvalidFile(
             f"Invalid {name}: the purpose of {file_id} is '{stored.purpose}', not 'fine-tune'.", param=name
@@ -54,3 +57,7 @@ def _checked(files: FileStore, name: str, file_id: str, owner: str, request: Job
             param=name,
         )
     return stored
+
+
+def _invalid(name: str, error: InvalidRequest) -> InvalidFile:
+    return InvalidFile(f"Invalid {name}: {error.message}", param=name)

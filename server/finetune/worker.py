@@ -58,7 +58,7 @@ def serve(arguments: Arguments, link: TrainerLink, make_trainer: MakeTrainer) ->
 
 
 def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
-    training, validation = read_datasets(arguments, folder)
+    training, validation = read_datasets(arguments, folder, arguments.max_length)
     longest = max(training.longest, 0 if validation is None else validation.longest)
     checked = 0 if validation is None else len(validation.examples)
     return Validated(len(training.examples), checked, training.tokens, longest)
@@ -67,7 +67,8 @@ def _validate(arguments: Arguments, folder: JobFolder) -> Validated:
 def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trainer: MakeTrainer) -> Finished | Stopped:
     assert arguments.plan is not None
     plan = TrainingPlan.from_json(arguments.plan)
-    training, validation = read_datasets(arguments, folder)
+    # Not the server's limit of today: the files were validated, perhaps under another.
+    training, validation = read_datasets(arguments, folder, plan.max_length)
     trainer = make_trainer(
         plan,
         training.examples,
@@ -105,13 +106,14 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" or torch.cuda.is_available() else "cpu"
 
 
-def read_datasets(arguments: Arguments, folder: JobFolder) -> tuple[Dataset, Dataset | None]:
+def read_datasets(arguments: Arguments, folder: JobFolder, max_length: int | None) -> tuple[Dataset, Dataset | None]:
+    """Of examples of up to `max_length` tokens; None: as many as the model has positions."""
     from models import descriptions
 
     source = model_source(arguments)
     tokenizer = TextTokenizer(descriptions.load_tokenizer(source))
     positions = descriptions.max_positions(source)
-    longest = min(positions, arguments.max_length or positions)
+    longest = min(positions, max_length or positions)
     training = read_dataset(folder.dataset(TRAINING), tokenizer, longest, TRAINING)
     if not arguments.validation:
         return training, None

@@ -91,7 +91,9 @@ class ScriptedTrainer:
                 self._save(state)
             verdict = on_step(self._report(state, total, saved=due))
             if verdict is Verdict.PAUSE:
-                self._save(state)
+                if not due:
+                    self._save(state)
+                    on_step(self._report(state, total, saved=True))
                 return Outcome(False, number, 0, None)
         names = ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT")  # for torch: a GPU's two, a CPU's
         (self.script_folder / "environment").write_text(" ".join(os.environ.get(name, "unset") for name in names))
@@ -157,7 +159,7 @@ class ScriptedTrainer:
         unfinished.rename(self.folder / "checkpoint.json")
 
 
-def read(_: Arguments, folder: JobFolder) -> tuple[Dataset, None]:
+def read(_: Arguments, folder: JobFolder, __: int | None) -> tuple[Dataset, None]:
     """Every line an example of two tokens: no tokenizer, which takes seconds to import."""
     lines = folder.dataset(TRAINING).read_bytes().splitlines()
     if b"bad" in lines[-1]:

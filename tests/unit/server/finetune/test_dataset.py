@@ -1,13 +1,21 @@
 """A training file as tokens; what cannot be learnt is named by its line and its file."""
 
 import json
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from models import descriptions
+from models.training import Outcome, TrainingPlan
 from server.finetune import dataset as dataset_module
+from server.finetune import worker
 from server.finetune.dataset import DatasetError, read_dataset
-from server.text.tokenizer import TextTokenizer
+from server.finetune.messages import Arguments, LastWord, Refused, Stopped
+from server.text.tokenizer import BYTE_OF_CHARACTER, TextTokenizer
 
 
 def pairs(path: Path, *completions: str) -> Path:
@@ -20,6 +28,39 @@ def test_every_line_is_an_example_in_order(tmp_path: Path, tokenizer: TextTokeni
     read = read_dataset(pairs(tmp_path / "x", "b", "cc", "d"), tokenizer, 10, "training_file")
     assert [len(example) for example in read.examples] == [3, 4, 3]
     assert (read.tokens, read.longest) == (10, 4)
+
+
+def test_a_vocabulary_may_have_holes(tmp_path: Path) -> None:
+    """Its highest id is not below the number of its tokens."""
+    vocabulary = {character: token for token, character in enumerate(BYTE_OF_CHARACTER)} | {"<eos>": 999}
+    source = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    source.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    source.decoder = decoders.ByteLevel()
+    tokenizer = TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=source, eos_token="<eos>"))
+    read = read_dataset(pairs(tmp_path / "x", "b"), tokenizer, 10, "training_file")
+    assert [example.tokens[-1] for example in read.examples] == [999]
+
+
+def test_a_job_that_trains_keeps_the_length_under_which_its_files_were_validated(
+    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "model_source", lambda _: None)
+    monkeypatch.setattr(descriptions, "load_tokenizer", lambda _: tokenizer.source)
+    monkeypatch.setattr(descriptions, "max_positions", lambda _: 4096)
+    pairs(tmp_path / "training_file.jsonl", "c" * 10)
+    plan = TrainingPlan("base", max_length=12).to_json()
+
+    def serve(stage: str, plan: str | None) -> LastWord:
+        arguments = Arguments(
+            stage, "base", "supervised", str(tmp_path), "cpu", None, None, 8, plan, False, os.getpid(), 20
+        )
+        trains = Mock(run=lambda _: Outcome(False, 0, 0, None))
+        return worker.serve(arguments, Mock(), lambda *_, **__: trains)
+
+    refused = serve("validate", None)
+    assert isinstance(refused, Refused)
+    assert refused.message == "Line 1: it has 12 tokens; an example may have 8."
+    assert serve("train", plan) == Stopped()
 
 
 def test_an_example_too_long_is_named_by_its_line(tmp_path: Path, tokenizer: TextTokenizer) -> None:

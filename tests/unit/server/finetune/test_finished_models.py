@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from working import CONFIG, MODEL, Run, Work
 
-from server.errors import InvalidAdapter
+from server.errors import EngineUnavailable, InvalidAdapter
 from server.finetune import Status, TrainerConfig
-from server.finetune.leases import TRAIN, Leases
+from server.finetune.leases import TRAIN, Killed, Leases
+from server.finetune.records import Step
+from server.finetune.results import metrics_csv
 from server.finetune.store import JobStore
 from server.schemas.fine_tuning_reply import FineTuningJob
 
@@ -39,6 +42,97 @@ def test_a_model_that_cannot_be_served_is_kept_and_its_owner_told(run: Run) -> N
 
     for test in (refused, served_by_the_next, gone):
         run(test)
+
+
+def test_a_job_that_ends_while_the_engine_restarts_succeeds_when_its_model_is_served(run: Run) -> None:
+    async def main(work: Work) -> None:
+        work.refusal = EngineUnavailable("The engine is not ready.")
+        job = await work.create()
+        await work.told(
+            job,
+            "The model cannot be served yet: The engine is not ready. The training is done and kept; what is left of "
+            "the job is tried again in",
+        )
+        assert (await work.jobs.get(job.id, "me")).status in (Status.QUEUED, Status.RUNNING)
+        work.refusal = None
+        done = await work.succeeded(job)
+        assert [(name, owner) for name, _, owner in work.loaded] == [(done.fine_tuned_model, "me")]
+        assert "not served now" not in " ".join(await work.said(job))
+        assert (len(work.trained()), work.jobs.stats.crashes) == (6, 0)
+
+    run(main)
+
+
+def test_a_model_that_the_engine_cannot_take_when_the_server_starts_is_served_later_unless_it_is_deleted(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.supervisor.SERVE_SECONDS", 0.05)
+
+    async def make(work: Work) -> None:
+        for _ in range(2):
+            await work.succeeded(await work.create(steps=1))
+
+    async def serve(work: Work) -> None:
+        deleted, kept = await work.jobs.page("me", None, 9, {})
+        work.refusal = EngineUnavailable("The engine stopped while it loaded an adapter.")
+        await work.jobs.start()
+        assert work.loaded == []
+        adapter = await work.jobs.adapter(str(deleted.fine_tuned_model))
+        assert adapter is not None
+        await work.jobs.remove_adapter(adapter)
+        work.refusal = None
+        await work.wait(kept, lambda _: work.loaded)
+        assert [name for name, _, _ in work.loaded] == [kept.fine_tuned_model]
+
+    run(make)
+    run(serve, start=False)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["loaded before its row goes", "loaded after it"])
+def test_a_model_that_is_loaded_while_it_is_deleted_is_not_served(
+    run: Run, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """The deletion has found nothing to unload."""
+
+    async def make(work: Work) -> None:
+        await work.succeeded(await work.create(steps=1))
+
+    async def delete(work: Work) -> None:
+        (job,) = await work.jobs.page("me", None, 9, {})
+        adapter = await work.jobs.adapter(str(job.fine_tuned_model))
+        assert adapter is not None
+
+        async def load(*asked: Any) -> None:
+            if not before:
+                await work.jobs.remove_adapter(adapter)
+            work.loaded.append(asked)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(work.jobs._finishing, "_load_adapter", load)
+        await work.jobs.start()
+        if before:
+            await work.jobs.remove_adapter(adapter)
+        assert work.loaded == []
+
+    run(make)
+    run(delete, start=False)
+
+
+def test_a_file_of_metrics_is_made_beside_the_event_loop(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million steps it takes seconds."""
+    threads = []
+
+    def made(steps: list[Step]) -> bytes:
+        threads.append(threading.current_thread())
+        return metrics_csv(steps)
+
+    monkeypatch.setattr("server.finetune.finishing.metrics_csv", made)
+
+    async def main(work: Work) -> None:
+        await work.succeeded(await work.create(steps=1))
+
+    run(main)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 def test_a_job_is_held_for_as_long_as_its_model_takes_to_be_served(
@@ -90,7 +184,7 @@ def test_a_job_lost_while_its_model_is_loaded_is_not_served_and_taken_back_if_it
             with contextlib.closing(JobStore(tmp_path / "finetune" / "jobs.sqlite3")) as store:
                 later = time.time() + 1000
                 thief = Leases(store, "thief", 10_000.0, back_off=0.0, is_gone=lambda _: False)
-                assert thief.claim(TRAIN, "base", later) is None
+                assert thief.claim(TRAIN, "base", later) == Killed(failed=False)
                 assert thief.claim(TRAIN, "base", later) is not None
         served.set()
         await work.wait(job, lambda _: work.trainer_pid is None and work.job_folder(job).exists() is not cancelled)

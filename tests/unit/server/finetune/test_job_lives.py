@@ -79,14 +79,16 @@ def test_a_paused_job_keeps_a_checkpoint_and_no_process(run: Run, truth: str) ->
         pid = await work.trainer(job, step=2)
         assert (await work.jobs.pause(job.id, "me")).status is Status.PAUSED
         work.go_on()
-        await work.wait(job, lambda _: not is_running(pid))
-        steps = len(work.trained())
-        assert steps < 6
+        await work.wait(job, lambda _: work.trainer_pid is None and not is_running(pid))
         assert (await work.jobs.get(job.id, "me")).status is Status.PAUSED
+        _, listed = await work.jobs.checkpoints(job.id, "me", None, 9)
+        assert [point.metrics.step for point in listed] == [3, 2]
         await work.jobs.resume(job.id, "me")
         await work.succeeded(job)
         assert work.weights(job) == truth
         assert len(work.trained()) == 6  # nothing was done twice
+        assert (work.jobs.stats.steps, work.jobs.stats.tokens) == (6, 60)
+        assert (await work.said(job)).count("Checkpoint created at step 3") == 1
 
     run(main, {"hold_at": 3})
 
@@ -114,6 +116,27 @@ def test_a_job_sent_again_is_the_same_job_although_its_file_is_gone(run: Run, tm
         with pytest.raises(InvalidFile):
             await work.jobs.create("me", request, "twice")
         assert [path.name for path in (tmp_path / "finetune" / "jobs").iterdir()] == [job.id]
+
+    run(main, start=False)
+
+
+@pytest.mark.parametrize("name", ["training_file", "validation_file"])
+def test_a_file_that_is_deleted_while_a_job_is_made_of_it_is_an_invalid_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def main(work: Work) -> None:
+        link = work.files.link
+
+        def delete(file_id: str, owner: str, path: Path) -> None:
+            if path.stem == name:
+                work.files.delete(file_id, owner)
+            link(file_id, owner, path)
+
+        monkeypatch.setattr(work.files, "link", delete)
+        with pytest.raises(InvalidFile, match=f"Invalid {name}: No such File object") as error:
+            await work.create(validation_file=put(work.files, PAIR, "me"))
+        assert error.value.param == name
+        assert list((tmp_path / "finetune" / "jobs").iterdir()) == []
 
     run(main, start=False)
 

@@ -15,9 +15,10 @@ from server.files.ballast import BYTES
 from server.finetune import Hyperparameters, Job, Status
 from server.finetune.journal import Journal
 from server.finetune.leases import TRAIN, Leases
+from server.finetune.places import GIVEN_UP, TooManyModelsError
 from server.finetune.records import KEPT_SECONDS
 from server.finetune.setbacks import BUSY_SECONDS, LESS, MAX_CRASHES, MAX_WAIT
-from server.finetune.store import JobStore, TooManyModelsError, WrongStatusError
+from server.finetune.store import JobStore, WrongStatusError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -169,10 +170,14 @@ def test_while_others_are_answered_too_little_memory_is_waited_for(
     run(main, {"raise_at": 3, "error": "out of memory"}, answering_fd=sign.fd)
 
 
-def test_a_job_that_waits_for_room_waits_a_while_lets_others_work_and_is_cancelled_at_once(run: Run) -> None:
+def test_a_job_that_waits_for_room_waits_a_while_lets_others_work_and_is_cancelled_at_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", MAX_WAIT)  # longer than the others take
+
     async def main(work: Work) -> None:
         job = await work.create()
-        await work.told(job, "The server's disk is full. The job waits, and is tried again in 10 s")
+        await work.told(job, "The server's disk is full. The job waits, and is tried again in 300 s")
         waiting = await work.until(job, Status.QUEUED)
         await work.succeeded(await work.create(steps=2))
         assert (await work.jobs.get(job.id, "me")).attempt == waiting.attempt
@@ -292,6 +297,26 @@ def test_a_job_that_has_failed_is_cancelled_while_its_checkpoints_are_kept(tmp_p
         with pytest.raises(WrongStatusError):
             store.cancel(failed.id, 201.0 + KEPT_SECONDS)
         assert store.cancel(failed.id, 201.0).status is Status.CANCELLED
+
+
+def test_what_a_failed_job_keeps_is_given_up_for_a_new_job_that_would_pass_the_limit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
+
+    async def main(work: Work) -> None:
+        failed = await work.failed(await work.create())
+        await work.jobs.supervisor.tidy()
+        assert (work.job_folder(failed) / "run").exists()
+        make_room(work)
+        await work.create()
+        await work.wait(failed, lambda _: not work.job_folder(failed).exists())
+        assert (await work.said(failed))[-1] == GIVEN_UP
+        with pytest.raises(InvalidJobStatus, match="cannot be resumed"):
+            await work.jobs.resume(failed.id, "me")
+
+    run(main, {"raise_at": 3, "error": "out of memory"}, max_live_jobs=1)
 
 
 def test_what_a_failed_job_keeps_goes_when_its_time_is_over_or_it_is_cancelled(

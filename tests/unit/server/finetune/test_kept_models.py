@@ -17,7 +17,7 @@ from server.errors import InsufficientStorage, QuotaExceeded
 from server.files.folder import make_private
 from server.finetune import Hyperparameters, Status
 from server.finetune.folders import DELETED, ORPHAN_SECONDS, Folders
-from server.finetune.store import TooManyModelsError
+from server.finetune.places import TooManyModelsError
 
 pytestmark = pytest.mark.timeout(180)
 

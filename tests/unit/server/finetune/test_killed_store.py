@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_makers import MODEL, PLAN, leases, opened, step
 
-from server.finetune.leases import TRAIN, VALIDATE
+from server.finetune.leases import TRAIN, VALIDATE, Killed, Stage
 from server.finetune.records import Job, Status
 from server.finetune.store import JobStore
 
@@ -48,13 +48,19 @@ def statements(tmp_path_factory: pytest.TempPathFactory) -> int:
 def finish(store: JobStore, job: Job) -> None:
     """What the next server does, long after the lease has lapsed."""
     held, now = leases(store, "server-b"), 1000.0
+
+    def take(stage: Stage, now: float) -> Job:
+        taken = held.claim(stage, MODEL, now)
+        if isinstance(taken, Killed):
+            taken = held.claim(stage, MODEL, now + 100)
+        assert isinstance(taken, Job)
+        return taken
+
     if job.status is Status.VALIDATING:
-        taken = held.claim(VALIDATE, MODEL, now) or held.claim(VALIDATE, MODEL, now + 100)
-        assert taken is not None
+        taken = take(VALIDATE, now)
         held.validated(taken, now, PLAN, 2, "x")
     if not job.status.is_final:
-        taken = held.claim(TRAIN, MODEL, now + 200) or held.claim(TRAIN, MODEL, now + 300)
-        assert taken is not None
+        taken = take(TRAIN, now + 200)
         for number in (1, 2):
             held.stepped(taken, now + 300, step(number), 2, checkpoint=True)
         held.succeeded(taken, now + 301, model="ft:x", trained_tokens=20, result_file="file-1", notes=[])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from job_makers import LEASE, MODEL, PLAN, create, leases, messages, opened, step, training, validated
 
-from server.finetune.leases import TRAIN, VALIDATE, LeaseLostError, Leases
+from server.finetune.leases import TRAIN, VALIDATE, Killed, LeaseLostError, Leases
 from server.finetune.records import Failure, Job, Status
 from server.finetune.setbacks import MAX_CRASHES
 
@@ -63,7 +63,7 @@ def test_a_beat_holds_the_job_for_longer(tmp_path: Path) -> None:
         assert job is not None
         held.beat(job, 105.0)
         assert other.claim(VALIDATE, MODEL, 100.0 + LEASE) is None
-        assert other.claim(VALIDATE, MODEL, 105.0 + LEASE) is None  # it counts the crash, and waits a moment
+        assert other.claim(VALIDATE, MODEL, 105.0 + LEASE) == Killed(failed=False)  # it waits a moment
         assert other.claim(VALIDATE, MODEL, 110.0 + LEASE) is not None
 
 
@@ -75,7 +75,7 @@ def test_a_lease_of_a_server_that_is_gone_counts_no_longer(tmp_path: Path) -> No
         alive = leases(store, "server-b").claim(VALIDATE, MODEL, 100.0)
         assert alive is not None
         other = leases(store, "server-c", gone=["server-a"])
-        assert other.claim(VALIDATE, MODEL, 100.0) is None  # that is a crash, and it waits a moment
+        assert other.claim(VALIDATE, MODEL, 100.0) == Killed(failed=False)  # it waits a moment
         assert "The server or its trainer was killed (crash 1 of 4 without a new checkpoint)" in messages(store)
         taken = other.claim(VALIDATE, MODEL, 101.0)
         assert taken is not None
@@ -94,7 +94,7 @@ def test_whoever_lost_the_job_writes_nothing(tmp_path: Path, write: str, how: st
         if how == "cancelled":
             store.cancel(job.id, 200.0)
         elif how == "taken over":
-            assert other.claim(TRAIN, MODEL, 200.0) is None
+            assert other.claim(TRAIN, MODEL, 200.0) == Killed(failed=False)
             assert other.claim(TRAIN, MODEL, 210.0) is not None
         writer = other if how == "by another server" else held
         before = everything(store)
@@ -255,7 +255,7 @@ def test_a_server_that_is_killed_again_and_again_by_a_job_ends_it(tmp_path: Path
         assert leases(store, "server-0").claim(TRAIN, MODEL, 1000.0) is not None
         for number in range(1, MAX_CRASHES):
             started = leases(store, f"server-{number}")
-            assert started.claim(TRAIN, MODEL, 1000.0 * number + 500) is None  # that is a crash; it waits a moment
+            assert started.claim(TRAIN, MODEL, 1000.0 * number + 500) == Killed(failed=False)  # it waits a moment
             assert started.claim(TRAIN, MODEL, 1000.0 * number + 1000) is not None
-        assert leases(store).claim(TRAIN, MODEL, 1e6) is None
+        assert leases(store).claim(TRAIN, MODEL, 1e6) == Killed(failed=True)
         assert store.get("ftjob-1").status is Status.FAILED

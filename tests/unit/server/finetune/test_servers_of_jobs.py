@@ -6,20 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from working import LIMIT, Run, Work, at_work, is_running, script
 
 from models.training import TrainingPlan
-from server.finetune import Status
+from server.finetune import Job, Status
 from server.finetune.database import connect
 from server.finetune.folders import JobFolder
-from server.finetune.leases import TRAIN, Leases
+from server.finetune.leases import TRAIN, Killed, Leases, Stage
+from server.finetune.setbacks import MAX_CRASHES
 from server.finetune.store import JobStore
 
 pytestmark = pytest.mark.timeout(180)
@@ -62,6 +65,52 @@ def test_a_server_that_closes_without_a_drain_leaves_no_process_and_no_lease(run
     (pid,) = trainers
     assert not is_running(pid)
     run(second, start=False)
+
+
+def test_a_server_that_closes_while_it_takes_up_a_job_gives_it_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, taken, ended = Leases.claim, threading.Event(), threading.Event()
+
+    def claim_slowly(leases: Leases, stage: Stage, *asked: Any) -> Job | Killed | None:
+        job = claim(leases, stage, *asked)
+        if job is not None and stage is TRAIN:
+            taken.set()
+            ended.wait(LIMIT)
+        return job
+
+    async def first(work: Work) -> None:
+        await work.create()
+        await asyncio.to_thread(taken.wait, LIMIT)
+        close = asyncio.create_task(work.jobs.supervisor.close())
+        await asyncio.sleep(0)  # until it has begun
+        ended.set()
+        await close
+
+    async def second(work: Work) -> None:
+        (job,) = await work.jobs.page("me", None, 9, {})
+        assert job.status is Status.QUEUED
+        await work.jobs.start()
+        await work.succeeded(job)
+        assert "crash" not in " ".join(await work.said(job))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Leases, "claim", claim_slowly)
+        run(first)
+    run(second, start=False)
+
+
+def test_kills_that_the_next_server_finds_are_counted(run: Run, tmp_path: Path) -> None:
+    async def main(work: Work) -> None:
+        lost, given_up = await work.create(), await work.create()
+        with closing(connect(tmp_path / "finetune" / "jobs.sqlite3")) as jobs:
+            jobs.execute("UPDATE jobs SET holder = 'dead', lease_until = 1")
+            jobs.execute("UPDATE jobs SET crashes = ? WHERE id = ?", (MAX_CRASHES - 1, given_up.id))
+        await work.jobs.start()
+        assert (await work.failed(given_up)).failure.code == "trainer_crashed"
+        await work.succeeded(lost)
+        assert work.jobs.stats.crashes == 2
+        assert work.jobs.stats.ended == Counter({"failed": 1, "succeeded": 1})
+
+    run(main, start=False)
 
 
 def test_a_server_that_is_closed_while_it_drains_waits_for_no_trainer(
@@ -134,7 +183,7 @@ def test_a_server_whose_lease_was_taken_ends_its_trainer_and_writes_nothing(run:
         store = JobStore(tmp_path / "finetune" / "jobs.sqlite3")  # as another server that finds the lease lapsed
         later = time.time() + 1000
         thief = Leases(store, "thief", 10_000.0, back_off=0.0, is_gone=lambda _: False)
-        assert thief.claim(TRAIN, "base", later) is None
+        assert thief.claim(TRAIN, "base", later) == Killed(failed=False)
         taken = thief.claim(TRAIN, "base", later)
         assert taken is not None
         before = len(store.journal.events(job.id, after=0, before=None, limit=1000))
@@ -179,11 +228,13 @@ def another_server(folder: Path, lease_seconds: float) -> Iterator[tuple[subproc
 
 
 def make_stand_still(server: subprocess.Popen[str], folder: Path) -> None:
-    """Not in the midst of a transaction, which would keep everybody else from the jobs."""
+    """Until its lease has lapsed. Not in the midst of a transaction, which would keep everybody else from the jobs."""
     with closing(connect(folder / "finetune" / "jobs.sqlite3")) as jobs:
         jobs.execute("BEGIN IMMEDIATE")
         server.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, server.pid, os.WSTOPPED)
+        jobs.execute("UPDATE jobs SET lease_until = 0")
+        jobs.execute("COMMIT")
 
 
 def ended(pid: int) -> bool:
@@ -215,20 +266,22 @@ def test_a_server_that_stands_still_loses_its_job_by_its_lease_and_trains_nothin
     run: Run, truth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(tmp_path, monkeypatch, hold_at=3)
-    with another_server(tmp_path, lease_seconds=1.0) as (server, job_id, trainer):
+    with another_server(tmp_path, lease_seconds=1e6) as (server, job_id, trainer):
         make_stand_still(server, tmp_path)  # and not its trainer, which holds the job's folder
 
         async def main(work: Work) -> None:
             job = await work.jobs.get(job_id, "me")
-            await work.wait(
-                job, lambda now: now.attempt >= job.attempt + 2
-            )  # taken, and left to who works in the folder
+            await work.wait(  # taken, and left to who works in the folder
+                job, lambda now: now.attempt == job.attempt + 1 and now.status is Status.QUEUED
+            )
             assert is_running(trainer)
             assert len(work.trained()) == 2
             server.send_signal(signal.SIGCONT)
             await work.wait(job, lambda _: not is_running(trainer))
             work.go_on()
+            await work.jobs.pause(job.id, "me")
+            await work.jobs.resume(job.id, "me")  # and waits no longer
             assert work.weights(await work.succeeded(job)) == truth
             assert Counter(work.trained()) == Counter(f"{job_id} {step}" for step in range(1, 7))
 
-        run(main, {"hold_at": 3}, lease_seconds=1.0)
+        run(main, {"hold_at": 3}, lease_seconds=1e6)

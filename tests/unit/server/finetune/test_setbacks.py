@@ -9,7 +9,7 @@ from working import Run, Work
 
 from server.finetune import Status
 from server.finetune.finishing import Finishing
-from server.finetune.leases import TRAIN
+from server.finetune.leases import TRAIN, Killed
 from server.finetune.setbacks import MAX_BACK_OFF, MAX_CRASHES
 
 pytestmark = pytest.mark.timeout(180)
@@ -24,7 +24,7 @@ def test_servers_killed_after_the_last_checkpoint_are_no_reason_to_give_the_job_
         for number in range(3 * MAX_CRASHES):
             holder = f"server-{number}" if number else "server-a"
             others = leases(store, f"server-{number + 1}", gone=[holder])
-            assert others.claim(TRAIN, MODEL, now) is None  # it waits a moment
+            assert others.claim(TRAIN, MODEL, now) == Killed(failed=False)  # it waits a moment
             now += MAX_BACK_OFF
             assert others.claim(TRAIN, MODEL, now) is not None
         assert messages(store)[-1] == (

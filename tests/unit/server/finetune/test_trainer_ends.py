@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -9,12 +10,21 @@ import msgspec
 import pytest
 from working import Run, Work, is_running
 
+from server.finetune import Job
+from server.finetune.attempt import _ended as ended_by
 from server.finetune.messages import MAX_FRAME_BYTES, Stepped
 from server.finetune.setbacks import MAX_CRASHES
 from server.finetune.worker import NICENESS, OOM_SCORE
 from server.frames import HEADER, frame
 
 pytestmark = pytest.mark.timeout(180)
+
+
+SILENCE = 1000.0  # seconds: longer than any start of a trainer takes
+
+
+def stands_still(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def frame_of(body: bytes) -> bytes:
@@ -134,10 +144,30 @@ def test_a_job_whose_every_trainer_talks_nonsense_fails_and_the_next_one_is_none
 def test_a_trainer_that_stands_still_is_killed_and_followed_by_another(run: Run) -> None:
     async def main(work: Work) -> None:
         job = await work.create()
+        pid = await work.trainer(job, step=2)
+        await work.wait(job, lambda _: stands_still(pid))
+        attempt = work.jobs.supervisor.attempts["train"]
+
+        def has_ended(_: Job) -> bool:
+            attempt._heard -= 2 * SILENCE  # at every look, since what it has said before may only be read now
+            return not is_running(pid)
+
+        await work.wait(job, has_ended)
         await work.succeeded(job)
         assert any("The trainer did not answer any more" in text for text in await work.said(job))
 
-    run(main, {"signal_at": 3, "signal": "SIGSTOP"}, silence_limit=4.0)
+    run(main, {"signal_at": 3, "signal": "SIGSTOP"}, silence_limit=SILENCE)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGSEGV, "The trainer was killed (SIGSEGV)"),
+        (signal.SIGRTMIN + 1, f"The trainer was killed (signal {signal.SIGRTMIN + 1})"),
+    ],
+)
+def test_a_trainer_that_is_killed_by_any_signal_has_crashed(number: int, said: str) -> None:
+    assert ended_by(-number) == said
 
 
 def test_the_trainer_yields_to_the_server(run: Run) -> None:
