@@ -2,6 +2,7 @@
 not know any route but by its path."""
 
 import asyncio
+from collections.abc import Callable
 
 from server.asgi import BODY_METHODS, ASGIApp, Incoming, Message, Receive, Scope, Send, header, send_error, unread
 from server.errors import LongwaveError, PayloadTooLarge, RequestTimeout, ServerOverloaded, UnsupportedMediaType
@@ -25,31 +26,31 @@ class BodyLimit:
             return await self.app(scope, receive, send)
         if scope["method"] == "POST" and scope.get("path") in self.streamed:
             return await self.app(scope, receive, send)
-        chunks: list[bytes] = []
         incoming = Incoming(receive)
+        body = _Body(incoming, self._count)
         try:
-            body = await self._body(scope, incoming, chunks)
-            if isinstance(body, LongwaveError):
-                await send_error(send, body, unread=None if incoming.complete else unread(scope, incoming))
-            elif body is not None:
-                await self.app(scope, _replay(body, receive), send)
+            refusal = await self._read(scope, incoming, body)
+            if refusal is not None:
+                body.give_back()
+                await send_error(send, refusal, unread=None if incoming.complete else unread(scope, incoming))
+            elif body.is_whole:
+                await self.app(scope, body.replay, send)
         finally:
-            self._buffered -= sum(map(len, chunks))
+            body.give_back()
         return None
 
-    async def _body(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> bytes | LongwaveError | None:
-        """None when the client went away: nobody is left to answer."""
+    async def _read(self, scope: Scope, incoming: Incoming, body: "_Body") -> LongwaveError | None:
+        """Why it is refused. One that is not whole then has no client any more: nobody is left to answer."""
         try:
             self._check_headers(scope)
             async with asyncio.timeout(self.timeout):
-                complete = await self._read(receive, chunks)
-            body = b"".join(chunks)
+                await self._take(incoming, body)
             _check_type(scope, body)
         except TimeoutError:
             return RequestTimeout("The request body came too slowly.")
         except LongwaveError as error:
             return error
-        return body if complete else None
+        return None
 
     def _check_headers(self, scope: Scope) -> None:
         encoding = header(scope, b"content-encoding")
@@ -59,43 +60,59 @@ class BodyLimit:
         if length is not None and length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large()
 
-    async def _read(self, receive: Receive, chunks: list[bytes]) -> bool:
-        """False when the client went away."""
-        size, more = 0, True
-        while more:
-            message = await receive()
+    async def _take(self, incoming: Incoming, body: "_Body") -> None:
+        while not body.is_whole:
+            message = await incoming()
             if message["type"] == "http.disconnect":
-                return False
+                return
             chunk = message.get("body", b"")
-            more = message.get("more_body", False)
-            size += len(chunk)
-            if size > self.max_bytes:
+            if body.size + len(chunk) > self.max_bytes:
                 raise self._too_large()
             if self._buffered + len(chunk) > BUFFERED_BODIES * self.max_bytes:
                 raise ServerOverloaded("The server is reading too many large requests. Try again later.")
-            chunks.append(chunk)
-            self._buffered += len(chunk)
-        return True
+            body.add(chunk, is_last=not message.get("more_body", False))
+
+    def _count(self, num_bytes: int) -> None:
+        self._buffered += num_bytes
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"The request body is larger than {self.max_bytes} bytes.")
 
 
-def _check_type(scope: Scope, body: bytes) -> None:
+class _Body:
+    """What has come of one. It counts among all that are in memory until its route asks for what comes after it, which
+    is when it has been read and a client that leaves is looked out for, or until the route has ended."""
+
+    def __init__(self, receive: Receive, count: Callable[[int], None]) -> None:
+        self.size = 0  # of what counts
+        self.is_whole = False
+        self._receive = receive
+        self._count = count
+        self._chunks: list[bytes] = []
+        self._handed_on = False
+
+    def add(self, chunk: bytes, *, is_last: bool) -> None:
+        self._chunks.append(chunk)
+        self.size += len(chunk)
+        self.is_whole = is_last
+        self._count(len(chunk))
+
+    def give_back(self) -> None:
+        self._count(-self.size)
+        self.size = 0
+        self._chunks.clear()
+
+    async def replay(self) -> Message:
+        """The whole body as one message, then whatever comes: a disconnect."""
+        if self._handed_on:
+            self.give_back()
+            return await self._receive()
+        self._handed_on = True
+        whole, self._chunks = b"".join(self._chunks), []
+        return {"type": "http.request", "body": whole, "more_body": False}
+
+
+def _check_type(scope: Scope, body: _Body) -> None:
     media_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
-    if body and media_type != "application/json":
+    if body.size and media_type != "application/json":
         raise UnsupportedMediaType("The request body must be JSON: send `Content-Type: application/json`.")
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The whole body as one message, then whatever comes: a disconnect."""
-    replayed = False
-
-    async def replay() -> Message:
-        nonlocal replayed
-        if replayed:
-            return await receive()
-        replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

@@ -48,9 +48,9 @@ def connection_limits() -> tuple[int, int]:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, but a connection is closed that takes too long to ask for something, or to read what is ready
-    for it: its answer would hold a place among those that are served for as long as the client likes. One too many is
-    refused at once."""
+    """uvicorn's HTTP/1.1, but a connection is closed that takes too long to ask for something, or to read any of what
+    is ready for it: its answer would hold a place among those that are served for as long as the client likes. One too
+    many is refused at once."""
 
     most: int = sys.maxsize  # connections of this server
     header_timeout: float = 30.0
@@ -81,7 +81,7 @@ class ImpatientProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(self.read_timeout, self.transport.abort)
+        self._expect_reading(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -157,6 +157,17 @@ class ImpatientProtocol(H11Protocol):
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
+
+    def _expect_reading(self, unread: int) -> None:
+        """Of any part of these bytes: a long answer may take a client several times as long."""
+        self._reading = self.loop.call_later(self.read_timeout, self._look_at_reading, unread)
+
+    def _look_at_reading(self, unread: int) -> None:
+        still_unread = self.transport.get_write_buffer_size()
+        if still_unread < unread:
+            self._expect_reading(still_unread)
+        else:
+            self.transport.abort()
 
     def _was_read(self) -> None:
         if self._reading is not None:

@@ -24,6 +24,7 @@ PAGE = frozenset({"/", "/web/app.js", "/web/attachments.js", "/web/style.css"})
 OPEN_PATHS = PAGE | {"/health", "/health/live", "/health/ready", "/health/startup"}
 POLLED = ("/health", "/metrics")  # asked every few seconds: logged when the answer is another than before
 ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?(?P<host>[^/@]+)(?P<path>/.*)?", re.IGNORECASE)
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody receives it, the access log and the metrics show it
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -82,12 +83,12 @@ class RequestContext:
                 raise  # the reply has begun: all that is left is to break it off
             await send_error(send_with_id, RequestFailedError(f"The server failed. Request id: {request_id}"))
         finally:
-            self._log(scope, request_id, status, time.monotonic() - arrival)
+            self._log(scope, request_id, status or CLIENT_CLOSED_REQUEST, time.monotonic() - arrival)
         return None
 
     def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
-        self.metrics.observe_http(route, scope["method"] if route != "unmatched" else "any", status, seconds)
+        self.metrics.observe_http(route, scope["method"], status, seconds)
         # The route and never the raw path or query: they are the caller's text.
         level = logging.INFO
         if route.startswith(POLLED):

@@ -32,7 +32,7 @@ class Settings(BaseSettings):
 
     model: str = Field(BUNDLED_MODEL, min_length=1, max_length=4096, description="Bundled name, folder or hub id.")
     served_model_name: ModelNames = Field(
-        (), max_length=16, description="Names clients may ask for; the first is the one replies carry."
+        (), max_length=16, description="Names clients may ask for; replies carry the one asked for, metrics the first."
     )
     cache_dir: Folder = Field(
         None, description="Compiled kernels and the converted bundled model; default: longwave in the user's cache."

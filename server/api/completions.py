@@ -10,7 +10,8 @@ from server.api.sse import answer
 from server.schemas.completion_reply import CompletionReply
 from server.schemas.completions import Completion, CompletionRequest
 from server.schemas.failure import BODY_FAILURES
-from server.text.generation import Job
+from server.text.generation import Generation, Job
+from server.text.generator import Generator
 
 router = APIRouter(route_class=StrictJSONRoute, tags=["completions"])
 
@@ -32,14 +33,24 @@ async def create_completion(
         cache_salt=origin.cache_salt,
         adapter=lifecycle.adapter_name(body.model),
     )
+    generation, echoes = await until_disconnect(request.receive, _opened(generator, job, echo=bool(body.echo)))
     reply = CompletionReply(
         id=job.request_id,
         model=body.model,
         created=origin.created,
-        echoes=await generator.prompt_texts(job) if body.echo else [""] * job.num_choices,
+        echoes=echoes,
         logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
     )
-    generation = await until_disconnect(request.receive, generator.open(job))
     interval = lifecycle.settings.ping_interval
     return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)
+
+
+async def _opened(generator: Generator, job: Job, *, echo: bool) -> tuple[Generation, list[str]]:
+    """What is put in front of the choices is made once the job has its place."""
+    generation = await generator.open(job)
+    try:
+        return generation, await generator.prompt_texts(job) if echo else [""] * job.num_choices
+    except BaseException:
+        await generation.aclose()
+        raise

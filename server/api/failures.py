@@ -10,11 +10,12 @@ from starlette.routing import Match
 
 from server.api.disconnect import ClientDisconnected
 from server.engine.token_ids import TokenIds
-from server.errors import InvalidRequest, LongwaveError, MethodNotAllowed, RouteNotFound
+from server.errors import InvalidRequest, LongwaveError, MethodNotAllowed, RouteNotFound, UnsupportedParameter
+from server.middleware import CLIENT_CLOSED_REQUEST
+from server.schemas.wire import UNSUPPORTED
 
 MAX_PARAM_CHARACTERS = 256
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody receives it, the access log shows it
 
 
 def install(app: FastAPI) -> None:
@@ -60,8 +61,12 @@ def _on_invalid(_request: Request, error: Exception) -> Response:
 
 
 def invalid_request(details: Any, body: Any) -> InvalidRequest:
-    """The most telling of pydantic's complaints: of a union's branches, the one whose JSON type is the body's, if there
-    is one, and of several the one that came furthest into the body."""
+    """The most telling of pydantic's complaints: a field that is not served; else of a union's branches the one whose
+    JSON type is the body's, if there is one, and of several the one that came furthest into the body."""
+    for detail in details:
+        if detail["type"] == UNSUPPORTED:
+            param = _spell([*_path(detail, body), detail["ctx"]["name"]])
+            return UnsupportedParameter(f"Unsupported parameter: '{param}' is not served here.", param=param)
     paths = [(_path(detail, body), detail) for detail in details]
     path, detail = max(paths, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
     param = _spell(path)

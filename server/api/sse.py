@@ -5,12 +5,12 @@ Headers go out at once; silence is broken by `:` lines; `[DONE]` is only ever wr
 reading is cut off: its place among the open requests is another's.
 """
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, closing
-from dataclasses import replace
 from typing import Protocol
 
 from starlette.requests import Request
@@ -18,8 +18,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.disconnect import ClientDisconnected, until_disconnect
+from server.api.piecewise import PiecewiseJSON
 from server.errors import LongwaveError
 from server.patience import Patience
+from server.schemas.whole_choice import WholeChoice
 from server.text.choice import TextDelta
 from server.text.generation import Generation, Usage
 
@@ -33,17 +35,19 @@ DONE = b"data: [DONE]\n\n"
 #: In a JSON document they are inside of strings. To Python's splitlines, by which clients read lines, they end one.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 STALL_LIMIT = 60.0  # seconds that a client may take to read what fills its connection's buffers
+LOGPROBS_AT_ONCE = 64  # tokens, with all their alternatives: written in a few milliseconds
 
 logger = logging.getLogger("longwave")
 
 
 class Reply(Protocol):
-    """How an endpoint writes what was generated; every string is one JSON document."""
+    """How an endpoint writes what was generated; every string is one JSON document, and the pieces of `whole` are."""
 
     def opening(self) -> Iterable[str]: ...
     def chunks(self, delta: TextDelta) -> Iterable[str]: ...
     def closing(self, usage: Usage) -> Iterable[str]: ...
-    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> str: ...
+    def whole_choice(self, index: int) -> WholeChoice: ...
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | bytearray]: ...
 
 
 async def answer(
@@ -52,10 +56,10 @@ async def answer(
     if stream:
         return EventStream(generation, reply, ping_interval)
     try:
-        whole = await until_disconnect(request.receive, _collect(generation, reply))
+        pieces = await until_disconnect(request.receive, _collect(generation, reply))
     finally:
         await generation.aclose()
-    return Response(whole, media_type="application/json")
+    return PiecewiseJSON(pieces)
 
 
 class EventStream(Response):
@@ -111,17 +115,15 @@ async def _events(generation: Generation, reply: Reply, ping_interval: float) ->
     yield DONE
 
 
-async def _collect(generation: Generation, reply: Reply) -> str:
-    deltas: list[list[TextDelta]] = [[] for _ in generation.requests]
+async def _collect(generation: Generation, reply: Reply) -> Sequence[bytes | bytearray]:
+    choices = [reply.whole_choice(index) for index in range(len(generation.requests))]
     while (delta := await generation.next()) is not None:
-        deltas[delta.index].append(delta)
-    return reply.whole([_join(parts) for parts in deltas], generation.usage)
-
-
-def _join(deltas: Sequence[TextDelta]) -> TextDelta:
-    text = "".join(delta.text for delta in deltas)
-    details = tuple(detail for delta in deltas for detail in delta.details)
-    return replace(deltas[-1], text=text, details=details)
+        choice = choices[delta.index]
+        choice.add_text(delta)
+        for at in range(0, len(delta.details), LOGPROBS_AT_ONCE):
+            choice.add_logprobs(delta.details[at : at + LOGPROBS_AT_ONCE])
+            await asyncio.sleep(0)
+    return list(reply.whole(choices, generation.usage))
 
 
 def _event(data: str) -> bytes:

@@ -14,6 +14,7 @@ from server.schemas.chat import (
 )
 from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.usage import UsageInfo
+from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
 from server.text.generation import Usage
 
@@ -48,8 +49,11 @@ class ChatReply:
         if self.include_usage:
             yield self._chunk([], UsageInfo.of(usage))
 
-    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> str:
-        return ChatCompletion(
+    def whole_choice(self, index: int) -> WholeChoice:
+        return WholeChoice(index, ChoiceLogprobs.of if self.logprobs else None)
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | bytearray]:
+        document = ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.model,
@@ -57,13 +61,14 @@ class ChatReply:
                 ChatChoice(
                     index=choice.index,
                     message=AnswerMessage(content=choice.text),
-                    logprobs=ChoiceLogprobs.of(choice.details) if self.logprobs else None,
+                    logprobs=None,
                     finish_reason=choice.finish_reason or "stop",
                 )
                 for choice in choices
             ],
             usage=UsageInfo.of(usage),
-        ).model_dump_json()
+        )
+        return with_logprobs(document.model_dump_json(), choices)
 
     def _template(self, index: int) -> ChunkTemplate:
         known = self._templates.get(index)

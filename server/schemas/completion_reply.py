@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
 from server.schemas.usage import UsageInfo
+from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
 from server.text.generation import Usage
 
@@ -33,7 +34,7 @@ class CompletionReply:
             choice = CompletionChoice(
                 index=delta.index,
                 text=delta.text,
-                logprobs=self._logprobs(delta) if delta.details else None,
+                logprobs=CompletionLogprobs.of(delta.details) if self.logprobs and delta.details else None,
                 finish_reason=delta.finish_reason,
             )
             yield self._chunk([choice])
@@ -42,8 +43,11 @@ class CompletionReply:
         if self.include_usage:
             yield self._chunk([], UsageInfo.of(usage))
 
-    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> str:
-        return Completion(
+    def whole_choice(self, index: int) -> WholeChoice:
+        return WholeChoice(index, CompletionLogprobs.of if self.logprobs else None)
+
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | bytearray]:
+        document = Completion(
             id=self.id,
             created=self.created,
             model=self.model,
@@ -51,16 +55,13 @@ class CompletionReply:
                 CompletionChoice(
                     index=choice.index,
                     text=self.echoes[choice.index] + choice.text,
-                    logprobs=self._logprobs(choice),
                     finish_reason=choice.finish_reason,
                 )
                 for choice in choices
             ],
             usage=UsageInfo.of(usage),
-        ).model_dump_json()
-
-    def _logprobs(self, delta: TextDelta) -> CompletionLogprobs | None:
-        return CompletionLogprobs.of(delta.details) if self.logprobs else None
+        )
+        return with_logprobs(document.model_dump_json(), choices)
 
     def _template(self, index: int) -> ChunkTemplate:
         known = self._templates.get(index)

@@ -3,14 +3,16 @@
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from server.engine.token_ids import TokenIds
-from server.errors import InvalidRequest, UnsupportedParameter
+from server.errors import InvalidRequest
 
 MAX_TEXT = 16 * 2**20  # characters of one text; the body limit is usually nearer
 MAX_KEYS = 128  # keys of one object: more is an attack, and each would cost an error message
 MAX_TOKEN_IDS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
+UNSUPPORTED = "unsupported_parameter"  # the error's type; pydantic knows in which object, and its context has the name
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -51,7 +53,7 @@ class RequestModel(WireModel):
             raise InvalidRequest(f"An object of the request has {len(body)} keys; at most {MAX_KEYS} are read.")
         for name in body.keys() & cls.unsupported.keys():
             if not any(_same(body[name], neutral) for neutral in (None, *cls.unsupported[name])):
-                raise UnsupportedParameter(f"Unsupported parameter: '{name}' is not served here.", param=name)
+                raise PydanticCustomError(UNSUPPORTED, "'{name}' is not served here", {"name": name})
         dropped = cls.harmless | cls.unsupported.keys()
         return {name: value for name, value in body.items() if name not in dropped}
 

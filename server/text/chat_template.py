@@ -13,6 +13,8 @@ from server.errors import InvalidRequest, NoChatTemplate
 from server.text.tokenizer import TextTokenizer
 
 MESSAGE_FRAME = 32  # characters that a template puts around a message, more or less
+#: What its expressions raise on messages that it was not written for, `content + 1`.
+TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +126,6 @@ def render_chat(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_ge
                 add_generation_prompt=add_generation_prompt,
             )
         )
-    except jinja2.TemplateError as error:
-        raise InvalidRequest(f"The model's chat template refuses these messages: {error}", param="messages") from error
+    except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
+        said = error if isinstance(error, jinja2.TemplateError) else repr(error)
+        raise InvalidRequest(f"The model's chat template refuses these messages: {said}", param="messages") from error

@@ -58,6 +58,7 @@ class ChoiceText:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt_token_ids)
         self._stop = StopMatcher(stop)
+        self._has_stop = bool(stop)
         self._min_tokens = min_tokens
         self._num_characters = 0  # whole ones, of the tokens so far, also those that may begin a stop string
 
@@ -87,7 +88,11 @@ class ChoiceText:
         text = self._detokenizer.feed((token_id,))
         self._num_characters += len(text)
         # As in vLLM: a stop string counts that ends after min_tokens, wherever it begins.
-        result = self._stop.feed(text, may_stop=self.num_tokens > self._min_tokens)
+        may_stop = self.num_tokens > self._min_tokens
+        result = self._stop.feed(text, may_stop=may_stop)
+        if self._has_stop and may_stop and result.stopped is None:
+            last = self._stop.feed_if_it_stops(self._detokenizer.held())
+            return result.text + last.text, last.stopped is not None
         return result.text, result.stopped is not None
 
     def _finish(self) -> tuple[str, bool]:

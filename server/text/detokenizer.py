@@ -1,15 +1,16 @@
-"""Token ids, a few at a time, to text that never shows half a character. join(deltas) == decode(all ids).
-Must not know stop strings or requests."""
+"""Token ids, a few at a time, to text that never shows half a character. join(deltas) == decode(all ids), unless a long
+run of bytes breaks after its beginning was shown. Must not know stop strings or requests."""
 
 import codecs
 from collections.abc import Sequence
+from itertools import dropwhile
 from typing import Protocol
 
 from server.text.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders put for bytes that are no UTF-8 (yet)
 NUM_CONTEXT_TOKENS = 6  # prompt tokens that decide how the first generated one is spelled (leading spaces)
-LONGEST_UNFINISHED = 64  # tokens: a longer run of lone bytes is shown as it is, or a stream could stall for ever
+LONGEST_UNFINISHED = 64  # tokens: of a longer run of bytes, whole characters are shown; no stream stalls for ever
 
 
 class Detokenizer(Protocol):
@@ -17,6 +18,10 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """What was held back: bytes that never became a character."""
+        ...
+
+    def held(self) -> str:
+        """What is held back although it may be whole: it is text if nothing follows."""
         ...
 
 
@@ -35,6 +40,9 @@ class ByteDetokenizer:
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
+    def held(self) -> str:
+        return ""
+
 
 class WindowDetokenizer:
     """For every other vocabulary: decodes a short window twice, with and without the new tokens, and shows the rest.
@@ -45,7 +53,7 @@ class WindowDetokenizer:
 
     def __init__(self, tokenizer: TextTokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window = [token for token in context[-NUM_CONTEXT_TOKENS:] if token not in tokenizer.special_ids]
+        self._window = self._end_of(context)
         self._num_shown = len(self._window)  # tokens at the window's start whose text is shown
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -53,24 +61,66 @@ class WindowDetokenizer:
         return "".join(self._feed_one(token) for token in token_ids if token not in skipped)
 
     def finish(self) -> str:
-        return self._show() if self._num_shown < len(self._window) else ""
+        return self._show(len(self._window)) if self._num_shown < len(self._window) else ""
+
+    def held(self) -> str:
+        end = len(self._window)
+        may_be_whole = end > self._num_shown and self._tokenizer.is_byte_fallback(self._window[-1])
+        return self._text(end) if may_be_whole and self._num_whole(self._window) == end else ""
 
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
-        may_wait = len(self._window) - self._num_shown < LONGEST_UNFINISHED
-        return "" if may_wait and self._is_unfinished(token_id) else self._show()
+        if len(self._window) - self._num_shown >= LONGEST_UNFINISHED:
+            return self._show(self._num_whole(self._window))
+        return "" if self._is_unfinished(token_id) else self._show(len(self._window))
 
     def _is_unfinished(self, token_id: int) -> bool:
         """In a run of byte tokens, one bad byte makes all of them U+FFFD: none is certain before the run ends."""
         is_byte = self._tokenizer.is_byte_fallback(token_id)
         return is_byte or self._tokenizer.decode(self._window).endswith(REPLACEMENT)
 
-    def _show(self) -> str:
-        before = self._tokenizer.decode(self._window[: self._num_shown])
-        text = self._tokenizer.decode(self._window)[len(before) :]
-        self._window = self._window[self._num_shown :]
-        self._num_shown = len(self._window)
+    def _show(self, end: int) -> str:
+        text = self._text(end)
+        self._window, self._num_shown = self._window[self._num_shown :], end - self._num_shown
         return text
+
+    def _text(self, end: int) -> str:
+        """Of the window's tokens up to `end` that are not shown."""
+        before = self._tokenizer.decode(self._window[: self._num_shown])
+        text = self._tokenizer.decode(self._window[:end])
+        if not text.startswith(before):  # what follows broke the run that was shown: it is U+FFFD for each byte now
+            run = self._run_start(self._window, self._num_shown)
+            before = self._tokenizer.decode(self._window[:run]) + REPLACEMENT * (self._num_shown - run)
+        return text[len(before) :]
+
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """From the beginning of a run of bytes, or of a character in it where the run is long, to a whole character."""
+        skipped, end = self._tokenizer.special_ids, context[-NUM_CONTEXT_TOKENS - LONGEST_UNFINISHED :]
+        known = [token for token in end if token not in skipped]
+        if len(end) < len(context):
+            known = list(dropwhile(self._continues_character, known))
+        start = self._run_start(known, max(0, len(known) - NUM_CONTEXT_TOKENS))
+        return known[start : self._num_whole(known)]
+
+    def _run_start(self, tokens: Sequence[int], end: int) -> int:
+        """Where the run of byte tokens in front of `end` begins."""
+        while end and self._tokenizer.is_byte_fallback(tokens[end - 1]):
+            end -= 1
+        return end
+
+    def _num_whole(self, tokens: Sequence[int]) -> int:
+        """How many of them come before the unfinished character of a run of bytes that ends them: all, if it has none,
+        or is broken."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            for token in tokens[self._run_start(tokens, len(tokens)) :]:
+                decoder.decode(self._tokenizer.token_bytes(token))
+        except UnicodeDecodeError:
+            return len(tokens)
+        return len(tokens) - len(decoder.getstate()[0])
+
+    def _continues_character(self, token_id: int) -> bool:
+        return self._tokenizer.is_byte_fallback(token_id) and self._tokenizer.token_bytes(token_id)[0] & 0xC0 == 0x80
 
 
 def detokenizer_for(tokenizer: TextTokenizer, context: Sequence[int]) -> Detokenizer:

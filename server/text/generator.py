@@ -77,8 +77,8 @@ class Generator:
             yield
 
     async def prompt_texts(self, job: Job) -> list[str]:
-        """For each choice of a text job, its prompt as text."""
-        texts = [await self._text(job, prompt) for prompt in job.prompts]
+        """For each choice of a text job that is open, so that its prompts fit, its prompt as text."""
+        texts = [await self._text(prompt) for prompt in job.prompts]
         return [text for text in texts for _ in range(job.n)]
 
     async def idle(self) -> None:
@@ -150,12 +150,10 @@ class Generator:
             for choice in range(job.n)
         ]
 
-    async def _text(self, job: Job, prompt: Prompt) -> str:
+    async def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
             return prompt
         tokens = await self.encode(prompt)
-        with _about(job.prompt_field):
-            self._admission.check_at_least(len(tokens))
         return await self.tokenizer.in_thread(partial(self.tokenizer.decode, tokens), len(tokens))
 
     def _max_tokens(self, job: Job, num_prompt_tokens: int) -> int:

@@ -58,6 +58,17 @@ class StopMatcher:
         self._held = buffer[safe:]
         return StopResult(buffer[:safe])
 
+    def feed_if_it_stops(self, text: str) -> StopResult:
+        """As `feed` when a stop string ends in `text`; otherwise no text at all, and nothing was fed."""
+        held, matched = self._held, [automaton.matched for automaton in self._automata]
+        result = self.feed(text)
+        if result.stopped is not None:
+            return result
+        self._held = held
+        for automaton, number in zip(self._automata, matched, strict=True):
+            automaton.matched = number
+        return StopResult("")
+
     def finish(self) -> str:
         """The text ended without a stop string: what was held back is text."""
         held, self._held = self._held, ""

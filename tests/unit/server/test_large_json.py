@@ -19,7 +19,7 @@ MOST = 1000
 LONG = list(range(LONG_LIST_BYTES))
 FILLER = " " * SMALL_BYTES
 MILLIONS = b"1," * 4_000_000 + b"1"
-PATIENCE = 0.15  # seconds of this process's CPU, its client's too: to read these bodies at once takes twice as much
+PATIENCE = 0.15  # seconds of the loop's thread: to read these bodies at once takes twice as much
 
 
 def read(body: str | bytes, most: int = MOST) -> Any:
@@ -99,16 +99,16 @@ def test_what_stands_in_a_string_is_not_counted(text: str) -> None:
 
 
 def slowest_turn(server: LiveServer, path: str, body: bytes) -> tuple[int, Any, float]:
-    """Status, reply, and the longest that the event loop did not come round meanwhile, in seconds of CPU time: what
-    other processes take is nobody's fault."""
+    """Status, reply, and the longest that the event loop did not come round meanwhile, in seconds of its thread's CPU
+    time: what other threads and processes take is nobody's fault."""
     slowest, ended = 0.0, False
 
     async def watch() -> None:
         nonlocal slowest
         while not ended:
-            before = time.process_time()
+            before = time.thread_time()
             await asyncio.sleep(0.001)
-            slowest = max(slowest, time.process_time() - before)
+            slowest = max(slowest, time.thread_time() - before)
 
     watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
     with server.client() as client:

@@ -1,7 +1,8 @@
 import re
+import socket
 
 import pytest
-from scripted_engine import LiveServer, Script, wait_until
+from scripted_engine import LiveServer, Script, live_server, wait_until
 
 # vLLM's names, which dashboards know, under our prefix.
 COUNTERS = [
@@ -110,6 +111,22 @@ def test_http_replies_are_counted_by_route_not_by_path(server: LiveServer) -> No
     assert 'handler="unmatched",method="other"' in text
     assert "anything-at-all" not in text
     assert "BREW" not in text
+
+
+def test_what_is_refused_before_its_route_keeps_its_method() -> None:
+    with live_server(api_key="a-key") as server, server.client() as client:
+        assert client.post("/v1/completions", json={}).status_code == 401
+        text = client.get("/metrics", headers={"authorization": "Bearer a-key"}).text
+    assert 'http_requests_total{handler="unmatched",method="POST",status="401"} 1.0' in text
+
+
+def test_a_client_that_leaves_while_it_uploads_is_counted_as_gone(server: LiveServer) -> None:
+    sample = 'http_requests_total{handler="unmatched",method="POST",status="499"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head)
+    wait_until(lambda: sample in scrape(server))
+    assert 'status="0"' not in scrape(server)
 
 
 def test_a_callers_words_make_no_new_series(server: LiveServer) -> None:

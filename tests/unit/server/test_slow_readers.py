@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import LIMIT, settings, wait_until
+from uvicorn.server import ServerState
 
 from server.connections import ImpatientProtocol
 from server.process import Server, uvicorn_config
@@ -78,6 +79,40 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
     with answering() as answers, answers.connect():
         assert answers.left.wait(LIMIT)
         wait_until(lambda: not answers.server.server_state.connections)
+
+
+class Draining(asyncio.Transport):
+    """Its buffer has these sizes, one after the other."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes = list(sizes)
+        self.aborted = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.sizes.pop(0)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def test_whoever_reads_slowly_is_not_cut() -> None:
+    async def main() -> None:
+        config = uvicorn_config(_nothing, settings())
+        config.load()
+        connection = ImpatientProtocol(config, ServerState(), {})
+        connection.read_timeout = 0.0
+        transport = Draining(9, 8, 5, 1, 1)
+        connection.connection_made(transport)
+        connection.pause_writing()
+        await asyncio.wait_for(transport.aborted.wait(), LIMIT)
+        assert transport.sizes == []
+
+    asyncio.run(main())
+
+
+async def _nothing(_scope: Any, _receive: Any, _send: Any) -> None:
+    raise AssertionError
 
 
 def test_whoever_reads_is_not_cut_later() -> None:

@@ -183,6 +183,21 @@ def test_what_is_not_served_is_refused_by_name(server: LiveServer, field: str, v
     assert (error["code"], error["param"]) == ("unsupported_parameter", field)
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+        ({"messages": [*CHAT["messages"], {"role": "assistant", "audio": {}}]}, "messages[1].audio"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"stream_options": {"continuous_usage_stats": True}, "n": 0}, "stream_options.continuous_usage_stats"),
+    ],
+)
+def test_what_is_not_served_is_named_where_it_stands(server: LiveServer, change: dict[str, Any], param: str) -> None:
+    error = refused(server, "/v1/chat/completions", {**CHAT, **change})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+    assert error["message"] == f"Unsupported parameter: '{param}' is not served here."
+
+
 def test_images_are_refused_by_name(server: LiveServer) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
     error = refused(server, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [part]}]})

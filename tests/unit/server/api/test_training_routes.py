@@ -175,7 +175,7 @@ def test_wrong_calls_are_refused_with_the_fields_name_and_take_no_number(
     [
         ({"base_model": "gpt-5"}, 404, "model"),
         ({"base_model": MODEL, "lora_config": {"rank": 32}}, 400, "lora_config.rank"),
-        ({"base_model": MODEL, "lora_config": {"rank": 8, "train_unembed": True}}, 400, "train_unembed"),
+        ({"base_model": MODEL, "lora_config": {"rank": 8, "train_unembed": True}}, 400, "lora_config.train_unembed"),
         ({"base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}, "seed": 2}, 400, "seed"),
     ],
 )

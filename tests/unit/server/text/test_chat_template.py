@@ -161,6 +161,25 @@ def test_a_template_that_refuses_is_the_callers_error() -> None:
         encode(TextTokenizer(source), Message("user", "x"))
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ messages[0]['content'] % 'y' }}", "TypeError"),
+        ("{{ '%(name)s' % dict() }}", "KeyError"),
+        ("{{ messages[0]['content'].index('y') }}", "ValueError"),
+        ("{{ 1 // (messages | length - 1) }}", "ZeroDivisionError"),
+        ("{% macro again(m) %}{{ again(m) }}{% endmacro %}{{ again(messages) }}", "RecursionError"),
+    ],
+)
+def test_a_template_that_fails_on_the_messages_refuses_them(template: str, said: str) -> None:
+    source = tiny_tokenizer()
+    source.chat_template = template
+    with pytest.raises(InvalidRequest, match=f"refuses these messages: {said}") as failure:
+        encode(TextTokenizer(source), Message("user", "x"))
+    assert (failure.value.status, failure.value.param) == (400, "messages")
+
+
 def test_a_model_without_template_points_to_completions() -> None:
     source = tiny_tokenizer()
     source.chat_template = None

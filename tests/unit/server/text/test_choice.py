@@ -1,4 +1,5 @@
 import pytest
+from test_detokenizer import sentencepiece_like
 
 from models.batch import TokenLogprobs
 from server.engine.messages import TokenDelta
@@ -28,6 +29,40 @@ def test_a_stop_token_is_counted_and_not_shown(tokenizer: TextTokenizer) -> None
 def test_a_stop_string_in_held_bytes_at_the_end_still_stops(tokenizer: TextTokenizer) -> None:
     choice = ChoiceText(tokenizer, 0, stop=["\ufffd"])
     assert choice.feed(delta(b"a\xe6", finish_reason="length")).finish_reason == "stop"
+
+
+def byte_fallback(text: str, **fields: object) -> TokenDelta:
+    return TokenDelta("r", [3 + byte for byte in text.encode()], **fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown", "num_tokens"),
+    [
+        ("\n", "\n", "", 1),
+        ("a\n\nb", "\n\n", "a", 3),
+        ("a\nb", "a\n", "", 2),
+        ("日本語", "本", "日", 6),
+        ("日本語", "語本", "日本語", 9),
+        ("日本語", "\ufffd", "日本語", 9),
+    ],
+)
+def test_a_stop_string_of_byte_tokens_stops_at_its_last_one(text: str, stop: str, shown: str, num_tokens: int) -> None:
+    """Their text is held back, as a broken byte after them would change it; but nothing comes after a stop."""
+    tokenizer = sentencepiece_like()
+    choice = ChoiceText(tokenizer, 0, stop=[stop])
+    logprobs = [TokenLogprobs(-1.0, 1, ()) for _ in text.encode()]
+    result = choice.feed(byte_fallback(text, logprobs=logprobs, finish_reason="length"))
+    assert (result.text, result.finish_reason) == (shown, "length" if shown == text else "stop")
+    assert choice.num_tokens == len(result.details) == num_tokens
+
+
+def test_held_bytes_that_do_not_stop_are_text_once() -> None:
+    tokenizer = sentencepiece_like()
+    choice = ChoiceText(tokenizer, 0, stop=["\n\n", "x"])
+    hello = tokenizer.source.convert_tokens_to_ids("hello")
+    first = choice.feed(byte_fallback("a\n"))
+    second = choice.feed(TokenDelta("r", [hello], None, "length"))
+    assert first.text + second.text == "a\nhello"
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: TextTokenizer) -> None:

@@ -4,7 +4,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, detokenizer_for
+from server.text.detokenizer import (
+    LONGEST_UNFINISHED,
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    detokenizer_for,
+)
 from server.text.tokenizer import TextTokenizer
 
 NUM_SEQUENCES = 10_000
@@ -82,6 +88,45 @@ def test_window_shows_the_space_that_the_prompt_makes_visible() -> None:
     hello, world = (tokenizer.source.convert_tokens_to_ids(piece) for piece in ("▁hello", "▁world"))
     assert detokenizer_for(tokenizer, [hello]).feed([world]) == " world"
     assert detokenizer_for(tokenizer, []).feed([world]) == "world"
+
+
+@pytest.mark.parametrize("text", ["ကခဂ" * 100, "ภาษาไทย" * 40, "👩‍👩‍👧" * 30, "aé日🙂" * 50])
+def test_a_long_run_of_bytes_is_shown_by_whole_characters(text: str) -> None:
+    tokenizer = sentencepiece_like()
+    detokenizer = WindowDetokenizer(tokenizer, [tokenizer.source.convert_tokens_to_ids("hello")])
+    shown = ""
+    for number, byte in enumerate(text.encode(), start=1):
+        shown += detokenizer.feed([3 + byte])
+        assert text.startswith(shown)
+        assert number - len(shown.encode()) < LONGEST_UNFINISHED
+    assert shown + detokenizer.finish() == text
+
+
+def test_what_was_shown_of_a_run_of_bytes_stays_when_it_breaks() -> None:
+    tokenizer = sentencepiece_like()
+    hello = tokenizer.source.convert_tokens_to_ids("hello")
+    text = "က" * 25  # 75 bytes
+    detokenizer = WindowDetokenizer(tokenizer, [hello])
+    shown = detokenizer.feed([3 + byte for byte in text.encode()])
+    assert shown == "က" * 21
+    assert detokenizer.feed([3 + 0xFF, hello]) == "\ufffd" * (12 + 1) + "hello"
+
+
+@pytest.mark.parametrize("prompt", ["🎉🎉", "日本", "🎉é", "🎉" * 40, "日" * 23 + "🎉"])
+@pytest.mark.parametrize("answer", ["\n", "🎉"])
+def test_an_answer_after_bytes_is_what_it_says(prompt: str, answer: str) -> None:
+    """However many of them there are, and wherever the last few tokens of the prompt begin."""
+    tokenizer = sentencepiece_like()
+    hello = tokenizer.source.convert_tokens_to_ids("hello")
+    detokenizer = WindowDetokenizer(tokenizer, [1, hello, *(3 + byte for byte in prompt.encode())])
+    assert detokenizer.feed([*(3 + byte for byte in answer.encode()), hello]) == answer + "hello"
+
+
+def test_a_character_that_the_prompt_begins_takes_nothing_from_the_answer() -> None:
+    tokenizer = sentencepiece_like()
+    hello = tokenizer.source.convert_tokens_to_ids("hello")
+    first, second, third = (3 + byte for byte in "日".encode())
+    assert WindowDetokenizer(tokenizer, [hello, first, second]).feed([third, hello]) == "\ufffdhello"
 
 
 def test_endless_broken_bytes_are_not_held_for_ever() -> None:

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from server.text.stop import StopMatcher
+from server.text.stop import StopMatcher, StopResult
 
 
 def run(stop: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
@@ -76,3 +76,13 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string() -> None:
 
 def test_without_stop_strings_nothing_is_held() -> None:
     assert StopMatcher([]).feed("anything").text == "anything"
+
+
+def test_what_stops_is_fed_and_what_does_not_is_not() -> None:
+    matcher = StopMatcher(["abc", "cd"])
+    assert matcher.feed("xa").text == "x"
+    assert matcher.feed_if_it_stops("b") == StopResult("")
+    assert matcher.feed_if_it_stops("e") == StopResult("")
+    assert matcher.feed("bd").text == "abd"
+    assert matcher.feed("c").text == ""
+    assert matcher.feed_if_it_stops("cde") == StopResult("c", "cd")

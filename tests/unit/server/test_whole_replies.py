@@ -1,0 +1,154 @@
+"""Replies that are not streamed are what pydantic writes, whatever they hold, and are written a little at a time."""
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_engine import LiveServer, Script
+
+from server.api import piecewise, sse
+from server.schemas.chat import AnswerMessage, ChatChoice, ChatCompletion, ChoiceLogprobs
+from server.schemas.chat_reply import ChatReply
+from server.schemas.completion_reply import CompletionReply
+from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
+from server.schemas.usage import UsageInfo
+from server.text.choice import Candidate, TextDelta, TokenDetail
+from server.text.generation import Usage
+
+MODEL = 'a "model" of "logprobs":null'
+USAGE = Usage(3, 4, 1)
+NUM_TOP = 20
+
+texts = st.text(max_size=8) | st.sampled_from(['"logprobs":null', "[]", '\\"', "\u2028"])
+candidates = st.builds(Candidate, texts, st.binary(max_size=4), st.floats(-100, 0))
+details = st.builds(
+    TokenDetail, candidates, st.lists(candidates, max_size=3).map(tuple), st.integers(min_value=0, max_value=99)
+)
+deltas = st.lists(
+    st.builds(TextDelta, st.integers(0, 1), texts, st.lists(details, max_size=3).map(tuple)), max_size=6
+).map(lambda parts: [*parts, TextDelta(0, "", (), "stop"), TextDelta(1, "!", (), "length")])
+
+
+class Said:
+    """A generation that is over already."""
+
+    usage = USAGE
+
+    def __init__(self, said: Iterator[TextDelta], num_choices: int = 2) -> None:
+        self.requests = range(num_choices)
+        self._said = said
+
+    async def next(self) -> TextDelta | None:
+        return next(self._said, None)
+
+
+async def collected(said: Iterator[TextDelta], reply: sse.Reply) -> bytes:
+    return b"".join(await sse._collect(Said(said), reply))
+
+
+def joined(parts: list[TextDelta], index: int) -> TextDelta:
+    own = [part for part in parts if part.index == index]
+    text = "".join(part.text for part in own)
+    return replace(own[-1], text=text, details=tuple(detail for part in own for detail in part.details))
+
+
+def chat(parts: list[TextDelta], logprobs: bool) -> str:
+    choices = [
+        ChatChoice(
+            index=index,
+            message=AnswerMessage(content=choice.text),
+            logprobs=ChoiceLogprobs.of(choice.details) if logprobs else None,
+            finish_reason=choice.finish_reason,
+        )
+        for index, choice in enumerate((joined(parts, 0), joined(parts, 1)))
+    ]
+    usage = UsageInfo.of(USAGE)
+    return ChatCompletion(id="id", created=7, model=MODEL, choices=choices, usage=usage).model_dump_json()
+
+
+def completion(parts: list[TextDelta], logprobs: bool) -> str:
+    choices = [
+        CompletionChoice(
+            index=index,
+            text=f"echo{index}{choice.text}",
+            logprobs=CompletionLogprobs.of(choice.details) if logprobs else None,
+            finish_reason=choice.finish_reason,
+        )
+        for index, choice in enumerate((joined(parts, 0), joined(parts, 1)))
+    ]
+    usage = UsageInfo.of(USAGE)
+    return Completion(id="id", created=7, model=MODEL, choices=choices, usage=usage).model_dump_json()
+
+
+@given(deltas, st.booleans())
+def test_a_whole_reply_is_what_pydantic_writes(parts: list[TextDelta], logprobs: bool) -> None:
+    reply = ChatReply("id", MODEL, 7, 2, logprobs=logprobs, include_usage=False)
+    assert asyncio.run(collected(iter(parts), reply)).decode() == chat(parts, logprobs)
+    other = CompletionReply("id", MODEL, 7, ["echo0", "echo1"], logprobs=logprobs, include_usage=False)
+    assert asyncio.run(collected(iter(parts), other)).decode() == completion(parts, logprobs)
+
+
+def detail(at: int) -> TokenDetail:
+    top = tuple(Candidate(f" tok{number}", f" tok{number}".encode(), -1.0 - number) for number in range(NUM_TOP))
+    return TokenDetail(Candidate(" the", b" the", -0.5), top, 4 * at)
+
+
+REPLIES = [
+    ChatReply("id", MODEL, 7, 2, logprobs=True, include_usage=False),
+    CompletionReply("id", MODEL, 7, ["", ""], logprobs=True, include_usage=False),
+]
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_others_have_their_turns_while_logprobs_are_written(reply: sse.Reply) -> None:
+    """Also where many tokens came as one: their reader was busy."""
+    many = tuple(map(detail, range(1000)))
+    parts = [TextDelta(0, "a", many, "length"), TextDelta(1, "b", many, "length")]
+
+    async def turns() -> int:
+        collecting = asyncio.create_task(collected(iter(parts), reply))
+        number = 0
+        while not collecting.done():
+            await asyncio.sleep(0)
+            number += 1
+        return number
+
+    assert asyncio.run(turns()) > 2 * 1000 / sse.LOGPROBS_AT_ONCE
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_logprobs_take_the_memory_of_their_json(reply: sse.Reply) -> None:
+    parts = (
+        TextDelta(index, "the ", (detail(at),), "length" if at == 499 else None)
+        for at in range(500)
+        for index in range(2)
+    )
+
+    async def most_memory() -> tuple[int, int]:
+        pieces = await sse._collect(Said(parts), reply)
+        return tracemalloc.get_traced_memory()[1], sum(map(len, pieces))
+
+    tracemalloc.start()
+    try:
+        peak, size = asyncio.run(most_memory())
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * size
+
+
+def test_a_long_reply_is_sent_in_pieces(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", 1000)
+    server.engine.script = Script(text=b"x" * 50)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 20}
+    with server.client() as client:
+        reply = client.post("/v1/chat/completions", json=body)
+        assert client.get("/health/live").status_code == 200  # on the same connection
+    assert int(reply.headers["content-length"]) == len(reply.content) > 40_000
+    assert reply.headers["content-type"] == "application/json"
+    (choice,) = json.loads(reply.content)["choices"]
+    assert [len(token["top_logprobs"]) for token in choice["logprobs"]["content"]] == [20] * 50
