@@ -45,6 +45,8 @@ class Engine(Protocol):
     @property
     def heartbeat_age(self) -> float: ...
     @property
+    def is_idle(self) -> bool: ...
+    @property
     def num_deaths(self) -> int: ...
 
     async def start(self) -> None: ...
@@ -124,7 +126,8 @@ class Lifecycle:
 
     @property
     def _is_heard(self) -> bool:
-        longest = 0.0 if self.engine.stats is None else self.engine.stats.longest_turn
+        stats = self.engine.stats
+        longest = 0.0 if stats is None or self.engine.is_idle else stats.longest_turn
         return self.engine.heartbeat_age < max(HEARTBEAT_LIMIT, LONGEST_TURNS * longest)
 
     @property

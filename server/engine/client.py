@@ -39,6 +39,7 @@ from server.errors import EngineUnavailable
 logger = logging.getLogger(__name__)
 
 ENDED = "the engine process ended"  # when it did not say why
+STATS_DELAY = 1.0  # seconds after a message was sent until which statistics may not know of it yet
 END_GRACE = 5.0  # seconds an engine that reported its own failure may take to end
 
 
@@ -65,6 +66,8 @@ class EngineClient:
         self._restoring: asyncio.Task[None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._last_message = 0.0
+        self._last_sent = 0.0  # what the engine has to work for
+        self._last_stats = 0.0
         self._was_ready = False
         self._stopping = False
         self._failure = ENDED
@@ -97,6 +100,18 @@ class EngineClient:
     def heartbeat_age(self) -> float:
         """Seconds since the engine was last heard of; 0 while it loads."""
         return time.monotonic() - self._last_message if self.is_ready else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine is known to have nothing to do: it says so once a second then, however long its steps
+        are."""
+        stats = self.stats
+        return (
+            not self._streams
+            and stats is not None
+            and stats.num_running == stats.num_waiting == 0
+            and self._last_stats > self._last_sent + STATS_DELAY
+        )
 
     @property
     def pid(self) -> int | None:
@@ -156,6 +171,7 @@ class EngineClient:
         if not self.is_ready or self._stopping or self._engine is None:
             raise EngineUnavailable("The engine is not ready.")
         self._engine.send(message)
+        self._last_sent = time.monotonic()
 
     async def _supervise(self) -> None:
         """Life after life, until told to stop or until there were too many deaths."""
@@ -205,6 +221,7 @@ class EngineClient:
                         self.times(message)
                 case EngineStats():
                     self.stats = self._lives.report(message)
+                    self._last_stats = self._last_message
                 case RequestFailed(request_id=request_id, code=code, message=text):
                     self._streams.fail(request_id, from_code(code, text))
                 case EngineReady(num_blocks=num_blocks):

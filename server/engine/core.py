@@ -1,6 +1,6 @@
 """The engine's loop: receive, schedule, run a step, send. Knows no sockets (a Link has them), no text, no tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from models.stages import Stages
@@ -45,9 +45,9 @@ class EngineCore:
         scheduler: Scheduler,
         link: Link,
         stages: Stages | None = None,
-        longest_turn: float = 0.0,
+        expected_turn: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`longest_turn`: seconds that a large step is expected to take, before any was seen."""
+        """`expected_turn`: seconds that a large step would take, as far as is known now."""
         self.loaded = loaded
         self.runner = loaded.runner
         self.scheduler = scheduler
@@ -59,7 +59,8 @@ class EngineCore:
         self.executor = StepExecutor(loaded, scheduler)
         self._step_tokens = 0
         self._next_stats = 0.0
-        self._longest_turn = longest_turn
+        self._longest_turn = 0.0
+        self._expected_turn = expected_turn
         self._checked = True  # integrity, since the last step
         self._prepared = False  # whether nothing was left to do in the last quiet moment
 
@@ -149,7 +150,7 @@ class EngineCore:
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
             missing_graphs=self.loaded.missing_graphs(),
-            longest_turn=self._longest_turn,
+            longest_turn=max(self._longest_turn, self._expected_turn()),
         )
 
     def _step(self) -> list[Event]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -129,8 +130,8 @@ def _step_time(limits: SchedulerConfig, loaded: LoadedRunner) -> StepTimeModel:
     return model
 
 
-def _longest_turn(loaded: LoadedRunner, model: StepTimeModel) -> float:
-    """Seconds, before any large step was seen: a CPU may need minutes for its first one."""
+def _expected_turn(loaded: LoadedRunner, model: StepTimeModel) -> float:
+    """Seconds of a large step: a CPU may need minutes for its first one. The model learns, so this changes."""
     return 0.0 if loaded.overlaps else model.predict(StepWork().with_chunk(0, loaded.max_num_batched_tokens))
 
 
@@ -139,9 +140,8 @@ def serve(config: EngineConfig, link: EngineLink, stages: Stages) -> None:
     loaded = load(config, stages)
     loaded.runner.warm_up(all_graphs=False)  # those that nobody has wanted yet are recorded in quiet moments
     scheduler = make_scheduler(config, loaded)
-    longest_turn = _longest_turn(loaded, scheduler.step_time)
     stages.end("step times")
-    core = EngineCore(loaded, scheduler, link, stages, longest_turn)
+    core = EngineCore(loaded, scheduler, link, stages, partial(_expected_turn, loaded, scheduler.step_time))
     gc.collect()
     gc.freeze()  # weights and code live as long as the process: no collection needs to look at them again
     logger.info("engine ready: %s on %s, %d blocks", loaded.model, loaded.device, loaded.runner.num_blocks)

@@ -79,6 +79,7 @@ class ScriptedEngine:
         self.is_ready = False
         self.alive = True
         self.heartbeat_age = 0.0
+        self.is_idle = False
         self.num_deaths = 0
         self.was_shut_down = False
         self.shutdown_timeouts: list[float] = []

@@ -71,6 +71,17 @@ def test_an_engine_of_long_steps_may_be_silent_for_longer() -> None:
         assert probes(client) == {"live": 503, "ready": 503, "startup": 200}
 
 
+def test_an_engine_that_has_nothing_to_do_is_never_silent_for_long() -> None:
+    """Whatever its steps take, or were thought to take when it started."""
+    with live_server() as server, server.client() as client:
+        assert server.engine.stats is not None
+        server.engine.stats = msgspec.structs.replace(server.engine.stats, longest_turn=200.0)
+        server.engine.heartbeat_age = 31.0
+        assert probes(client)["live"] == 200
+        server.engine.is_idle = True
+        assert probes(client) == {"live": 503, "ready": 503, "startup": 200}
+
+
 def test_a_head_of_a_probe_is_its_get_without_the_body() -> None:
     with live_server() as server, server.client() as client:
         for age, statuses in ((0.0, {200}), (31.0, {200, 503})):

@@ -19,6 +19,7 @@ import zmq
 from fake_runner import expected
 
 from models.batch import SamplingParams
+from server.engine import client as client_module
 from server.engine.client import EngineClient
 from server.engine.config import EngineConfig
 from server.engine.link import FROM_ENGINE, encode
@@ -249,6 +250,21 @@ async def test_an_engine_says_how_long_a_step_may_take_before_the_first_one() ->
         assert client.stats is not None
         assert client.stats.prompt_tokens == 0
         assert client.stats.longest_turn > 0
+
+
+@in_loop
+async def test_an_engine_is_idle_once_it_has_said_so_after_all_that_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "STATS_DELAY", 0.3)
+    async with engine() as client:
+        await until(lambda: client.is_idle)
+        stream = client.generate(request("a", [1], FOREVER))
+        await anext(stream)
+        assert not client.is_idle
+        await stream.aclose()
+        assert not client.is_idle
+        await until(lambda: client.is_idle)
 
 
 @in_loop

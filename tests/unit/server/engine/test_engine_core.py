@@ -188,6 +188,13 @@ def test_the_longest_turn_is_told() -> None:
     assert [stats.longest_turn for stats in engine.stats] == [3.0, 200.0, 200.0]
 
 
+def test_what_is_expected_of_a_large_turn_is_told_anew_as_more_is_known() -> None:
+    engine = Engine()
+    expected = iter([60.0, 5.0])
+    engine.core._expected_turn = lambda: next(expected)
+    assert [engine.core.stats().longest_turn for _ in range(2)] == [60.0, 5.0]
+
+
 def test_a_request_id_that_is_open_is_refused_without_harm_to_the_open_one() -> None:
     engine = Engine()
     prompt = tokens(random.Random(0), 20)
