@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.disconnect import ClientDisconnected, until_disconnect
 from server.api.piecewise import PiecewiseJSON
-from server.errors import LongwaveError
+from server.errors import LongwaveError, RequestFailedError
 from server.patience import Patience
 from server.schemas.whole_choice import WholeChoice
 from server.text.choice import TextDelta
@@ -54,7 +54,7 @@ async def answer(
     request: Request, generation: Generation, reply: Reply, *, stream: bool, ping_interval: float
 ) -> Response:
     if stream:
-        return EventStream(generation, reply, ping_interval)
+        return EventStream(generation, reply, ping_interval, request.state.request_id)
     try:
         pieces = await until_disconnect(request.receive, _collect(generation, reply))
     finally:
@@ -63,8 +63,9 @@ async def answer(
 
 
 class EventStream(Response):
-    def __init__(self, generation: Generation, reply: Reply, ping_interval: float) -> None:
+    def __init__(self, generation: Generation, reply: Reply, ping_interval: float, request_id: str) -> None:
         self.generation = generation
+        self.request_id = request_id
         self.reply = reply
         self.ping_interval = ping_interval
         self.status_code = 200
@@ -84,35 +85,49 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with closing(Patience()) as patience:
-            async with aclosing(_events(self.generation, self.reply, self.ping_interval)) as events:
+            events = _events(self.generation, self.reply, self.ping_interval, self.request_id)
+            async with aclosing(events):
                 async for event in events:
                     with patience.limit(STALL_LIMIT):
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(generation: Generation, reply: Reply, ping_interval: float) -> AsyncGenerator[bytes, None]:
+async def _events(
+    generation: Generation, reply: Reply, ping_interval: float, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(_chunks(generation, reply, ping_interval)) as chunks:
+            async for chunk in chunks:
+                yield PING if chunk is None else _event(chunk)
+    except LongwaveError as error:
+        yield _event(json.dumps(error.body()))
+    except Exception:
+        logger.exception("request %s failed in the midst of its answer", request_id)
+        yield _event(json.dumps(RequestFailedError(f"The server failed. Request id: {request_id}").body()))
+    else:
+        yield DONE
+
+
+async def _chunks(generation: Generation, reply: Reply, ping_interval: float) -> AsyncGenerator[str | None, None]:
+    """None: nothing came for as long as nobody is to be left in doubt."""
     for chunk in reply.opening():
-        yield _event(chunk)
+        yield chunk
     spoke = time.monotonic()
     while True:
         try:
             delta = await generation.next(timeout=max(0.0, spoke + ping_interval - time.monotonic()))
         except TimeoutError:
-            yield PING
+            yield None
             spoke = time.monotonic()
             continue
-        except LongwaveError as error:
-            yield _event(json.dumps(error.body()))
-            return
         if delta is None:
             break
         for chunk in reply.chunks(delta):
-            yield _event(chunk)
+            yield chunk
             spoke = time.monotonic()
     for chunk in reply.closing(generation.usage):
-        yield _event(chunk)
-    yield DONE
+        yield chunk
 
 
 async def _collect(generation: Generation, reply: Reply) -> Sequence[bytes | bytearray]:

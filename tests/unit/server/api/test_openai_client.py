@@ -1,10 +1,15 @@
 """The official client, unchanged, against a real socket."""
 
-from collections.abc import Iterator
+import itertools
+import json
+from collections.abc import Iterable, Iterator
 
 import openai
 import pytest
 from scripted_engine import LIMIT, LiveServer, Script, live_server
+
+from server.schemas.chat_reply import ChatReply
+from server.text.choice import TextDelta
 
 
 @pytest.fixture
@@ -193,6 +198,28 @@ def test_failure_mid_stream_raises_wherever_it_happens(
     with pytest.raises(openai.APIError, match="engine stopped"):
         chunks.extend(stream)
     assert not any(chunk.choices[0].finish_reason for chunk in chunks)
+
+
+def test_a_bug_of_ours_mid_stream_is_an_error_with_the_requests_id(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = ChatReply.chunks
+    numbers = itertools.count()
+
+    def chunks(reply: ChatReply, delta: TextDelta) -> Iterable[str]:
+        if next(numbers) == 3:
+            raise KeyError("unforeseen")
+        return told(reply, delta)
+
+    monkeypatch.setattr(ChatReply, "chunks", chunks)
+    with client.chat.completions.with_streaming_response.create(
+        model="tiny", messages=MESSAGES, stream=True, extra_headers={"x-request-id": "mine"}
+    ) as response:
+        events = [line for line in response.iter_lines() if line.startswith("data: ")]
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "server_error")
+    assert error["message"] == f"The server failed. Request id: {response.headers['x-request-id']}"
+    assert [record for record in caplog.records if record.exc_info and "in the midst of its answer" in record.message]
 
 
 def test_failure_of_a_whole_reply_is_its_status(client: openai.OpenAI, server: LiveServer) -> None:
