@@ -1,6 +1,7 @@
 """The ASGI application: routers, middleware, lifespan. No logic."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -8,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.responses import JSONResponse
 
 from server.api import (
     chat,
@@ -35,6 +37,17 @@ from server.training import Training
 
 
 class Application(FastAPI):
+    _describing = threading.Lock()
+
+    def setup(self) -> None:
+        """Its own route only, in a thread: the first description takes the better part of a second."""
+        assert self.openapi_url is not None
+        self.add_api_route(self.openapi_url, self._described, include_in_schema=False)
+
+    def _described(self) -> JSONResponse:
+        with self._describing:
+            return JSONResponse(self.openapi())
+
     def openapi(self) -> dict[str, Any]:
         """FastAPI announces its own 422 on every route; ours answer 400, in OpenAI's shape."""
         if not self.openapi_schema:

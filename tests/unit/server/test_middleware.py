@@ -5,13 +5,16 @@ import json
 import logging
 import re
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from scripted_engine import LIMIT, LiveServer, live_server, wait_until
 
-from server.app import create_app
+from server.app import Application, create_app
 from server.asgi import Message, Receive, Scope, Send
 from server.body_limit import BodyLimit
 from server.middleware import OPEN_PATHS, OriginForm
@@ -70,6 +73,24 @@ def test_every_route_but_probes_and_page_asks_for_a_key(locked: LiveServer) -> N
                 else:
                     assert reply.status_code == 401, path
         assert client.get("/no/such/route").status_code == 401
+
+
+def test_the_description_of_the_api_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    described, answered = Application.openapi, threading.Event()
+
+    def describe(app: Application) -> dict[str, Any]:
+        assert answered.wait(LIMIT)
+        return described(app)
+
+    monkeypatch.setattr(Application, "openapi", describe)
+    with live_server() as server, server.client() as client, ThreadPoolExecutor(1) as pool:
+        described_later = pool.submit(lambda: httpx.get(f"{server.url}/openapi.json", timeout=LIMIT))
+        try:
+            assert client.get("/health/live").status_code == 200
+        finally:
+            answered.set()
+        assert "/v1/chat/completions" in described_later.result().json()["paths"]
+        assert 'handler="/openapi.json"' in client.get("/metrics").text
 
 
 @pytest.mark.parametrize(
