@@ -20,8 +20,8 @@ class CupyMissingError(JitError):
 
     def __init__(self, cause: str) -> None:
         super().__init__(
-            f"CUDA kernels need CuPy and NVRTC, which are not usable here ({cause}); install them with "
-            "pip install 'longwave[cuda]'"
+            f"CUDA kernels need CuPy and NVRTC, which are not usable here ({cause}); install them, in the "
+            "checkout, with make install (where there is a GPU) or pip install -c constraints.txt -e '.[cuda]'"
         )
 
 

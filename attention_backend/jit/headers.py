@@ -34,8 +34,9 @@ def find(nvrtc_major: int) -> CudaHeaders:
             return CudaHeaders(directory, version)
         seen.append(f"{directory} ({'missing' if version is None else f'CUDA {version // 1000}'})")
     raise CudaHeadersError(
-        f"no headers of CUDA {nvrtc_major} for NVRTC; looked in {', '.join(seen)}. Install them with "
-        "pip install 'longwave[cuda]', or point CUDA_PATH at a toolkit"
+        f"no headers of CUDA {nvrtc_major} for NVRTC; looked in {', '.join(seen)}. Install them, in the "
+        "checkout, with make install (where there is a GPU) or pip install -c constraints.txt -e '.[cuda]', or point "
+        "CUDA_PATH at a toolkit"
     )
 
 

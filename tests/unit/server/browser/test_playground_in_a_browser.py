@@ -268,10 +268,18 @@ def test_a_page_notices_a_server_that_went_away(page: Page, server: LiveServer) 
     assert page.evaluate("document.querySelector('#message').value") == "anybody?"
 
 
+@pytest.fixture(scope="module")
+def long_named_server() -> Iterator[LiveServer]:
+    name = "ft:SmolLM2-135M-Instruct:the-capital-of-zembla-in-six-questions:23636e15bec3"
+    with live_server(served_model_name=f"tiny,{name}") as server:
+        yield server
+
+
 @pytest.mark.parametrize("width", [320, 390, 1200])
-def test_nothing_overflows(page: Page, server: LiveServer, width: int) -> None:
+def test_nothing_overflows(page: Page, long_named_server: LiveServer, width: int) -> None:
     page.command("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
-    visit(page, server)
+    visit(page, long_named_server)
+    assert page.evaluate("document.querySelector('#model').options.length") == 2
     wide = "[...document.querySelectorAll('body *')].filter((it) => it.getBoundingClientRect().right > innerWidth)"
     assert page.evaluate(f"{wide}.map((it) => it.id || it.tagName)") == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
