@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attention_backend.problem import UNBOUNDED
 from models.patching import UnsupportedModelError
+from models.patching.errors import refusing_calls
 from models.patching.paged import chunk_size, window
 from models.patching.rule import MaskFunction, MaskRule, classify, describe
 
@@ -121,7 +122,7 @@ def find_attention_sites(model: PreTrainedModel) -> list[AttentionSite]:
 
     AttentionInterface.register(_RECORDER, record)
     AttentionMaskInterface.register(_RECORDER, masks.make)
-    with attention_implementation(model, _RECORDER):
+    with attention_implementation(model, _RECORDER), refusing_calls(model):
         ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=model.device)
         positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
         # With a 2-D mask nobody looks for packed sequences, which a model without weights could not answer.

@@ -15,21 +15,38 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     folder = source.fetch(weights=False)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged file, Exception itself
         raise ModelLoadError(f"{source.name} has no tokenizer that transformers can read: {error}") from error
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Raises ModelLoadError for a family that transformers does not know."""
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    """Raises ModelLoadError for what is no configuration, and for a family that transformers does not know."""
+    path = folder / "config.json"
+    try:
+        raw: Any = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} is no JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"{path} holds no object")
     model_type = raw.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if str(model_type) not in CONFIG_MAPPING:
         own_code = " (it brings code of its own, which is never run)" if "auto_map" in raw else ""
         raise ModelLoadError(f"model_type {model_type!r} is not one that transformers knows{own_code}")
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a family's own class raises what it likes
+        raise ModelLoadError(f"{path} cannot be read as {model_type}: {type(error).__name__}: {error}") from error
 
 
 def max_positions(source: ModelSource) -> int:
     """Of the text model, in tokens. Raises ModelLoadError."""
-    positions: int = read_config(source.fetch(weights=False)).get_text_config().max_position_embeddings
+    return positions_of(read_config(source.fetch(weights=False)))
+
+
+def positions_of(config: PretrainedConfig) -> int:
+    """The same, of a configuration."""
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise ModelLoadError(f"{text_config.model_type}: its config does not say max_position_embeddings")
     return positions

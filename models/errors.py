@@ -1,5 +1,8 @@
 """Why a model cannot be loaded. Messages are written for the person who started the server."""
 
+#: What transformers' classes raise for a config.json that makes no model.
+WRONG_CONFIG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, ArithmeticError)
+
 
 class ModelLoadError(RuntimeError):
     """The model exists but cannot be served as it is; the message says why and what to do."""

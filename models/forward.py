@@ -60,8 +60,11 @@ class PagedForward:
     def _run(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         if self._decoder is not None and self._decoder.intact():
             return self._decoder.logits(step, kv_caches, rows)
-        # One row where none is wanted: a quantised head may fail on no rows.
-        some = {} if rows is None or not self._selects_rows else {"logits_to_keep": rows if len(rows) else 1}
+        some = {}
+        if rows is not None and self._selects_rows:
+            # One row where none is wanted, for a quantised head may fail on no rows; and never as an int, by which
+            # Gemma 4 cuts the rows of its last layers, too.
+            some = {"logits_to_keep": rows if len(rows) else step.input_ids.new_zeros(1)}
         logits: Tensor = self._model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,

@@ -4,23 +4,27 @@ Only safetensors are read, and no code that comes with a model is ever run.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from models import patching, placing, quantization
-from models.descriptions import read_config
-from models.errors import ModelLoadError
-from models.generation_files import eos_token_ids, sampling_defaults
+from models.adapters.folder import CONFIG as ADAPTER
+from models.descriptions import positions_of, read_config
+from models.errors import WRONG_CONFIG, ModelLoadError
+from models.generation_files import eos_token_ids, read_generation, sampling_defaults, warn_of_rest
 from models.host import usable_cpus
 from models.load_report import read_report
 from models.packed_linear import pack_linears
@@ -28,6 +32,7 @@ from models.progress_bars import without_progress_bars
 from models.quantization import Quantization
 from models.quantized_blocks import check_blocks
 from models.registry import ModelSource
+from models.stored_weights import check_files
 from models.weight_reading import WeightReading
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -70,8 +75,9 @@ def load(
     `reading`: of this folder, to this device, for weights that need nothing more.
 
     dtype "auto": see `choose_dtype`.
-    Layers that stay quantised keep their checkpoint's dtype around them, on every device. Raises ModelLoadError, but
-    whether our attention can serve the family is for `models.runner` to say.
+    Layers that stay quantised keep their checkpoint's dtype around them, on every device. Raises ModelLoadError, and
+    UnsupportedModelError for families that cannot even be made with our attention; whether it can serve the others is
+    for `models.runner` to say.
     """
     device = torch.device(device)
     folder = source.fetch(weights=load_format == "auto")
@@ -80,12 +86,13 @@ def load(
     if device.type == "cpu":
         pack_linears(model)
     text_config = model.config.get_text_config()
+    warn_of_rest(read_generation(folder))
     return LoadedModel(
         model=model,
         config=text_config,
         eos_token_ids=eos_token_ids(folder, text_config),
         sampling_defaults=sampling_defaults(folder),
-        max_position_embeddings=text_config.max_position_embeddings,
+        max_position_embeddings=positions_of(text_config),
         vocab_size=text_config.vocab_size,
         name=source.name,
         capturable=quantization.capturable(model),
@@ -115,8 +122,13 @@ def _make(
     reading: WeightReading | None = None,
 ) -> PreTrainedModel:
     config = read_config(folder)
+    _refuse_adapter(folder)
     if load_format == "auto":
         _require_safetensors(folder)
+        check_files(folder)
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if family is not None:
+        patching.check_class(family, config.model_type)
     quantized = quantization.prepare(config, device)
     if quantized is not None and quantized.stays:
         has_weights = device.type != "meta"  # without, the doctor asks for shapes and sizes
@@ -134,14 +146,30 @@ def _make(
     with without_progress_bars():
         if load_format == "dummy":
             quantization.forget(config)
-            model = _random_weights(config, torch_dtype, device, attention)
+            model = _random_weights(folder, config, torch_dtype, device, attention)
         else:
-            read = None if reading is None else placing.place(reading.finish(), config, torch_dtype, device, attention)
+            read = None if reading is None else placing.place(_finish(reading), config, torch_dtype, device, attention)
             model = read or _load_weights(folder, config, torch_dtype, device, attention, quantized)
     if quantized is not None:
         logger.info("quantised weights: %s", quantized)
         quantization.settle(model, quantized, torch_dtype)
     return model
+
+
+def _finish(reading: WeightReading) -> dict[str, Tensor]:
+    try:
+        return reading.finish()
+    except OSError as error:
+        raise ModelLoadError(f"the weights cannot be read: {error}") from error
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """transformers, where PEFT is installed, would load it into the model, from a pickle too."""
+    if (folder / ADAPTER).is_file():
+        raise ModelLoadError(
+            f"{folder} holds a model and an adapter ({ADAPTER}): move the adapter's files to a folder of their own and "
+            "serve it by --lora-modules NAME=FOLDER"
+        )
 
 
 def _require_safetensors(folder: Path) -> None:
@@ -184,8 +212,7 @@ def _load_weights(
 ) -> PreTrainedModel:
     # Quantised tensors are made, or dequantised, where they stay; some cannot be moved.
     placement: dict[str, Any] = {} if quantized is None else {"device_map": {"": device}}
-    # RuntimeError: a quantised weight cannot be converted.
-    wrong = (OSError, ValueError) if quantized is None else (OSError, ValueError, RuntimeError, ImportError)
+    read_generation(folder)
     try:
         with read_report() as said:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -197,31 +224,50 @@ def _load_weights(
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 **placement,
             )
     except torch.OutOfMemoryError:
         raise
-    except wrong as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelLoadError(f"transformers cannot load {folder}: {said.failure or error}") from error
+    except WRONG_CONFIG as error:
+        raise _config_error(folder, config, error) from error
     model: PreTrainedModel
     model, report = loaded
-    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if lacking:  # transformers would go on with random weights in their place
-        raise ModelLoadError(f"{folder} lacks weights of {type(model).__name__}: {', '.join(lacking[:5])}")
+    _refuse_other_weights(folder, model, report)
     if quantized is None:
         placed: Any = model
         placed.to(device)
     return model
 
 
+def _refuse_other_weights(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """transformers would go on with random weights in place of what is not there."""
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise ModelLoadError(f"{folder}: {name} is {list(stored)} in the weights and {list(expected)} by config.json")
+    lacking = sorted(report["missing_keys"])
+    if lacking:
+        raise ModelLoadError(f"{folder} lacks weights of {type(model).__name__}: {', '.join(lacking[:5])}")
+
+
+def _config_error(folder: Path, config: PretrainedConfig, error: Exception) -> ModelLoadError:
+    path = folder / "config.json"
+    return ModelLoadError(
+        f"transformers cannot make a {config.model_type} language model of {path}: {type(error).__name__}: {error}"
+    )
+
+
 def _random_weights(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
 ) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except ValueError as error:
-        raise ModelLoadError(f"transformers cannot make a {config.model_type} language model: {error}") from error
+    except WRONG_CONFIG as error:
+        raise _config_error(folder, config, error) from error
     model.to_empty(device=device)
     with _seeded(device), torch.no_grad():
         model.init_weights()  # parameters, and the buffers that no checkpoint holds (rotary frequencies)

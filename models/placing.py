@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from models.errors import WRONG_CONFIG
 from models.fusing.families import family_of
 from models.fusing.plain import NotFusedError
 
@@ -19,7 +20,7 @@ def place(
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         family_of(model)
-    except (ValueError, NotFusedError):
+    except (*WRONG_CONFIG, NotFusedError):  # loading it will say what is wrong
         return None
     if not _are_its_weights(tensors, model):
         return None

@@ -5,6 +5,7 @@ kernels transformers would download from the hub is dequantised or refused. Know
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -181,10 +182,14 @@ def _one_of_each_kind(model: PreTrainedModel) -> Iterator[nn.Linear]:
 
 @torch.no_grad()
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Dequantised weights are of the dtype that was asked for; transformers leaves the rest in the checkpoint's."""
-    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    """Dequantised weights are of the dtype that was asked for, as plain ones would be; transformers leaves the rest in
+    the checkpoint's, and keeps some in float32, which it finds by patterns."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())} if dtype != torch.float32 else set()
+    if dtype == torch.float16:
+        kept |= {*(model._keep_in_fp32_modules or ())}
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in kept for part in name.split(".")):
+        if parameter.is_floating_point() and not any(pattern.search(name) for pattern in patterns):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -21,7 +21,7 @@ def check_blocks(folder: Path, settings: Mapping[str, Any]) -> None:
         return
     try:
         shapes = {tensor.name: tensor.shape for tensor in stored_tensors(folder)}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ModelLoadError(f"{folder} has no whole *.safetensors files: {error}") from error
     for name, scales in shapes.items():
         weight = shapes.get(name.removesuffix(_SCALES), ()) if name.endswith(_SCALES) else ()

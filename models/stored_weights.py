@@ -2,10 +2,11 @@
 imports no transformers: reading begins before that does. The format: https://github.com/huggingface/safetensors#format"""
 
 import json
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from models.errors import ModelLoadError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -14,6 +15,7 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "
 #: Linear layers of the same input, which models.fusing wants below each other in one tensor.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
+_POINTER = b"version "  # of https://git-lfs.github.com/spec/v1; as a header's length it would be too large
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +31,56 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> list[StoredTensor]:
     """Of the files that transformers would read, in the order of names and places. Raises OSError or ValueError for
     files that are not there or not whole."""
-    if (folder / SINGLE).is_file():
-        names = [SINGLE]
-    else:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    names = [SINGLE] if (folder / SINGLE).is_file() else _indexed(folder / INDEX)
     return [tensor for name in names for tensor in _header(folder / name)]
+
+
+def check_files(folder: Path) -> None:
+    """Raises ModelLoadError for files that are not whole. Without a file of transformers' usual names there is nothing
+    to check."""
+    if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
+        return
+    try:
+        stored_tensors(folder)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"the weights cannot be read: {error}") from error
+
+
+def _indexed(index: Path) -> list[str]:
+    """The names of the files."""
+    try:
+        names = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files ({type(error).__name__}: {error})") from error
+    return sorted(names)
 
 
 def _header(path: Path) -> list[StoredTensor]:
     end = path.stat().st_size
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(end - 8, _LARGEST_HEADER):
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if start == _POINTER:
+            raise ValueError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`")
+        if end < 8 or length > min(end - 8, _LARGEST_HEADER):
             raise ValueError(f"{path} is no safetensors file, or was cut")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+        text = file.read(length)
     found = []
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        if not 0 <= first <= last <= end - 8 - length:
-            raise ValueError(f"{path} ends before {name}")
-        found.append(StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first))
+    name = "its header"
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            place = 8 + length + first
+            found.append(StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), place, last - first))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no safetensors file: {name} cannot be read") from error
+    for tensor in found:
+        if not (tensor.size >= 0 and 8 + length <= tensor.begin <= end - tensor.size):
+            raise ValueError(f"{path} ends before {tensor.name}")
+    if max((tensor.begin + tensor.size for tensor in found), default=8 + length) != end:
+        raise ValueError(f"{path} goes on after its last tensor")
     return sorted(found, key=lambda tensor: tensor.begin)
 
 
@@ -57,11 +88,12 @@ def readable(folder: Path) -> list[StoredTensor] | None:
     """The tensors, when they are dense weights in 16 bits of a family whose checkpoints need no conversion; None: they
     are transformers' to read, or to refuse."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        if config.get("model_type") not in FAMILIES or config.get("quantization_config") is not None:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        known = isinstance(config, dict) and str(config.get("model_type")) in FAMILIES
+        if not known or config.get("quantization_config") is not None:
             return None
         tensors = stored_tensors(folder)
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+    except (OSError, ValueError):
         return None
     one_name_each = len({tensor.name for tensor in tensors}) == len(tensors)
     half = {tensor.dtype for tensor in tensors} in ({"BF16"}, {"F16"})

@@ -20,7 +20,7 @@ def leave_out(folder: Path | None = None) -> None:
     """
     _hide("is_sklearn_available")
     imported = "transformers.quantizers" in sys.modules  # what is imported stays
-    if folder is not None and not imported and '"torchao"' not in (folder / "config.json").read_text():
+    if folder is not None and not imported and b'"torchao"' not in (folder / "config.json").read_bytes():
         _hide("is_torchao_available")
     if "kernels" not in sys.modules:  # with them transformers' layers would fetch code from the hub while they run
         sys.modules["kernels"] = _NOT_HERE

@@ -1,5 +1,5 @@
 """What this machine has, and which kernels would serve a model on it and why. Reports problems instead of raising them;
-loads no weights; must not know the server."""
+loads no weights, but looks whether their files are whole; must not know the server."""
 
 import importlib
 import platform
@@ -28,6 +28,7 @@ def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosi
     gpus = _gpus()
     if not gpus:
         problems.append("There is no usable NVIDIA GPU: models run on the CPU, by cpu_reference.")
+    _reported(lambda: _check_weights(config), None, problems)
     return Diagnosis(
         longwave=_version("longwave"),
         python=platform.python_version(),
@@ -126,20 +127,35 @@ def _cache() -> dict[str, str]:
     return state | {"state": f"{found} of {len(wanted)} kernels for this GPU are compiled" if archs else "present"}
 
 
+def _source(config: EngineConfig) -> Any:
+    from models import registry
+
+    image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
+    return registry.resolve(config.model, image_dir=image_dir)
+
+
+def _check_weights(config: EngineConfig) -> None:
+    """Of those that are here. Raises models.errors."""
+    from models.stored_weights import check_files
+
+    folder = _source(config).fetch(weights=False)
+    if config.load_format == "auto" and any(folder.glob("*.safetensors")):
+        check_files(folder)
+
+
 def _without_weights(config: EngineConfig) -> tuple[Any, Any, Any]:
     """The model, and the device and the dtype in which it would run. Raises what loading would raise: models.errors,
     CannotServeError."""
     import torch
 
-    from models import loader, registry
+    from models import loader
     from models.descriptions import read_config
 
     usable = torch.cuda.is_available()
     if config.device == "cuda" and not usable:
         raise CannotServeError("device is 'cuda', but torch finds no usable GPU")
     device = torch.device("cuda", 0) if usable and config.device != "cpu" else torch.device("cpu")
-    image_dir = None if config.model_image_dir is None else Path(config.model_image_dir)
-    source = registry.resolve(config.model, image_dir=image_dir)
+    source = _source(config)
     dtype = loader.choose_dtype(config.dtype, read_config(source.fetch(weights=False)), device)
     return loader.load(source, device="meta", load_format="dummy"), device, dtype
 

@@ -69,7 +69,7 @@ class FusedDecoder:
             LayerChain(layer, *next_of)
             for layer, next_of in zip(self.layers, [*following, (self.norm, head, None)], strict=True)
         ]
-        self._softcap = getattr(model.config, "final_logit_softcapping", None)
+        self._softcap = model.config.final_logit_softcapping if family.softcap else None
         self._structure = [model, self._inner, *(m for layer in self.layers for m in layer.structure)]
 
     def intact(self) -> bool:

@@ -21,6 +21,7 @@ class Family:
     decoder: str = "Model"  # the class that holds the layers, after the prefix
     unit_offset: bool = False  # RMSNorm times 1 + weight, rounded once
     sandwich: bool = False  # each block's result is normalised before it is added to the residual
+    softcap: bool = False  # logits are capped by the config's final_logit_softcapping
 
     def cls(self, part: str) -> str:
         return f"transformers.models.{self.name}.modeling_{self.name}.{self.prefix}{part}"
@@ -33,8 +34,8 @@ FAMILIES = (
     Family("qwen3", "Qwen3"),
     Family("phi3", "Phi3"),
     Family("smollm3", "SmolLM3"),
-    Family("gemma2", "Gemma2", unit_offset=True, sandwich=True),
-    Family("gemma3", "Gemma3", decoder="TextModel", unit_offset=True, sandwich=True),
+    Family("gemma2", "Gemma2", unit_offset=True, sandwich=True, softcap=True),
+    Family("gemma3", "Gemma3", decoder="TextModel", unit_offset=True, sandwich=True, softcap=True),
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from models.patching.errors import UnsupportedModelError
 from models.patching.mask import MASK_EDITORS
@@ -24,9 +24,20 @@ _REFUSED_FOR_SERVING = {
     "lfm2_moe": "its short convolutions carry state between steps",
     "minimax": "its lightning attention carries state between steps",
     "moshi": "its depth decoder runs inside every step, with keys of its own",
+    "nemotron": "it drops the keyword arguments that carry the pages",
     "stablelm": "it drops the keyword arguments that carry the pages",
 }
 _INTERFACE_CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
+
+
+def check_class(cls: type[PreTrainedModel], model_type: str) -> None:
+    """Before a model of it is made, which some families fail to with an attention that they do not know. Raises
+    UnsupportedModelError."""
+    if not cls._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{model_type}: {cls.__name__} has attention code of its own and does not use transformers' "
+            "AttentionInterface, so the attention cannot be replaced"
+        )
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -37,11 +48,7 @@ def check_supported(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(
                 f"{model_type}: its layers compute with the attention mask and need it written out, N x N"
             )
-        if not type(part)._can_set_attn_implementation():
-            raise UnsupportedModelError(
-                f"{model_type}: {type(part).__name__} has attention code of its own and does not use transformers' "
-                "AttentionInterface, so the attention cannot be replaced"
-            )
+        check_class(type(part), model_type)
     if not _interface_classes(model):
         raise UnsupportedModelError(
             f"{model.config.model_type}: no layer of {type(model).__name__} calls transformers' AttentionInterface"
@@ -50,6 +57,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 def check_supported_for_serving(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError unless the engine can serve `model` from pages, many requests in one flat row."""
+    _refuse_towers(model.config)
     check_supported(model)
     config: Any = model.config.get_text_config()
     model_type = config.model_type
@@ -72,6 +80,14 @@ def check_supported_for_serving(model: PreTrainedModel) -> None:
         refuse("it takes no position_ids, so requests cannot share a row")
     _check_attention_layers(model, model_type)
     _check_positions(model, model_type)
+
+
+def _refuse_towers(config: PretrainedConfig) -> None:
+    towers = [kind for kind in ("vision", "audio") if getattr(config, f"{kind}_config", None) is not None]
+    if towers:
+        raise UnsupportedModelError(
+            f"{config.model_type}: it has a tower for {' and '.join(towers)}: only text models are served"
+        )
 
 
 def _check_attention_layers(model: PreTrainedModel, model_type: str) -> None:

@@ -1,19 +1,39 @@
 """What loads, as what, and what is refused with which words."""
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import tiny_config
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GenerationConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CpmAntConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    MptConfig,
+    PretrainedConfig,
+    RecurrentGemmaConfig,
+    WhisperConfig,
+)
 
 from models import loader, patching
-from models.descriptions import load_tokenizer
+from models.descriptions import load_tokenizer, read_config
 from models.errors import ModelLoadError
 from models.loader import load, load_for_training
+from models.patching import UnsupportedModelError
+from models.placing import place
 from models.registry import ModelSource
+from models.stored_weights import readable
+from models.weight_reading import WeightReading
 
 
 def _save(folder: Path, config: PretrainedConfig | None = None, **model_arguments: Any) -> ModelSource:
@@ -58,6 +78,153 @@ def test_every_end_token_of_the_generation_config_counts(tmp_path: Path) -> None
     assert load(source).eos_token_ids == (2,)
     GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
     assert load(source).eos_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_model_together_with_an_adapter_is_refused(tmp_path: Path, load_format: Any) -> None:
+    source = _save(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"a model and an adapter \(adapter_config\.json\).* --lora-modules"):
+        load(source, load_format=load_format)
+
+
+def test_what_generation_would_do_otherwise_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = _save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[5]]}))
+    load(source)
+    assert "generation_config.json asks for bad_words_ids, which is not applied" in caplog.text
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:20000])
+
+
+def _repeat(file: Path) -> None:
+    file.write_bytes(file.read_bytes() * 2)
+
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DAMAGED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "cut": (WEIGHTS, _cut, r"model\.safetensors ends before \S+\.weight"),
+    "empty": (WEIGHTS, lambda file: file.write_bytes(b""), r"model\.safetensors is no safetensors file"),
+    "4 bytes": (WEIGHTS, lambda file: file.write_bytes(b"abcd"), r"model\.safetensors is no safetensors file"),
+    "header too long": (WEIGHTS, lambda file: file.write_bytes(b"\xff" * 99), r"model\.safetensors is no safetensors"),
+    "header no JSON": (WEIGHTS, lambda file: file.write_bytes(b"\2" + bytes(50)), r"model\.safetensors .* its header"),
+    "header a list": (
+        WEIGHTS,
+        lambda file: file.write_bytes(b"\2" + bytes(7) + b"[]"),
+        r"model\.safetensors .* header",
+    ),
+    "pointer": (WEIGHTS, lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
+    "too long": (WEIGHTS, _repeat, r"model\.safetensors goes on after its last tensor"),
+    "index no JSON": (INDEX, lambda file: file.write_text("{"), r"index\.json is no index"),
+    "index without map": (INDEX, lambda file: file.write_text("{}"), r"index\.json is no index .*weight_map"),
+    "index a list": (INDEX, lambda file: file.write_text("[]"), r"index\.json is no index"),
+    "index of a list": (INDEX, lambda file: file.write_text('{"weight_map": []}'), r"index\.json is no index"),
+    "shard cut": ("model-00002-of-00003.safetensors", _cut, r"model-00002-of-00003\.safetensors ends before model\."),
+    "shard missing": ("model-00002-of-00003.safetensors", Path.unlink, r"No such file.*model-00002-of-00003"),
+    "config no JSON": ("config.json", lambda file: file.write_text("{"), r"config\.json is no JSON"),
+    "config a list": ("config.json", lambda file: file.write_text("[]"), r"config\.json holds no object"),
+    "config not UTF-8": ("config.json", lambda file: file.write_bytes(b"\xff\xfe"), r"config\.json is no JSON"),
+    "generation null": (
+        "generation_config.json",
+        lambda file: file.write_text("null"),
+        r"generation_config\.json holds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    file, damage, reason = DAMAGED[name]
+    in_shards = "index" in name or "shard" in name
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    model.save_pretrained(tmp_path, max_shard_size="200KB" if in_shards else "1GB")
+    damage(tmp_path / file)
+    for loads in (load, partial(load_for_training, dtype="auto")):
+        with pytest.raises(ModelLoadError, match=reason):
+            loads(ModelSource(name="tiny", folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocab_size": 240}, r"\S+\.weight is \[120, 64\] in the weights and \[240, 64\] by config\.json"),
+        (
+            {"num_key_value_heads": 1},
+            r"layers\.0\.self_attn\.k_proj\.weight is \[32, 64\] in the weights and \[16, 64\]",
+        ),
+        ({"hidden_size": "64"}, r"config\.json cannot be read as llama: .*hidden_size"),
+        ({"dtype": "nonsense"}, r"config\.json cannot be read as llama: .*nonsense"),
+        ({"hidden_act": "nonsense"}, r"llama language model of .*config\.json: KeyError: 'nonsense'"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    source = _save(tmp_path)
+    _edit_config(tmp_path, **changes)
+    with pytest.raises(ModelLoadError, match=f"(?s){reason}"):
+        load(source)
+
+
+def test_a_config_that_makes_no_model_is_refused_without_weights_too(tmp_path: Path) -> None:
+    source = _save(tmp_path)
+    _edit_config(tmp_path, hidden_act="nonsense")
+    with pytest.raises(ModelLoadError, match=r"llama language model of .*config\.json: KeyError: 'nonsense'"):
+        load(source, load_format="dummy")
+    assert readable(tmp_path) is None
+    assert place({}, read_config(tmp_path), torch.float32, torch.device("cpu"), patching.LONGWAVE_PAGED) is None
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    source = _save(tmp_path, dtype=torch.bfloat16)
+    stored = readable(tmp_path)
+    assert stored is not None
+    whole = (tmp_path / WEIGHTS).read_bytes()
+    _cut(tmp_path / WEIGHTS)
+    reading = WeightReading(stored, torch.device("cpu"))
+    reading._thread.join()
+    (tmp_path / WEIGHTS).write_bytes(whole)
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors became shorter while it was read"):
+        load(source, dtype="bfloat16", reading=reading)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8), "gptj: .*attention code of its own"),
+        (FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "falcon: .* its own"),
+        (
+            GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]),
+            "gpt_neo: .* its own",
+        ),
+        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2), "bloom: .* its own"),
+        (MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2), "mpt: .* its own"),
+        (CpmAntConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1), "cpmant: .* its own"),
+        (
+            WhisperConfig(vocab_size=64, pad_token_id=0, d_model=32, decoder_layers=1, decoder_attention_heads=2),
+            "whisper: .*max_position",
+        ),
+        (
+            RecurrentGemmaConfig(
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                lru_width=32,
+            ),
+            "recurrent_gemma: .*max_position",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_families_that_cannot_be_made_or_have_no_positions_are_refused_in_words(
+    tmp_path: Path, config: PretrainedConfig, reason: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises((UnsupportedModelError, ModelLoadError), match=f"^{reason}"):
+        load(ModelSource(name="tiny", folder=tmp_path), load_format="dummy")
 
 
 def test_a_folder_with_pickled_weights_only_is_refused(tmp_path: Path) -> None:
@@ -113,6 +280,17 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="tiny has no tokenizer"):
         load_tokenizer(_save(tmp_path))
+
+
+@pytest.mark.parametrize(("file", "content"), [("config.json", "[]"), ("tokenizer.json", "{}")])
+def test_a_tokenizer_whose_files_are_damaged_says_so(
+    tmp_path: Path, bundled_source: ModelSource, file: str, content: str
+) -> None:
+    for original in bundled_source.fetch(weights=False).glob("*.json"):
+        shutil.copy(original, tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelLoadError, match="tiny has no tokenizer"):
+        load_tokenizer(ModelSource(name="tiny", folder=tmp_path))
 
 
 @pytest.mark.parametrize(

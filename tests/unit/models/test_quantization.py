@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from quantized_folders import compressed_int8, fp8, mxfp4, quantized, say_quantized, unquantized
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_config
+from tiny_models import random_model, tiny_config
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
@@ -25,7 +25,7 @@ from models.fusing import foretell
 from models.loader import LoadedModel, load, load_for_training
 from models.packed_linear import PackedLinear
 from models.patching import UnsupportedModelError
-from models.quantization import QuantizedLinear
+from models.quantization import Quantization, QuantizedLinear, settle
 from models.registry import ModelSource
 from models.runner import ModelRunner
 
@@ -330,3 +330,20 @@ def test_pickled_quantised_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelLoadError, match=r"only pytorch_model\.bin: weights are read from \*\.safetensors alone"):
         load(source)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "float32"),
+    [
+        (torch.bfloat16, {"gate_proj"}),
+        (torch.float16, {"gate_proj", "up_proj"}),
+        (torch.float32, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_what_transformers_keeps_in_float32_by_patterns_stays_so(dtype: torch.dtype, float32: set[str]) -> None:
+    model = random_model(tiny_config())
+    model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules = {"mlp.gate_proj.weight"}, {"mlp.up*weight"}
+    settle(model, Quantization("fp8", stays=False, settings={}), dtype)
+    mlp = model.model.layers[1].mlp
+    kept = {name for name, weight in mlp.named_parameters() if weight.dtype == torch.float32}
+    assert kept == {f"{name}.weight" for name in float32}

@@ -1,10 +1,12 @@
 """A model that would be silently wrong on the engine's path is refused before it serves."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import random_model, tiny_config
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 from models import patching
 from models.attention_sites import find_attention_sites
@@ -38,6 +40,45 @@ def test_a_model_whose_output_is_not_finite_is_refused() -> None:
         model.model.norm.weight[0] = torch.nan
     with pytest.raises(UnsupportedModelError, match="self-test"):
         check_engine_path(model, sites, block_size=16)
+
+
+def test_a_model_that_fails_in_steps_without_samples_is_refused() -> None:
+    model = random_model(tiny_config())
+    sites = find_attention_sites(model)
+
+    def lose_positions(_module: Any, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "logits_to_keep" in keywords:
+            keywords["position_ids"] = keywords["position_ids"] * 0
+        return inputs, keywords
+
+    model.register_forward_pre_hook(lose_positions, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match="self-test"):
+        check_engine_path(model, sites, block_size=16)
+
+
+def test_a_model_that_drops_the_pages_is_refused() -> None:
+    model = random_model(tiny_config())
+    sites = find_attention_sites(model)
+
+    def drop(_module: Any, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, {name: value for name, value in keywords.items() if name != "paged_metadata"}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM cannot be served: .*drops its keyword"):
+        check_engine_path(model, sites, block_size=16)
+
+
+def test_a_layer_that_keeps_its_own_attention_is_refused() -> None:
+    model = random_model(tiny_config())
+    model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be served: LlamaAttention was called"):
+        find_attention_sites(model)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig, Qwen3Config])
+def test_a_softcap_that_the_family_does_not_read_is_not_applied(config: type[PretrainedConfig]) -> None:
+    model = random_model(config(**{**tiny_config().to_diff_dict(), "final_logit_softcapping": 3.0}))
+    check_engine_path(model, find_attention_sites(model), block_size=16)
 
 
 def test_layers_that_share_a_number_are_refused() -> None:

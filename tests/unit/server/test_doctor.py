@@ -1,7 +1,11 @@
 """`longwave doctor` looks at what the settings ask for: their device, and the pages of their KV cache."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from attention_backend import dispatch
@@ -57,3 +61,15 @@ def test_pages_that_the_model_cannot_have_are_a_problem(model: str) -> None:
     said = diagnose(EngineConfig(model=model, device="cpu", dtype="float32", kv_cache_dtype="float16"), {})
     assert said.layers == []
     assert any("kv_cache_dtype is 'float16'" in problem for problem in said.problems)
+
+
+def test_a_weight_file_that_was_cut_is_a_problem(model: str, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(9), "b": torch.zeros(9)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+
+    said = diagnose(EngineConfig(model=str(tmp_path), device="cpu"), {})
+
+    assert said.layers
+    assert any(f"{path} ends before b" in problem for problem in said.problems)

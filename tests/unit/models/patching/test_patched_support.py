@@ -1,6 +1,7 @@
 """Families that would be wrong are refused at load, by name and with the reason."""
 
 import pytest
+import torch
 from patching_families import BY_NAME, CAUSAL, ENCODERS, SEQ2SEQ, Family
 from transformers import (
     AutoModelForCausalLM,
@@ -10,11 +11,15 @@ from transformers import (
     DebertaV2Config,
     DiffLlamaConfig,
     FalconConfig,
+    Gemma3Config,
+    Gemma3TextConfig,
     GPTJConfig,
     Lfm2Config,
     LlamaConfig,
     MptConfig,
+    NemotronConfig,
     PreTrainedConfig,
+    SiglipVisionConfig,
     StableLmConfig,
 )
 
@@ -31,6 +36,7 @@ BYPASSING = {
     "mpt": MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2),
 }
 NOT_SERVED = {
+    "nemotron": (NemotronConfig(**_LLAMA, head_dim=16), "drops the keyword arguments"),
     "stablelm": (StableLmConfig(**_LLAMA), "drops the keyword arguments"),
     "diffllama": (DiffLlamaConfig(**_LLAMA), "attends twice"),
     "lfm2": (Lfm2Config(**_LLAMA, layer_types=["conv", "full_attention"]), "convolutions carry state"),
@@ -70,6 +76,18 @@ def test_families_that_pages_cannot_hold_are_refused_for_serving_only(name: str)
 def test_only_decoders_are_served(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         check_supported_for_serving(BY_NAME[name].build())
+
+
+def test_a_model_with_a_tower_is_refused_by_name() -> None:
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Gemma3Config(text_config=Gemma3TextConfig(**_LLAMA, head_dim=16), vision_config=vision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_supported(model)
+    with pytest.raises(UnsupportedModelError, match=r"^gemma3: it has a tower for vision: only text models are served"):
+        check_supported_for_serving(model)
 
 
 def served_llama(**options: object) -> PreTrainedConfig:
