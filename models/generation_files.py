@@ -48,7 +48,7 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
     """generation_config.json knows every end token of a chat model; config.json often only one. Those that the
     vocabulary lacks never come and are left out. Raises ModelLoadError."""
     ids = read_generation(folder).get("eos_token_id")
-    if ids is None:
+    if ids is None or ids == []:
         ids = getattr(config, "eos_token_id", None)
     listed = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
     for token in listed:

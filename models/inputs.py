@@ -32,7 +32,7 @@ class StepTensors:
     metadata: PagedMetadata
     sampled: PagedMetadata | None  # of sample_rows, for the last layer's attention; None: it had better see all rows
     sample_slots: np.ndarray  # int64 [num_samples], without padding
-    sample_slots_on_device: Tensor  # the same
+    sample_slots_on_device: Tensor  # the same; of a graph's step, with padding
     sample_positions: np.ndarray  # int64 [num_samples]: where the sampled tokens will stand
     adapter_rows: Tensor | None  # int32 [num_tokens]: each row's adapter slot; None: no row has one
     num_adapter_slots: int  # all of adapter_rows are below

@@ -18,6 +18,7 @@ from models.zeroed_memory import ZeroedMemory
 
 logger = logging.getLogger(__name__)
 
+_LEAST_HELD = 64 << 20  # bytes worth asking for
 FP8 = torch.float8_e4m3fn
 #: vLLM's names.
 _FP8_NAMES = ("fp8", "fp8_e4m3")
@@ -82,13 +83,23 @@ def cuda_pool_bytes(budget: MemoryBudget, *, total: int, peak: int) -> int:
 
 
 def hold(num_bytes: int, device: torch.device) -> None:
-    """Of a GPU: from now on this process has so much, in torch's cache until steps want it. What is merely free goes to
-    whoever asks first, and a trainer beside the engine may ask for all of it."""
-    if device.type == "cuda":
+    """Of a GPU: from now on this process has so much, in torch's cache until steps want it, or half of that, or less,
+    where there is no more. What is merely free goes to whoever asks first, and a trainer beside the engine may ask for
+    all of it."""
+    if device.type != "cuda":
+        return
+    held = num_bytes
+    while held:
         try:
-            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            torch.empty(held, dtype=torch.uint8, device=device)
+            break
         except torch.OutOfMemoryError:
-            logger.warning("%.2f GiB that steps want are not kept for them: others may take them", num_bytes / 2**30)
+            held = held // 2 if held > _LEAST_HELD else 0
+    if held < num_bytes:
+        logger.warning(
+            "%.2f of %.2f GiB that steps want are not kept for them: others may take them",
+            (num_bytes - held) / 2**30, num_bytes / 2**30,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -100,10 +111,8 @@ def holding(device: torch.device) -> Iterator[None]:
     before = torch.cuda.memory_reserved(device)
     torch.cuda.empty_cache()
     given_back = before - torch.cuda.memory_reserved(device)
-    try:
-        yield
-    finally:
-        hold(given_back, device)
+    yield
+    hold(given_back, device)
 
 
 def count_blocks(pool_bytes: int, block_bytes: int, *, block_size: int, max_num_seqs: int, max_model_len: int) -> int:

@@ -2,6 +2,7 @@
 imports no transformers: reading begins before that does. The format: https://github.com/huggingface/safetensors#format"""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ SINGLE = "model.safetensors"
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "gemma2", "gemma3_text"})
 #: Linear layers of the same input, which models.fusing wants below each other in one tensor.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 _LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
 _POINTER = b"version "  # of https://git-lfs.github.com/spec/v1; as a header's length it would be too large
 
@@ -50,7 +52,7 @@ def _indexed(index: Path) -> list[str]:
     """The names of the files."""
     try:
         names = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of safetensors files ({type(error).__name__}: {error})") from error
     return sorted(names)
 
@@ -71,10 +73,13 @@ def _header(path: Path) -> list[StoredTensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            place = 8 + length + first
-            found.append(StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), place, last - first))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            first, last = map(_count, entry["data_offsets"])
+            shape = tuple(map(_count, entry["shape"]))
+            found.append(StoredTensor(name, path, _text(entry["dtype"]), shape, 8 + length + first, last - first))
+            width = _BYTES.get(entry["dtype"])
+            if width is not None and math.prod(shape) * width != last - first:
+                raise ValueError("its size is not its shape's")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no safetensors file: {name} cannot be read") from error
     for tensor in found:
         if not (tensor.size >= 0 and 8 + length <= tensor.begin <= end - tensor.size):
@@ -82,6 +87,18 @@ def _header(path: Path) -> list[StoredTensor]:
     if max((tensor.begin + tensor.size for tensor in found), default=8 + length) != end:
         raise ValueError(f"{path} goes on after its last tensor")
     return sorted(found, key=lambda tensor: tensor.begin)
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def readable(folder: Path) -> list[StoredTensor] | None:

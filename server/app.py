@@ -42,7 +42,7 @@ class Application(FastAPI):
     def setup(self) -> None:
         """Its own route only, in a thread: the first description takes the better part of a second."""
         assert self.openapi_url is not None
-        self.add_api_route(self.openapi_url, self._described, include_in_schema=False)
+        self.add_api_route(self.openapi_url, self._described, methods=["GET", "HEAD"], include_in_schema=False)
 
     def _described(self) -> JSONResponse:
         with self._describing:

@@ -32,14 +32,16 @@ class Artefact:
 
 
 def read(directory: Path, key: str) -> Artefact | None:
-    """The artefact of `key`, None when there is none. Raises DamagedArtefactError when its digest does not fit, or when
-    it cannot be read."""
+    """The artefact of `key`, None when there is none of this format. Raises DamagedArtefactError when its digest does
+    not fit, or when it cannot be read."""
     place = directory / key
     try:
         manifest = json.loads((place / _MANIFEST).read_bytes())
         cubin = (place / _CUBIN).read_bytes()
-        if (manifest["format"], manifest["key"]) != (_FORMAT, key):
-            raise DamagedArtefactError(f"{place} is of another key or format")
+        if manifest["format"] != _FORMAT:  # of another version of this module
+            return None
+        if manifest["key"] != key:
+            raise DamagedArtefactError(f"{place} is of another key")
         if manifest.pop("sha256") != _digest(manifest, cubin):
             raise DamagedArtefactError(f"{place} has been changed or truncated")
         return Artefact(key, manifest["description"], cubin, _report(manifest["report"]), float(manifest["seconds"]))

@@ -90,8 +90,9 @@ class ChoiceText:
         # As in vLLM: a stop string counts that ends after min_tokens, wherever it begins.
         may_stop = self.num_tokens > self._min_tokens
         result = self._stop.feed(text, may_stop=may_stop)
-        if self._has_stop and may_stop and result.stopped is None:
-            last = self._stop.feed_if_it_stops(self._detokenizer.held())
+        held = self._detokenizer.held() if self._has_stop and may_stop and result.stopped is None else ""
+        if held:
+            last = self._stop.feed_if_it_stops(held)
             return result.text + last.text, last.stopped is not None
         return result.text, result.stopped is not None
 

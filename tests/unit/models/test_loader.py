@@ -78,6 +78,8 @@ def test_every_end_token_of_the_generation_config_counts(tmp_path: Path) -> None
     assert load(source).eos_token_ids == (2,)
     GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
     assert load(source).eos_token_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
+    assert load(source).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -103,6 +105,20 @@ def _repeat(file: Path) -> None:
     file.write_bytes(file.read_bytes() * 2)
 
 
+def _describe(**changes: Any) -> Callable[[Path], Any]:
+    """Changes what the header says of one tensor."""
+
+    def damage(file: Path) -> None:
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        header["model.norm.weight"].update(changes)
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return damage
+
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DAMAGED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "cut": (WEIGHTS, _cut, r"model\.safetensors ends before \S+\.weight"),
@@ -115,6 +131,15 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda file: file.write_bytes(b"\2" + bytes(7) + b"[]"),
         r"model\.safetensors .* header",
     ),
+    "dtype a list": (WEIGHTS, _describe(dtype=["F32"]), r"model\.safetensors .* model\.norm\.weight cannot be read"),
+    "shape of words": (WEIGHTS, _describe(shape=["x"]), r"model\.safetensors .* model\.norm\.weight cannot be read"),
+    "shape below 0": (WEIGHTS, _describe(shape=[-64]), r"model\.safetensors .* model\.norm\.weight cannot be read"),
+    "shape too large": (
+        WEIGHTS,
+        _describe(shape=[10**15]),
+        r"model\.safetensors .* model\.norm\.weight cannot be read",
+    ),
+    "offsets of floats": (WEIGHTS, _describe(data_offsets=[0.0, 4.0]), r"model\.norm\.weight cannot be read"),
     "pointer": (WEIGHTS, lambda file: file.write_text("version https://git-lfs.github.com/spec/v1"), "git lfs pull"),
     "too long": (WEIGHTS, _repeat, r"model\.safetensors goes on after its last tensor"),
     "index no JSON": (INDEX, lambda file: file.write_text("{"), r"index\.json is no index"),

@@ -90,6 +90,7 @@ def test_the_description_of_the_api_is_made_beside_the_event_loop(monkeypatch: p
         finally:
             answered.set()
         assert "/v1/chat/completions" in described_later.result().json()["paths"]
+        assert client.head("/openapi.json").status_code == 200
         assert 'handler="/openapi.json"' in client.get("/metrics").text
 
 
