@@ -113,6 +113,16 @@ def test_one_keys_flood_hardly_delays_another_key(flood: int) -> None:
     assert all(len(answer.token_times) == 64 for answer in engine.answers.values())
 
 
+def test_a_chat_does_not_wait_until_its_own_keys_giants_have_been_looked_at() -> None:
+    """Hashing them all takes many steps."""
+    engine = SimulatedEngine()
+    for number in range(24):
+        engine.ask(f"giant{number}", 0.0, 131_000, 2)
+    engine.ask("chat", 0.05, 200, 16)
+    engine.run(until=3.0)
+    assert engine.answers["chat"].ttft < 0.5
+
+
 def test_two_keys_with_endless_work_are_served_alike() -> None:
     """However long their prompts are."""
     engine = SimulatedEngine()
