@@ -23,6 +23,12 @@ from server.finetune.store import JobStore, WrongStatusError
 pytestmark = pytest.mark.timeout(180)
 
 
+@pytest.fixture
+def _waits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
+    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
+
+
 def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
     run: Run, truth: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,12 +98,8 @@ NO_MEMORY = {
 
 
 @pytest.mark.parametrize("error", ["full for a checkpoint", pytest.param("full", marks=pytest.mark.thorough)])
-def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
-    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
-) -> None:
-    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
-    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
-
+@pytest.mark.usefixtures("_waits_are_short")
+def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(run: Run, truth: str, error: str) -> None:
     async def main(work: Work) -> None:
         job = await work.create()
         await work.wait(job, lambda now: now.attempt > MAX_CRASHES + 1)  # its validation was one
@@ -115,12 +117,10 @@ def test_a_job_with_a_checkpoint_waits_for_room_and_loses_nothing(
 
 
 @pytest.mark.parametrize("error", ["out of memory", pytest.param("too large", marks=pytest.mark.thorough)])
+@pytest.mark.usefixtures("_waits_are_short")
 def test_a_job_that_does_not_fit_alone_fails_in_words_and_can_be_resumed_from_its_checkpoint(
-    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch, error: str
+    run: Run, truth: str, error: str
 ) -> None:
-    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
-    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
-
     async def fail(work: Work) -> None:
         failed = await work.failed(await work.create())
         assert failed.failure is not None
@@ -151,11 +151,8 @@ def test_a_job_that_does_not_fit_alone_fails_in_words_and_can_be_resumed_from_it
     run(resume)
 
 
-def test_while_others_are_answered_too_little_memory_is_waited_for(
-    run: Run, truth: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
-    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
+@pytest.mark.usefixtures("_waits_are_short")
+def test_while_others_are_answered_too_little_memory_is_waited_for(run: Run, truth: str) -> None:
     sign = AnsweringSign()
     sign.show(True)
 
@@ -299,12 +296,8 @@ def test_a_job_that_has_failed_is_cancelled_while_its_checkpoints_are_kept(tmp_p
         assert store.cancel(failed.id, 201.0).status is Status.CANCELLED
 
 
-def test_what_a_failed_job_keeps_is_given_up_for_a_new_job_that_would_pass_the_limit(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
-    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
-
+@pytest.mark.usefixtures("_waits_are_short")
+def test_what_a_failed_job_keeps_is_given_up_for_a_new_job_that_would_pass_the_limit(run: Run) -> None:
     async def main(work: Work) -> None:
         failed = await work.failed(await work.create())
         await work.jobs.supervisor.tidy()
@@ -319,12 +312,10 @@ def test_what_a_failed_job_keeps_is_given_up_for_a_new_job_that_would_pass_the_l
     run(main, {"raise_at": 3, "error": "out of memory"}, max_live_jobs=1)
 
 
+@pytest.mark.usefixtures("_waits_are_short")
 def test_what_a_failed_job_keeps_goes_when_its_time_is_over_or_it_is_cancelled(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.finetune.setbacks.MIN_WAIT", 0.05)
-    monkeypatch.setattr("server.finetune.setbacks.MAX_WAIT", 0.05)
-
     async def main(work: Work) -> None:
         cancelled = await work.failed(await work.create())
         await work.jobs.cancel(cancelled.id, "me")
