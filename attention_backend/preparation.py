@@ -31,6 +31,14 @@ class ChainStep(NamedTuple):
     heads: ChainHeads | None  # of the attention in front, where it may be part of it
 
 
+class LinearStep(NamedTuple):
+    """A linear layer: its weight's rows and columns."""
+
+    width: int
+    depth: int
+    activation: str | None  # of a gated one, half of whose rows are the gate's
+
+
 def prepare_step_kernels(
     layers: Iterable[StepLayer], dtype: torch.dtype, device: torch.device, *, page_size: int, fp8_kv: bool = False
 ) -> int:
@@ -71,6 +79,17 @@ def prepare_chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp
             heads=None if fp8_kv else chain.heads,
         )
     )  # fmt: skip
+    return len(jit.build_variants(variants, jit.default_cache()))
+
+
+def prepare_linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> int:
+    """The same for linear layers of few rows."""
+    if device.type != "cuda" or not _has_kernels(dtype, device):
+        return 0
+    from attention_backend.kernels.skinny_linear import step_variants
+
+    index = device.index or 0
+    variants = {variant: None for linear in set(linears) for variant in step_variants(dtype, *linear, index=index)}
     return len(jit.build_variants(variants, jit.default_cache()))
 
 

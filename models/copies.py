@@ -4,6 +4,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+#: Pinned arrays of each power of two that torch may have at hand: those of steps on their way, and more.
+_SMALLEST, _LARGEST, _OF_EACH = 64, 256 << 10, 12
+
+
+def reserve_pinned(device: torch.device) -> None:
+    """Pinned memory for the small arrays of a GPU's steps (6 MiB), which torch keeps for them from now on. Where it has
+    none left, it asks the driver, which waits for all that the GPU was told to do."""
+    if device.type != "cuda":
+        return
+    sizes = [_SMALLEST << i for i in range((_LARGEST // _SMALLEST).bit_length())]
+    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(_OF_EACH)]
+    del held
+
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy in the order of the current stream. On a CPU the array itself: it must not change while it is used."""

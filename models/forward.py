@@ -5,7 +5,7 @@ import inspect
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention_backend.preparation import prepare_chain_kernels
+from attention_backend.preparation import prepare_chain_kernels, prepare_linear_kernels
 from models.fusing import FusedDecoder, FusionReport, NotFusedError, fuse, report
 from models.inputs import StepTensors
 from models.kv_pool import KVCaches
@@ -34,7 +34,9 @@ class PagedForward:
             return 0
         device = self._model.device
         steps = (chain.step(device) for chain in self._decoder.chains)
-        return prepare_chain_kernels([s for s in steps if s is not None], self._model.dtype, fp8_kv=fp8_kv)
+        dtype, linears = self._model.dtype, self._decoder.linears()
+        chains = prepare_chain_kernels([s for s in steps if s is not None], dtype, fp8_kv=fp8_kv)
+        return chains + prepare_linear_kernels(linears, dtype, device)
 
     @property
     def attends_in_chains(self) -> bool:

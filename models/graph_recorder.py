@@ -155,7 +155,7 @@ class GraphRecorder:
         with (
             _no_collection(),
             dispatch.recording() as calls,
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            _recorded(graph, self._pool, stream),
         ):
             output = self._run(shape, shared, adapted)
         return StepGraph(graph, output, shared, calls)
@@ -191,6 +191,19 @@ class GraphRecorder:
         used = num_bytes(shape)
         self._buffer[:used].copy_(staging.buffer[:used], non_blocking=True)
         staging.copied.record(torch.cuda.current_stream(self._device))
+
+
+@contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """As torch.cuda.graph, which gives up torch's pinned memory too: to have it again, steps would wait for the GPU."""
+    torch.cuda.synchronize(stream.device)
+    torch.cuda.empty_cache()  # a graph's memory is of no use to others, nor theirs to it
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class StepGraphs:
         around_recordings: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`max_levels`: of prefixes within prefixes that decodes may share; 0: they share no pages. `clock`: in
-        seconds. `around_recordings`: torch empties its cache for each of them."""
+        seconds. `around_recordings`: each of them empties torch's cache."""
         self._shapes = sorted(shapes)
         sharing = sharing_keys(self._shapes, max_levels)
         #: All but those of adapters.

@@ -14,6 +14,7 @@ from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
 from models.batch import NO_ADAPTER
 from models.chosen_kernels import chosen_kernels, copies_pages
+from models.copies import reserve_pinned
 from models.cpu_pool import cpu_pool_bytes
 from models.fingerprint import fingerprint
 from models.forward import PagedForward
@@ -127,6 +128,7 @@ class ModelRunner(StepLauncher):
         self.num_blocks = num_blocks
         self._kv_caches = self._allocate(num_blocks, pool_memory)
         hold(self._step_bytes, self.device)
+        reserve_pinned(self.device)
         self.kernels = chosen_kernels(self._sites, self._kv_caches, self._dtype, max_model_len)
         #: Host memory for blocks that the engine gives up, if `kv_offload_bytes` are to be taken for it.
         self.host_memory = KVOffload(self._kv_caches, kv_offload_bytes) if self._offloads else None

@@ -128,13 +128,13 @@ def hopper_config(
         return OWN_TILES[tile, tile_v]
     if tile == 64 and not (sparse or extras):
         return HopperConfig(128, 128, 2, turns=False) if short else HopperConfig(192, 128, 2, turns=True)
-    wide = long and not (paged or sparse or extras)
+    wide = long and not (sparse or extras)
     if tile <= 128:
         return HopperConfig(128, 160 if wide else 128, 2, turns=True)
     if tile == 192:
         narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
-    return HopperConfig(128, 80 if wide else 64, 1, turns=False)
+    return HopperConfig(128, 80 if wide and not paged else 64, 1, turns=False)
 
 
 @lru_cache(maxsize=1024)

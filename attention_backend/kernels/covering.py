@@ -61,6 +61,7 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(paged)
         yield hopper_variant(paged, pack=True)
         yield hopper_variant(paged, pack=True, split=True)
+        yield hopper_variant(paged._replace(long=True), pack=True)
         if reads_fp8_pages(paged.options):
             yield hopper_variant(paged._replace(fp8=True), pack=True, split=True)
         yield hopper_variant(HopperOptions(Options(fp16, tile, tile)))

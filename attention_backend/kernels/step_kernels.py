@@ -32,8 +32,10 @@ def step_variants(
     options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
         which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
-        both = (which, which._replace(fp8=True)) if fp8_kv and reads_fp8_pages(options) else (which,)
-        for each in both:
+        each_kind = [which, which._replace(long=True)]
+        if fp8_kv and reads_fp8_pages(options):
+            each_kind.append(which._replace(fp8=True))
+        for each in each_kind:
             for pack in (False, True) if group > 1 else (False,):
                 for split in (False, True):
                     yield hopper_variant(each, pack=pack, split=split)

@@ -32,8 +32,7 @@ class LayerChain:
         self._layer = layer
         self._next_norm = next_norm
         self._attention = attention
-        self._out = JoinedLinears((layer.attention.out,), (), pack=False)
-        self._down = JoinedLinears((layer.mlp.down,), (), pack=False)
+        self._out, self._down = layer.attention.out, layer.mlp.down
         self._following = following
 
     def refuses(self, device: torch.device, rows: int = 1) -> str | None:

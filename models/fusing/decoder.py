@@ -3,7 +3,7 @@
 (block output, residual) go from layer to layer, so each sum is one call with the norm that follows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention_backend import layers
+from attention_backend.preparation import LinearStep
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.fusing.chain import LayerChain
 from models.fusing.families import Family, family_of
 from models.fusing.layer import FusedAttention, FusedMLP, Queries
-from models.fusing.linears import JoinedLinears
+from models.fusing.linears import one_linear
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError, is_plain
 from models.fusing.rotary import StepRotary
@@ -61,7 +62,7 @@ class FusedDecoder:
             if pack and model.device.type == "cuda":
                 torch.cuda.empty_cache()  # the parts' memory, before the next layer's whole is allocated
         self.norm = Norm(self._inner.norm, family, model.dtype)
-        head = JoinedLinears((model.lm_head,), (model.lm_head.out_features,), pack=False)
+        head = one_linear(model.lm_head)
         following = [
             (layer.before_attention, layer.attention.projections, layer.attention) for layer in self.layers[1:]
         ]
@@ -75,6 +76,15 @@ class FusedDecoder:
     def intact(self) -> bool:
         """Whether nothing was hooked or replaced around the layers since; what is inside them is looked at in calls."""
         return all(is_plain(module, type(module)) for module in self._structure)
+
+    def linears(self) -> Iterator[LinearStep]:
+        """Of all layers, those that are one product each."""
+        for layer in self.layers:
+            for linears in (layer.attention.projections, layer.attention.out, layer.mlp.projections, layer.mlp.down):
+                if (whole := linears.whole) is not None:
+                    gated = linears is layer.mlp.projections and whole[1] is None
+                    width, depth = whole[0].shape
+                    yield LinearStep(width, depth, layer.mlp.activation if gated else None)
 
     def logits(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         """Logits of `rows` (int64 indices) of the flat batch, of all without: `[rows, vocab_size]`."""
@@ -125,7 +135,7 @@ class FusedDecoder:
         late = rows is not None and step.adapter_rows is not None  # adapters know the whole batch's rows
         if rows is not None and not late:
             attended, residual = attended[rows], residual[rows]
-        block = layer.attention.out(attended)
+        (block,) = layer.attention.out(attended)
         if layer.after_attention is not None:
             block = layer.after_attention(block)
         normed, residual = layer.before_mlp.add(block, residual)

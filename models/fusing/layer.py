@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import attention_backend
 from attention_backend import layers
 from attention_backend.layer_chain import MOST_KEYS, ChainHeads, NextAttention, OwnAttention
+from attention_backend.linears import gated_linear
 from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.problem import UNBOUNDED
 from models.attention_sites import AttentionSite
 from models.fusing.families import Family
-from models.fusing.linears import JoinedLinears
+from models.fusing.linears import JoinedLinears, one_linear
 from models.fusing.norms import Norm
 from models.fusing.plain import is_plain
 from models.fusing.rotary import Tables
@@ -38,7 +39,7 @@ class FusedAttention:
         packed_already = getattr(module, "qkv_proj", None)
         parts = (module.q_proj, module.k_proj, module.v_proj) if packed_already is None else (packed_already,)
         self.projections = JoinedLinears(parts, sizes, pack=pack)
-        self.out: nn.Module = module.o_proj
+        self.out = one_linear(module.o_proj)
         self._rotates = bool(getattr(module, "use_rope", True))  # SmolLM3 leaves some layers without positions
         has_norms = hasattr(module, "q_norm")
         self.norms = tuple(Norm(norm, family, dtype) for norm in (module.q_norm, module.k_norm)) if has_norms else None
@@ -130,7 +131,7 @@ class FusedMLP:
         parts = (module.gate_proj, module.up_proj) if packed_already is None else (packed_already,)
         size = int(module.down_proj.in_features)
         self.projections = JoinedLinears(parts, [size, size], pack=pack)
-        self.down: nn.Module = module.down_proj
+        self.down = one_linear(module.down_proj)
         self.width = size
         self._activation: nn.Module = module.act_fn if packed_already is None else module.activation_fn
 
@@ -143,7 +144,12 @@ class FusedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x `[rows, width]` -> `[rows, width]`."""
+        (out,) = self.down(self._gated(x))
+        return out
+
+    def _gated(self, x: Tensor) -> Tensor:
+        name, whole = self.activation, self.projections.whole
+        if name is not None and whole is not None and whole[1] is None:
+            return gated_linear(x, whole[0], name)
         gate, up = self.projections(x)
-        name = self.activation
-        gated = self._activation(gate) * up if name is None else layers.gated_activation(gate, up, name)
-        return self.down(gated)
+        return self._activation(gate) * up if name is None else layers.gated_activation(gate, up, name)

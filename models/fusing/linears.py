@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from attention_backend.linears import linear
 from models.fusing.plain import is_adapted_at_most, is_plain
 from models.packed_linear import PackedLinear
 
@@ -52,10 +52,10 @@ class JoinedLinears:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x `[rows, in_features]` -> `[rows, size]` of each size, views of one tensor where it is one."""
+        if (whole := self.whole) is not None:
+            return self.split(linear(x, *whole))
         if len(self.modules) == 1:
             return self.split(self.modules[0](x))
-        if self._weight is not None and self._still_packed():
-            return self.split(F.linear(x, self._weight, self._bias))
         if self._lie_together():
             parts = self.split(self.modules[0].whole(x))
             for module, part in zip(self.modules, parts, strict=True):
@@ -98,6 +98,11 @@ class JoinedLinears:
 
     def _present_pointers(self) -> tuple[int, ...]:
         return tuple(x.data_ptr() for module in self.modules for x in (module.weight, module.bias) if x is not None)
+
+
+def one_linear(module: nn.Module) -> JoinedLinears:
+    """Of an input of its own."""
+    return JoinedLinears((module,), (int(module.out_features),), pack=False)  # type: ignore[arg-type]
 
 
 def facts(module: Any) -> tuple[torch.dtype, torch.device, int]:

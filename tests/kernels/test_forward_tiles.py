@@ -60,6 +60,18 @@ def test_blocks_that_load_keys_for_each_other(dim: int, case: Case, hopper: torc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_wide_tiles_over_pages(dim: int, page: int, hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of many keys: tiles that no page divides."""
+    monkeypatch.setattr(flash_fwd_sm90, "LONG", 1)
+    for rows, keys, mask, splits in ((70, 331, "causal", 1), (200, 700, "sliding", 1), (40, 900, "causal", 3)):
+        case = Case(rows, keys, batch=2, heads=4, kv_heads=2, layout="paged_varlen", page=page, mask=mask, dim=dim)
+        args = build(replace(case, dim_v=dim, num_splits=splits), hopper)
+        check(args, run(args, flash_fwd_sm90.forward))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "seqlen"), [(128, 8192), (256, 2048)])
 def test_they_do_where_that_is_faster(dim: int, seqlen: int, hopper: torch.device) -> None:
     """The same products in the same order: the same bits as of blocks that load for themselves."""
