@@ -38,6 +38,15 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return out
 
 
+def refuses(device: torch.device, dtype: torch.dtype, width: int, depth: int, *, gated: bool) -> str | None:
+    """Why few rows by a weight `[width, depth]` are torch's product there, in words; None: they have a kernel."""
+    if device.type != "cuda":
+        return "it is a kernel for Hopper GPUs"
+    from attention_backend.kernels import skinny_linear as kernel
+
+    return kernel.refuses(dtype, width, depth, device.index or 0, gated=gated)
+
+
 @operator("linear")
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `linear`."""

@@ -39,6 +39,7 @@ SERVING_ROWS = (  # case, figure, what a reader calls it, digits
 
 SIGNS = {"<=": "≤", ">=": "≥"}
 _PAGES = "--kv-cache-dtype"
+MARKS = ("*", "†", "‡", "§", "¶")  # of rows from other commits than most
 
 
 def serving(results: Path) -> str:
@@ -50,7 +51,7 @@ def serving(results: Path) -> str:
     judged = ("peer", "absolute", "case")
     asked = {(goal.case, goal.figure): goal for goal in GOALS if goal.of in judged and goal.factor}
     most = _commit_of_most(ours)
-    others: set[str] = set()
+    others: dict[str, str] = {}  # commit -> its mark
     rows = []
     for case, figure, name, digits in SERVING_ROWS:
         mine, theirs = (run.figure(case, figure) for run in (ours, peer))
@@ -60,12 +61,14 @@ def serving(results: Path) -> str:
         ratio = "-" if mine is None or theirs is None else f"{mine / theirs:.2f}"
         both = [_commit(run, case) for run in (ours, peer) if case in run.rows]
         at = both[0]
+        title = name
         if at != most:
-            others.add(at if len(set(both)) == 1 else f"ours alone, {at}")
-        title = name if at == most else f"{name} *"
+            at = at if len(set(both)) == 1 else f"ours alone, {at}"
+            mark = others.setdefault(at, MARKS[len(others)])
+            title = f"{name} {mark}"
         rows.append([title, *numbers, ratio, *judgement(asked.get((case, figure)), ours, mine, theirs)])
     version = next(row["version"] for row in peer.rows.values() if "version" in row)
-    starred = "".join(f"; * {commit}" for commit in sorted(others))
+    starred = "".join(f"; {mark} {commit}" for commit, mark in others.items())
     text = (
         f"The engine beside vLLM {version} ({peer.variant}), both in process, one after the other on one card,\n"
         f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts, most)}{starred}).\n"

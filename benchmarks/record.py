@@ -126,6 +126,7 @@ RECORDINGS = (
     Recording("drafting", "drafting", 120, ("--shape-8b",)),
     Recording("attention_forward_flex", "attention", 400, ("forward", "--flex", "--slow")),
     Recording("layers", "layers", 120),
+    Recording("linears", "linears", 60),
     Recording("linear_attention", "linear_attention", 120),
     Recording("roofline", "roofline", 180),
     Recording("ladder", "ladder", 60),

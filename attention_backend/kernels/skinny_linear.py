@@ -43,6 +43,17 @@ def config_of(x: Tensor, weight: Tensor, *, gated: bool) -> SkinnyConfig | None:
     return _config_of_sizes(weight.shape[0], weight.shape[1], x.device.index or 0, gated)
 
 
+def refuses(dtype: torch.dtype, width: int, depth: int, index: int, *, gated: bool) -> str | None:
+    """Why a weight `[width, depth]` has no kernel on a device; None: it has one."""
+    if dtype not in DTYPES:
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if device.arch(index) != _ARCH:
+        return f"it is a kernel for {_ARCH}, not for {device.arch(index)}"
+    if _config_of_sizes(width, depth, index, gated) is None:
+        return f"of a weight of {width} x {depth} torch's product is as fast"
+    return None
+
+
 @cache
 def _config_of_sizes(width: int, depth: int, index: int, gated: bool) -> SkinnyConfig | None:
     """Of a weight, whatever the rows."""

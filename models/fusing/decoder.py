@@ -73,6 +73,11 @@ class FusedDecoder:
         self._softcap = model.config.final_logit_softcapping if family.softcap else None
         self._structure = [model, self._inner, *(m for layer in self.layers for m in layer.structure)]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
     def intact(self) -> bool:
         """Whether nothing was hooked or replaced around the layers since; what is inside them is looked at in calls."""
         return all(is_plain(module, type(module)) for module in self._structure)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from attention_backend import linears
 from models.fusing.decoder import FusedDecoder, fuse
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError
 
 _CHAIN = "layers' chain of few rows"
+_LINEARS = "linears of few rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ def report(decoder: FusedDecoder, device: torch.device) -> FusionReport:
     }
     if device.type == "cuda":
         parts[_CHAIN] = [chain.refuses(device) for chain in decoder.chains]
+        parts[_LINEARS] = [
+            linears.refuses(device, decoder.dtype, each.width, each.depth, gated=each.activation is not None)
+            for each in decoder.linears()
+        ]
     of_heads = [_of(norm) for layer in layers for norm in layer.attention.norms or ()]
     if of_heads:
         parts["heads' RMSNorm"] = of_heads

@@ -27,7 +27,9 @@ from torch import Tensor
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
 from attention_backend.fp8_pages import dequantize_pages_op
+from attention_backend.heuristics.skinny_linear import SkinnyConfig
 from attention_backend.jit import compiler
+from attention_backend.kernels.skinny_linear import skinny_linear
 from attention_backend.layer_chain import (
     ChainOptions,
     ChainWeights,
@@ -37,6 +39,7 @@ from attention_backend.layer_chain import (
     layer_chain_to_pages,
     refuses,
 )
+from attention_backend.linears import gated_linear, linear
 from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.page_copy import PageCopy
 from attention_backend.token_choice import choose_tokens
@@ -207,10 +210,27 @@ def run_layers(device: torch.device) -> int:
     return len(results)
 
 
+def run_linears(device: torch.device) -> int:
+    """Layers of few rows, whose tiles they do not fill; on Hopper by their kernel, whose tiles these are."""
+    configs = (SkinnyConfig(64, 2), SkinnyConfig(224), SkinnyConfig(224, gated=True), SkinnyConfig(128, 2, gated=True))
+    for config in configs:
+        rows = torch.randn(21, 1160, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(400, 1160, device=device, dtype=torch.bfloat16)
+        bias = None if config.gated else torch.randn(400, device=device, dtype=torch.bfloat16)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+            activation, blocks = "silu" if config.gated else None, 16 if config.cluster > 1 else 1
+            out = skinny_linear(rows, weight, bias, config, activation=activation, blocks=blocks)
+        else:
+            out = gated_linear(rows, weight, "silu") if config.gated else linear(rows, weight, bias)
+        assert bool(out.isfinite().all())
+    return len(configs)
+
+
 PARTS: dict[str, Callable[[torch.device], int]] = {
     "attention": run_grid,
     "features": run_features,
     "layers": run_layers,
+    "linears": run_linears,
     "gradients": run_gradients,
 }
 

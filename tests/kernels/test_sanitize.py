@@ -20,6 +20,10 @@ def test_the_layers_run_on_cpu() -> None:
     assert sanitize.run_layers(torch.device("cpu")) == 11
 
 
+def test_the_linears_run_on_cpu() -> None:
+    assert sanitize.run_linears(torch.device("cpu")) == 4
+
+
 def test_the_gradients_run_on_cpu() -> None:
     assert sanitize.run_gradients(torch.device("cpu")) == 2 * len(sanitize.GRADIENTS)
 
@@ -45,6 +49,11 @@ def test_the_features_run(device: torch.device) -> None:
 def test_the_layers_run(device: torch.device) -> None:
     chain = torch.cuda.get_device_capability(device) == (9, 0)  # it runs four times and has two results
     assert sanitize.run_layers(device) == 12 + 8 * chain
+
+
+@pytest.mark.gpu
+def test_the_linears_run(device: torch.device) -> None:
+    assert sanitize.run_linears(device) == 4
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)

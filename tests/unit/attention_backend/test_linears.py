@@ -1,0 +1,129 @@
+"""Linear layers as steps call them are torch's formulas; which sizes a kernel serves; wrong calls raise."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention_backend import UnsupportedError, layers
+from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
+from attention_backend.kernels import device, skinny_linear
+from attention_backend.linears import gated_linear, linear
+from attention_backend.preparation import LinearStep, prepare_linear_kernels
+from attention_backend.reference import layers as reference
+
+#: Rows of weights, columns, gated: Llama-3.1-8B's, Qwen2.5-7B's and -32B's.
+SIZES = (
+    (6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False),
+    (3584, 3584, False), (18944, 3584, True), (3584, 18944, False), (27648, 5120, True),
+)  # fmt: skip
+H200 = 132  # multiprocessors
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(device, "arch", lambda _: "sm_90a")
+    monkeypatch.setattr(device, "num_sms", lambda _: H200)
+    skinny_linear._config_of_sizes.cache_clear()
+    yield
+    skinny_linear._config_of_sizes.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_they_are_torchs_formulas(dtype: torch.dtype) -> None:
+    x, weight, bias = randn(7, 24, dtype=dtype), randn(32, 24, dtype=dtype), randn(32, dtype=dtype)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias))
+    gate, up = F.linear(x, weight).chunk(2, dim=1)
+    for activation in layers.ACTIVATIONS:
+        expected = reference.gated_activation(gate, up, activation)
+        torch.testing.assert_close(gated_linear(x, weight, activation), expected)
+
+
+def test_the_compiler_knows_their_results() -> None:
+    x, weight = randn(3, 8), randn(6, 8)
+    for function in (lambda: linear(x, weight), lambda: gated_linear(x, weight, "silu")):
+        with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            fake = function()
+        assert fake.shape == function().shape
+
+
+def test_wrong_calls_raise() -> None:
+    x, weight = randn(3, 8), randn(6, 8)
+    with pytest.raises(ValueError, match="must be"):
+        linear(x, randn(6, 7))
+    with pytest.raises(ValueError, match="does not fit a weight"):
+        linear(x, weight, randn(5))
+    with pytest.raises(TypeError, match=r"its weight torch\.bfloat16"):
+        linear(x, weight.bfloat16())
+    with pytest.raises(ValueError, match="is not one of silu"):
+        gated_linear(x, weight, "relu")
+    with pytest.raises(ValueError, match="no gate and as many rows"):
+        gated_linear(x, randn(5, 8), "silu")
+    with pytest.raises(UnsupportedError, match="has no gradient"):
+        linear(x.requires_grad_(), weight)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_blocks_have_nearly_as_many_weights_as_each_other(size: tuple[int, int, bool]) -> None:
+    width, depth, gated = size
+    config = skinny_config(width, depth, H200, gated=gated)
+    assert config is not None
+    tiles = -(-width // config.outputs)
+    rounds = -(-tiles // (H200 // config.cluster))
+    assert rounds == 1 or config.cluster == 1, "a cluster has room for the sums of one tile"
+    rows = 2 * width if gated else width
+    assert rounds * config.columns / config.cluster <= 1.2 * rows / H200
+    assert config.stages >= 4
+    assert config.smem_bytes <= 227 * 1024
+
+
+def test_small_or_uneven_layers_are_torchs() -> None:
+    assert skinny_config(1024, 1024, H200) is None  # 2 MiB, which the L2 holds
+    assert skinny_config(16384, 512, H200) is not None
+    assert skinny_config(1 << 20, 8, H200) is None  # too few columns to share out
+
+
+def test_what_the_kernel_does_not_read_is_torchs(hopper: None) -> None:
+    def served(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
+        return skinny_linear.config_of(x, weight, gated=gated) is not None
+
+    x, weight = randn(8, 4096, dtype=torch.bfloat16), randn(4096, 4096, dtype=torch.bfloat16)
+    assert served(x, weight)
+    assert served(x, weight, gated=True)
+    assert served(torch.cat([x, x], dim=1)[:, :4096], weight)
+    assert not served(x[:4], weight)  # a chain's
+    assert not served(x.repeat(9, 1), weight)
+    assert not served(x.float(), weight.float())
+    assert not served(x.t().contiguous().t(), weight)
+    assert not served(torch.cat([x, x], dim=1)[:, 1:4097], weight)
+    assert not served(x, weight.t())
+    assert not served(x, weight[:4093])
+
+    class Quantised(Tensor):
+        pass
+
+    assert not served(x, weight.as_subclass(Quantised))
+
+
+def test_kernels_of_a_models_layers_are_prepared_once(hopper: None) -> None:
+    assert prepare_linear_kernels([LinearStep(4096, 4096, None)], torch.bfloat16, torch.device("cpu")) == 0
+    steps = [LinearStep(4096, 4096, None), LinearStep(4096, 14336, None), LinearStep(28672, 4096, "silu")]
+    found = [list(skinny_linear.step_variants(torch.bfloat16, *step, index=0)) for step in steps]
+    assert [len(each) for each in found] == [1, 1, 1]
+    assert len({variant for each in found for variant in each}) == 2  # both of 4,096 rows have one tile
+    assert not list(skinny_linear.step_variants(torch.bfloat16, 64, 64, None, index=0))
+
+
+def test_tiles_ask_for_no_more_memory_than_there_is() -> None:
+    for columns in (64, 96, 128, 192, 256):
+        for cluster in (1, 2, 4, 8):
+            for warpgroups in (1, 2):
+                config = SkinnyConfig(columns, cluster, warpgroups=warpgroups)
+                assert config.smem_bytes <= 227 * 1024
