@@ -1,6 +1,6 @@
-"""Compiles what a model's steps will want, all at once, before a first step would meet one kernel after another."""
+"""Compiles and loads what a model's steps will want, all at once, before a first step meets one kernel after another."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from attention_backend import jit
 from attention_backend.heuristics.layer_chain import ChainHeads
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.jit import KernelVariant
 
 
 class StepLayer(NamedTuple):
@@ -57,12 +58,14 @@ def prepare_step_kernels(
         for variant in step_variants(arch, dtype, *layer[:2], group=layer.group, page_size=page_size,
                                      softcap=layer.softcap, fp8_kv=fp8_kv)
     }  # fmt: skip
-    return len(jit.build_variants(variants, jit.default_cache()))
+    return _made_ready(variants, device)
 
 
-def prepare_chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp8_kv: bool = False) -> int:
+def prepare_chain_kernels(
+    chains: Iterable[ChainStep], dtype: torch.dtype, device: torch.device | None = None, *, fp8_kv: bool = False
+) -> int:
     """The same for chains that `layer_chain.refuses` does not refuse on the device: of any number of rows that they
-    serve."""
+    serve. `device` None: they are compiled, for nobody yet."""
     wanted = dict.fromkeys(chains)
     if not wanted:
         return 0
@@ -79,7 +82,7 @@ def prepare_chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp
             heads=None if fp8_kv else chain.heads,
         )
     )  # fmt: skip
-    return len(jit.build_variants(variants, jit.default_cache()))
+    return _made_ready(variants, device)
 
 
 def prepare_linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> int:
@@ -90,7 +93,16 @@ def prepare_linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, de
 
     index = device.index or 0
     variants = {variant: None for linear in set(linears) for variant in step_variants(dtype, *linear, index=index)}
-    return len(jit.build_variants(variants, jit.default_cache()))
+    return _made_ready(variants, device)
+
+
+def _made_ready(variants: Collection[KernelVariant], device: torch.device | None) -> int:
+    """Compiled, and loaded on a GPU: a step that comes to one that is not waits for all that the GPU was told to do."""
+    jit.build_variants(variants, jit.default_cache())
+    if device is not None and device.type == "cuda":
+        for variant in variants:
+            jit.load(variant, device.index or 0)
+    return len(variants)
 
 
 def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:

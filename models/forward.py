@@ -35,7 +35,7 @@ class PagedForward:
         device = self._model.device
         steps = (chain.step(device) for chain in self._decoder.chains)
         dtype, linears = self._model.dtype, self._decoder.linears()
-        chains = prepare_chain_kernels([s for s in steps if s is not None], dtype, fp8_kv=fp8_kv)
+        chains = prepare_chain_kernels([s for s in steps if s is not None], dtype, device, fp8_kv=fp8_kv)
         return chains + prepare_linear_kernels(linears, dtype, device)
 
     @property
