@@ -12,13 +12,18 @@ from attention_backend import layers
 from attention_backend.checks import check_device
 from attention_backend.no_gradients import refuse_gradients
 from attention_backend.operators import operator
+from attention_backend.preparation import LinearStep
 
 if TYPE_CHECKING:
     from attention_backend.heuristics.skinny_linear import SkinnyConfig
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias: x `[rows, depth]`, weight `[width, depth]`, bias `[width]` -> `[rows, width]`."""
+    """x W^T + bias: x `[rows, depth]`, weight `[width, depth]`, bias `[width]` -> `[rows, width]`.
+
+    In a CUDA graph that is being captured the weight may be read before the kernel in front has ended: none in the
+    graph may write it.
+    """
     _check(x, weight, bias)
     refuse_gradients("linear", x, weight, bias)
     out: Tensor = linear_op(x, weight, bias)
@@ -27,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """act(x Wgate^T) * (x Wup^T) (Shazeer, arXiv 2002.05202): x `[rows, depth]`, weight `[2 width, depth]`, the gate's
-    rows first -> `[rows, width]`; `activation` is one of layers.ACTIVATIONS."""
+    rows first -> `[rows, width]`; `activation` is one of layers.ACTIVATIONS. Of the weight in a graph: see `linear`."""
     if activation not in layers.ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(layers.ACTIVATIONS)}")
     _check(x, weight, None)
@@ -38,19 +43,19 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return out
 
 
-def refuses(device: torch.device, dtype: torch.dtype, width: int, depth: int, *, gated: bool) -> str | None:
-    """Why few rows by a weight `[width, depth]` are torch's product there, in words; None: they have a kernel."""
+def refuses(device: torch.device, dtype: torch.dtype, step: LinearStep) -> str | None:
+    """Why few rows of this layer are torch's product there, in words; None: they have a kernel."""
     if device.type != "cuda":
         return "it is a kernel for Hopper GPUs"
     from attention_backend.kernels import skinny_linear as kernel
 
-    return kernel.refuses(dtype, width, depth, device.index or 0, gated=gated)
+    return kernel.refuses(dtype, step.width, step.depth, device.index or 0, gated=step.activation is not None)
 
 
 @operator("linear")
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `linear`."""
-    config = _config(x, weight, gated=False)
+    config = _config(x, weight, bias, gated=False)
     if config is None:
         return F.linear(x, weight, bias)
     from attention_backend.kernels.skinny_linear import skinny_linear
@@ -66,7 +71,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # n
 @operator("gated_linear")
 def gated_linear_op(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """See `gated_linear`."""
-    config = _config(x, weight, gated=True)
+    config = _config(x, weight, None, gated=True)
     if config is None:
         gate, up = F.linear(x, weight).chunk(2, dim=1)
         return layers.gated_activation_op(gate, up, activation)
@@ -81,12 +86,12 @@ def _gated_linear_fake(x: Tensor, weight: Tensor, *options: Any) -> Tensor:  # n
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
-def _config(x: Tensor, weight: Tensor, *, gated: bool) -> "SkinnyConfig | None":
+def _config(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> "SkinnyConfig | None":
     if not x.is_cuda:
         return None
     from attention_backend.kernels.skinny_linear import config_of
 
-    return config_of(x, weight, gated=gated)
+    return config_of(x, weight, bias, gated=gated)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Compiles and loads what a model's steps will want, all at once, before a first step meets one kernel after another."""
+"""Compiles and loads what a model's steps will want, all at once, before a first step meets one after another."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -41,10 +41,17 @@ class LinearStep(NamedTuple):
 
 
 def prepare_step_kernels(
-    layers: Iterable[StepLayer], dtype: torch.dtype, device: torch.device, *, page_size: int, fp8_kv: bool = False
+    layers: Iterable[StepLayer],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    page_size: int,
+    most_keys: int,
+    fp8_kv: bool = False,
 ) -> int:
-    """Returns how many kernels were compiled or found in the cache: none on a CPU, none for float32, whose kernels are
-    few, and none for what dispatch refuses, which says why when it is called. Raises CompileError."""
+    """For sequences of up to `most_keys` tokens. Returns how many kernels were compiled or found in the cache: none on
+    a CPU, none for float32, whose kernels are few, and none for what dispatch refuses, which says why when it is
+    called. Raises CompileError."""
     if device.type != "cuda" or not _has_kernels(dtype, device):
         return 0
     from attention_backend.kernels import device as devices
@@ -56,7 +63,7 @@ def prepare_step_kernels(
         for layer in set(layers)
         if all(width % 8 == 0 and 16 <= width <= HEAD_DIM_TILES[-1] for width in layer[:2])
         for variant in step_variants(arch, dtype, *layer[:2], group=layer.group, page_size=page_size,
-                                     softcap=layer.softcap, fp8_kv=fp8_kv)
+                                     softcap=layer.softcap, fp8_kv=fp8_kv, most_keys=most_keys)
     }  # fmt: skip
     return _made_ready(variants, device)
 

@@ -64,8 +64,9 @@ def serving(results: Path) -> str:
         title = name
         if at != most:
             at = at if len(set(both)) == 1 else f"ours alone, {at}"
-            mark = others.setdefault(at, MARKS[len(others)])
-            title = f"{name} {mark}"
+            if at not in others:
+                others[at] = MARKS[len(others)]
+            title = f"{name} {others[at]}"
         rows.append([title, *numbers, ratio, *judgement(asked.get((case, figure)), ours, mine, theirs)])
     version = next(row["version"] for row in peer.rows.values() if "version" in row)
     starred = "".join(f"; {mark} {commit}" for commit, mark in others.items())

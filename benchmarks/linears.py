@@ -3,10 +3,10 @@
     python benchmarks/linears.py [--rows 5,8,16,32,64] [--sizes 4096,6144,14336] [--out benchmarks/results/linears.json]
 
 Each contender is a CUDA graph of several layers, whose weights no cache holds: both norms, the four products, the
-activation; no attention. Contenders take turns; a time is the median of its turns, over the layers. `products`: ours of
-one kind alone, torch's for the others. Results are compared before they are timed.
+activation; no attention. Contenders take turns; a time is the median of its turns, over the layers. "qkv", "out",
+"gate_up", "down": ours of that one alone. Results are compared before they are timed.
 
-Half a minute on an H200. Exit code 0: timed. 1: a result of ours was wrong. 2: no NVIDIA GPU, or sizes that are none.
+Exit code 0: timed. 1: a result of ours was wrong. 2: no NVIDIA GPU, or sizes that are none.
 """
 
 import json

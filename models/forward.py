@@ -34,7 +34,7 @@ class PagedForward:
             return 0
         device = self._model.device
         steps = (chain.step(device) for chain in self._decoder.chains)
-        dtype, linears = self._model.dtype, self._decoder.linears()
+        dtype, linears = self._model.dtype, [x for x in self._decoder.linears() if not isinstance(x, str)]
         chains = prepare_chain_kernels([s for s in steps if s is not None], dtype, device, fp8_kv=fp8_kv)
         return chains + prepare_linear_kernels(linears, dtype, device)
 

@@ -93,7 +93,10 @@ class ModelRunner(StepLauncher):
             StepLayer(site.head_dim, site.head_dim_v, site.num_heads // site.num_kv_heads, site.softcap != 0.0)
             for site in self._sites
         ]
-        prepare_step_kernels(layers, self._dtype, self.device, page_size=block_size, fp8_kv=self._kv_dtype == FP8)
+        prepare_step_kernels(
+            layers, self._dtype, self.device, page_size=block_size, fp8_kv=self._kv_dtype == FP8,
+            most_keys=self._blocks_for(max_model_len) * block_size,
+        )  # fmt: skip
         self._stages.end("kernels")
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._kv_scales = calibrate(loaded.model, self._sites, block_size=block_size) if self._kv_dtype == FP8 else None

@@ -7,7 +7,7 @@ from math import ceil
 
 from attention_backend.heuristics.sm80 import SHARED_MEMORY
 
-#: Rows of a call. A layer of fewer is `layer_chain`'s, and more have no tile.
+#: Rows of a call. Fewer are `layer_chain`'s, where a family has chains; more have no tile.
 FEWEST_ROWS, MOST_ROWS = 5, 64
 #: Bytes of weights from which on they come from memory and not from the L2, whoever asks for them.
 LEAST_BYTES = 16 << 20
@@ -29,16 +29,11 @@ class SkinnyConfig:
     columns: int
     cluster: int = 1
     gated: bool = False
-    warpgroups: int = 1  # of 64 rows of the input each
 
     @property
     def outputs(self) -> int:
         """Columns of the result that a tile gives."""
         return self.columns // 2 if self.gated else self.columns
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.warpgroups + 32
 
     @property
     def stages(self) -> int:
@@ -52,12 +47,12 @@ class SkinnyConfig:
 
     @property
     def _stage_bytes(self) -> int:
-        return (self.columns + 64 * self.warpgroups) * _ROW_BYTES
+        return (self.columns + MOST_ROWS) * _ROW_BYTES
 
     @property
     def _sent_bytes(self) -> int:
         """Sums that the blocks of a cluster give each other: 16 bytes a thread and group of eight columns."""
-        return self.columns // 8 * 16 * 128 * self.warpgroups if self.cluster > 1 else 0
+        return self.columns // 8 * 16 * 128 if self.cluster > 1 else 0
 
 
 @lru_cache(maxsize=1024)

@@ -102,7 +102,7 @@ def _plan(
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
     if sparse or args.paged or args.cu_seqlens_q is not None:
         fp8 = args.k.dtype != args.dtype
-        long = seqlen_k >= LONG and not partial  # parts that are merged have few rows, to which wider tiles are no gain
+        long = seqlen_k >= LONG and not partial  # wider tiles are no gain to passes over what rows share
         which = HopperOptions(options, long, args.k.shape[1] if args.paged else 0, sparse, fp8=fp8)
     else:
         which = HopperOptions.dense(options, args.seqlen_q, seqlen_k, causal=args.window_right == 0)

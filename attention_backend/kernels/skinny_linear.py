@@ -14,10 +14,11 @@ from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
 from attention_backend.kernels.gated_activation import ACTIVATIONS
 from attention_backend.kernels.params import pointer
-from attention_backend.kernels.rows import DTYPES, VECTOR, begins_vectors, element_define
+from attention_backend.kernels.rows import DTYPES, VECTOR, begins_vectors, element_define, is_expanded
 from attention_backend.kernels.tensor_map import TensorMap, tensor_map
 
 _ARCH = "sm_90a"
+_THREADS = 128 + 32
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may hold other numbers than it says
 
 
@@ -33,12 +34,16 @@ class SkinnyParams(ctypes.Structure):
     )
 
 
-def config_of(x: Tensor, weight: Tensor, *, gated: bool) -> SkinnyConfig | None:
+def config_of(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool) -> SkinnyConfig | None:
     """The tile for x `[rows, depth]` and weight `[width, depth]`, or with `gated` `[2 width, depth]`; None: torch's
     product is as fast, or there is no kernel."""
     if not FEWEST_ROWS <= x.shape[0] <= MOST_ROWS or x.dtype not in DTYPES or type(weight) not in _PLAIN:
         return None
-    if x.stride(1) != 1 or not weight.is_contiguous() or not begins_vectors(x, VECTOR) or weight.data_ptr() % 16:
+    if x.stride(1) != 1 or is_expanded(x) or not begins_vectors(x, VECTOR):
+        return None
+    if not weight.is_contiguous() or not begins_vectors(weight, VECTOR):
+        return None
+    if bias is not None and (type(bias) not in _PLAIN or not bias.is_contiguous()):
         return None
     return _config_of_sizes(weight.shape[0], weight.shape[1], x.device.index or 0, gated)
 
@@ -50,7 +55,7 @@ def refuses(dtype: torch.dtype, width: int, depth: int, index: int, *, gated: bo
     if device.arch(index) != _ARCH:
         return f"it is a kernel for {_ARCH}, not for {device.arch(index)}"
     if _config_of_sizes(width, depth, index, gated) is None:
-        return f"of a weight of {width} x {depth} torch's product is as fast"
+        return "of its sizes torch's product is as fast"
     return None
 
 
@@ -80,7 +85,6 @@ def variant(dtype: torch.dtype, config: SkinnyConfig, activation: str | None = N
         ("COLUMNS", config.columns),
         ("CLUSTER", config.cluster),
         ("STAGES", config.stages),
-        ("WARPGROUPS", config.warpgroups),
         ("GATED", int(config.gated)),
         ("ACTIVATION", 0 if activation is None else ACTIVATIONS[activation]),
     )
@@ -90,11 +94,10 @@ def variant(dtype: torch.dtype, config: SkinnyConfig, activation: str | None = N
 def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[KernelVariant]:
     if arch != _ARCH:
         return
+    yield variant(main, SkinnyConfig(64, 2))
     yield variant(main, SkinnyConfig(96, 2))
     yield variant(main, SkinnyConfig(256))
     yield variant(other, SkinnyConfig(64, 2))
-    yield variant(main, SkinnyConfig(64, 4))
-    yield variant(main, SkinnyConfig(128, 2, warpgroups=2))
     for activation in ACTIVATIONS:
         yield variant(main, SkinnyConfig(224, gated=True), activation)
     yield variant(other, SkinnyConfig(256, 2, gated=True), "silu")
@@ -114,7 +117,8 @@ def skinny_linear(
     the gate and of what it multiplies, and there is no bias.
 
     `early`: may start before the previous kernel has ended, and reads weights then. `blocks`: at most; by default one a
-    multiprocessor.
+    multiprocessor. Raises ValueError for what the tile cannot do: more rows than MOST_ROWS, fewer columns than a
+    cluster shares out, a second tile of a cluster.
     """
     rows, depth = x.shape
     width = weight.shape[0] // 2 if config.gated else weight.shape[0]
@@ -126,8 +130,10 @@ def skinny_linear(
     p.out, p.bias, p.tiles = out.data_ptr(), pointer(bias), -(-width // config.outputs)
     most = (device.num_sms(x.device.index) if blocks is None else blocks) // config.cluster
     grid = min(p.tiles, most) * config.cluster
+    if rows > MOST_ROWS or p.steps < config.cluster or (config.cluster > 1 and p.tiles > most):
+        raise ValueError(f"{rows} rows of {depth} by {width} in {most} blocks or clusters: not with {config}")
     kernel = _kernel(x.dtype, config, activation, x.device.index)
-    kernel((grid, 1, 1), (config.threads, 1, 1), p, config.smem_bytes, early=early)
+    kernel((grid, 1, 1), (_THREADS, 1, 1), p, config.smem_bytes, early=early)
     return out
 
 

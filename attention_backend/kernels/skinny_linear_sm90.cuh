@@ -1,19 +1,19 @@
 // skinny_linear_sm90: x W^T (+ bias) of a few rows x, or act(x Wgate^T) * (x Wup^T), on Hopper.
 //
-// Up to 64 rows a warpgroup are bound by the bytes of the weights, and these depend on nothing: a block streams tiles of
+// Up to 64 rows are bound by the bytes of the weights, and these depend on nothing: a block streams tiles of
 // COLUMNS rows of W into a ring by TMA, and fills it before it waits for the kernel in front. The rows of x come beside
 // them, from the L2. Rows of x are the rows of the products (wgmma's 64), those of W their columns, as many as share the
 // weights out evenly.
 //
 // Where W has few rows, CLUSTER blocks, a cluster, share out its columns. Each sends its sums to the block that finishes
-// them, groups of eight columns in turn, as they lie in registers: a thread there finds what the same thread of every
+// them, a stretch of the columns each, as they lie in registers: a thread there finds what the same thread of every
 // block had. They are added in the order of the blocks, so results repeat bitwise.
 //
 // With GATED a tile is half rows of the gate and half rows of the projection beside it: gate and up stand in one thread.
 // Numbers are rounded where Hugging Face's modules round.
 //
-// Compile-time: BF16, COLUMNS (a multiple of 16 CLUSTER, GATED 32 CLUSTER; up to 256), CLUSTER (1, 2, 4 or 8), STAGES, WARPGROUPS (of
-// 64 rows each), GATED, ACTIVATION (of GATED).
+// Compile-time: BF16, COLUMNS (a multiple of 16 CLUSTER, GATED 32 CLUSTER; up to 256), CLUSTER (a power of two up to 8),
+// STAGES, GATED, ACTIVATION (of GATED).
 #include "parts/cluster.cuh"
 #include "parts/dependent_launch.cuh"
 #include "parts/transpose_quad.cuh"
@@ -23,8 +23,8 @@
 #include "parts/activation.cuh"
 #endif
 
-constexpr int kRows = 64 * WARPGROUPS, kDepth = 64;  // of a tile: of x; columns of both, 128 bytes
-constexpr int kTeam = 128 * WARPGROUPS, kThreads = kTeam + 32;
+constexpr int kRows = 64, kDepth = 64;  // of a tile: of x; columns of both, 128 bytes
+constexpr int kTeam = 128, kThreads = kTeam + 32;
 constexpr int kBytesW = COLUMNS * 128, kBytesX = kRows * 128;
 constexpr int kGroups = COLUMNS / 8;  // of eight columns
 constexpr int kSentBytes = CLUSTER > 1 ? kGroups * 16 * kTeam : 0;
@@ -66,7 +66,7 @@ struct SkinnyShared {
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, WARPGROUPS);
+      barrier_init(empty + 8 * i, 1);
     }
     barrier_init(came, 1);
     if (CLUSTER > 1) barrier_expect(came, kSentBytes);
@@ -84,7 +84,8 @@ struct Depth {
   }
 };
 
-__device__ __forceinline__ void load_weights(const SkinnyShared& shared, const SkinnyParams& p, int stage, int tile, int step) {
+__device__ __forceinline__ void load_weights(const SkinnyShared& shared, const SkinnyParams& p, int stage, int tile,
+                                             int step) {
   const uint32 to = shared.w + stage * kBytesW, full = shared.full + 8 * stage;
   barrier_expect(full, kBytesW + 128 * p.box_rows);
   const int row = tile * kOutputs;
@@ -150,7 +151,7 @@ __device__ __forceinline__ void add_bias(float (&x)[4], int column, const Skinny
 }
 #endif
 
-// The result's groups from `group` on, of a thread's sums in the order of `place`.
+// Finishes groups of the result's columns from `column` on: a thread's sums, with GATED gate and up in turn.
 template <int COUNT>
 __device__ __forceinline__ void finish(float (&sums)[COUNT][4], int row, int column, const SkinnyParams& p) {
 #if GATED
@@ -175,8 +176,7 @@ __device__ __forceinline__ constexpr int place(int i) { return GATED ? i % 2 * (
 
 __device__ __forceinline__ void compute(const SkinnyShared& shared, const SkinnyParams& p) {
   const Depth depth(p);
-  const int warpgroup = uniform(threadIdx.x / 128);
-  const int row = warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   const int first = static_cast<int>(blockIdx.x) / CLUSTER, apart = static_cast<int>(gridDim.x) / CLUSTER;
   Ring ring;
 #pragma unroll 1
@@ -185,7 +185,7 @@ __device__ __forceinline__ void compute(const SkinnyShared& shared, const Skinny
 #pragma unroll 1
     for (int step = depth.begin; step < depth.end; step++) {
       const int stage = uniform(ring.stage);
-      const uint64 x = wgmma_descriptor(uniform(shared.x + stage * kBytesX + warpgroup * 64 * 128), 16);
+      const uint64 x = wgmma_descriptor(uniform(shared.x + stage * kBytesX), 16);
       const uint64 w = wgmma_descriptor(uniform(shared.w + stage * kBytesW), 16);
       barrier_wait(shared.full + 8 * stage, ring.parity);
       wgmma_fence();
@@ -193,7 +193,7 @@ __device__ __forceinline__ void compute(const SkinnyShared& shared, const Skinny
       for (int i = 0; i < kDepth / 16; i++) Wgmma<COLUMNS>::shared(acc, x + i * 2, w + i * 2, i || step > depth.begin);
       wgmma_commit();
       wgmma_wait<0>();
-      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty + 8 * stage);
+      if (threadIdx.x == 0) barrier_arrive(shared.empty + 8 * stage);
       ring.step();
     }
 #if CLUSTER > 1
@@ -255,6 +255,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   else if (threadIdx.x == kTeam)
     load(shared, p);
 #if CLUSTER > 1
-  cluster_sync();  // what others sent here is on its way until they have all been there
+  cluster_sync();  // no block ends before what it sent has come
 #endif
 }

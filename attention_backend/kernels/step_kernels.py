@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from attention_backend.heuristics.decode import DECODE_ROWS, hopper_page_rows
-from attention_backend.heuristics.sm90 import MIN_PAGE_ROWS
+from attention_backend.heuristics.sm90 import LONG, MIN_PAGE_ROWS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
 from attention_backend.kernels.flash_merge import merge_variant
@@ -26,13 +26,14 @@ def step_variants(
     page_size: int,
     softcap: bool = False,
     fp8_kv: bool = False,
+    most_keys: int = LONG,
 ) -> Iterator[KernelVariant]:
     """For layers of `group` query heads a key head over pages of `page_size` keys, dtype bfloat16 or float16: prefill,
-    decode and short prefills, merges. Raises UnsupportedError for what no kernel serves."""
+    decode and short prefills, merges; `most_keys`: of a sequence. Raises UnsupportedError for what no kernel serves."""
     options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
         which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
-        each_kind = [which, which._replace(long=True)]
+        each_kind = [which, which._replace(long=True)] if most_keys >= LONG else [which]
         if fp8_kv and reads_fp8_pages(options):
             each_kind.append(which._replace(fp8=True))
         for each in each_kind:

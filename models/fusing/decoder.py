@@ -82,14 +82,16 @@ class FusedDecoder:
         """Whether nothing was hooked or replaced around the layers since; what is inside them is looked at in calls."""
         return all(is_plain(module, type(module)) for module in self._structure)
 
-    def linears(self) -> Iterator[LinearStep]:
-        """Of all layers, those that are one product each."""
+    def linears(self) -> Iterator[LinearStep | str]:
+        """Of all layers, what is one product each, or why it is not."""
         for layer in self.layers:
-            for linears in (layer.attention.projections, layer.attention.out, layer.mlp.projections, layer.mlp.down):
-                if (whole := linears.whole) is not None:
-                    gated = linears is layer.mlp.projections and whole[1] is None
-                    width, depth = whole[0].shape
-                    yield LinearStep(width, depth, layer.mlp.activation if gated else None)
+            gated = layer.mlp.projections
+            for linears in (layer.attention.projections, layer.attention.out, gated, layer.mlp.down):
+                if (shape := linears.shape) is None:
+                    yield linears.refuses() or "they are laid out for a CPU"
+                else:
+                    activates = linears is gated and gated.modules[0].bias is None
+                    yield LinearStep(*shape, layer.mlp.activation if activates else None)
 
     def logits(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         """Logits of `rows` (int64 indices) of the flat batch, of all without: `[rows, vocab_size]`."""

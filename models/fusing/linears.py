@@ -20,7 +20,7 @@ class JoinedLinears:
     """Several linear layers of the same input, or one that is several already (Phi-3)."""
 
     def __init__(self, modules: Sequence[nn.Module], sizes: Sequence[int], *, pack: bool) -> None:
-        """`sizes`: of the outputs, which are one a module, or all of the only module's."""
+        """`sizes`: of the outputs, which are one a module, or all of the only module's; none: that has one output."""
         self.modules: tuple[Any, ...] = tuple(modules)
         self._sizes = list(sizes)
         self._weight: Tensor | None = None
@@ -66,7 +66,7 @@ class JoinedLinears:
 
     def split(self, products: Tensor) -> tuple[Tensor, ...]:
         """`[rows, all outputs]` -> `[rows, size]` of each size."""
-        return products.split(self._sizes, dim=1)
+        return products.split(self._sizes, dim=1) if self._sizes else (products,)
 
     @property
     def whole(self) -> tuple[Tensor, Tensor | None] | None:
@@ -77,6 +77,14 @@ class JoinedLinears:
         if self._weight is not None and self._still_packed():
             return self._weight, self._bias
         return None
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Rows and columns of the one weight that these are on a GPU, packed or still to be; None: they are none."""
+        if self.refuses() is not None or self._kind is PackedLinear:
+            return None
+        rows: int = sum(module.weight.shape[0] for module in self.modules)
+        return rows, int(self.modules[0].weight.shape[1])
 
     @property
     def _kind(self) -> type[nn.Module]:
@@ -102,7 +110,7 @@ class JoinedLinears:
 
 def one_linear(module: nn.Module) -> JoinedLinears:
     """Of an input of its own."""
-    return JoinedLinears((module,), (int(module.out_features),), pack=False)  # type: ignore[arg-type]
+    return JoinedLinears((module,), (), pack=False)
 
 
 def facts(module: Any) -> tuple[torch.dtype, torch.device, int]:

@@ -45,7 +45,7 @@ def report(decoder: FusedDecoder, device: torch.device) -> FusionReport:
     if device.type == "cuda":
         parts[_CHAIN] = [chain.refuses(device) for chain in decoder.chains]
         parts[_LINEARS] = [
-            linears.refuses(device, decoder.dtype, each.width, each.depth, gated=each.activation is not None)
+            each if isinstance(each, str) else linears.refuses(device, decoder.dtype, each)
             for each in decoder.linears()
         ]
     of_heads = [_of(norm) for layer in layers for norm in layer.attention.norms or ()]

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from attention_backend.kernels import device, flash_fwd_sm90
+from attention_backend.kernels.hopper_variants import HopperOptions, hopper_layout
+from attention_backend.kernels.variants import Options
 
 from .error_rule import check, run
 from .problems import Case, build
@@ -63,8 +65,10 @@ def test_blocks_that_load_keys_for_each_other(dim: int, case: Case, hopper: torc
 @pytest.mark.parametrize("page", [16, 32, 48, 64, 128])
 @pytest.mark.parametrize("dim", [80, 128])
 def test_wide_tiles_over_pages(dim: int, page: int, hopper: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of many keys: tiles that no page divides."""
+    """Those of many keys, which pages of 48, 64 and 128 do not divide."""
     monkeypatch.setattr(flash_fwd_sm90, "LONG", 1)
+    wide = HopperOptions(Options(torch.bfloat16, dim, dim, paged=True), long=True, page_size=page)
+    assert hopper_layout(wide).config.block_n == 160
     for rows, keys, mask, splits in ((70, 331, "causal", 1), (200, 700, "sliding", 1), (40, 900, "causal", 3)):
         case = Case(rows, keys, batch=2, heads=4, kv_heads=2, layout="paged_varlen", page=page, mask=mask, dim=dim)
         args = build(replace(case, dim_v=dim, num_splits=splits), hopper)

@@ -16,7 +16,7 @@ from .problems import generator, randn
 from .test_graphs import captured
 
 HALVES = (torch.bfloat16, torch.float16)
-#: Tiles of every kind: parts of the depth that a cluster shares out, gates, more warpgroups.
+#: Tiles of every kind: parts of the depth that a cluster shares out, gates.
 CONFIGS = (
     SkinnyConfig(64),
     SkinnyConfig(224),
@@ -26,12 +26,11 @@ CONFIGS = (
     SkinnyConfig(256, 8),
     SkinnyConfig(224, gated=True),
     SkinnyConfig(128, 4, gated=True),
-    SkinnyConfig(128, 2, warpgroups=2),
 )
 #: Rows, depth, tiles; and blocks, of which a cluster of more than one has no second tile. Nothing is whole.
 SIZES = ((5, 520, 3, 3), (64, 1160, 2, 2), (33, 640, 3, 2))
-#: Width, depth, of which the kernel serves some and torch the others, for few bytes or tiles that fit badly.
-LAYERS = ((6144, 4096), (4096, 14336), (4112, 4096), (1152, 896), (9216, 3072))
+#: Width, depth: the last two are torch's, for few bytes and for tiles that fit badly.
+LAYERS = ((6144, 4096), (4096, 14336), (4112, 4096), (9216, 3072), (1152, 896), (4608, 3584))
 
 pytestmark = pytest.mark.gpu
 
@@ -102,11 +101,13 @@ def test_results_repeat_and_rows_do_not_depend_on_each_other(hopper: torch.devic
     assert torch.equal(linears.linear(x[:5], weight, bias), first[:5])
 
 
-def test_in_a_graph_where_each_starts_early(cuda: torch.device) -> None:
+def test_in_a_graph_where_each_starts_early(hopper: torch.device) -> None:
     """A layer's products one after the other: each reads what the one before has just written."""
-    x, qkv, _ = layer(cuda, torch.bfloat16, 24, 4096, 4096)
-    _, gate_up, _ = layer(cuda, torch.bfloat16, 24, 4096, 8192)
-    norm = torch.ones(4096, dtype=torch.bfloat16, device=cuda)
+    x, qkv, _ = layer(hopper, torch.bfloat16, 24, 4096, 4096)
+    _, gate_up, _ = layer(hopper, torch.bfloat16, 24, 4096, 8192)
+    assert kernel.config_of(x, qkv, gated=False)
+    assert kernel.config_of(x, gate_up, gated=True)
+    norm = torch.ones(4096, dtype=torch.bfloat16, device=hopper)
 
     def steps() -> Tensor:
         y = x

@@ -1,6 +1,7 @@
 """Linear layers as steps call them are torch's formulas; which sizes a kernel serves; wrong calls raise."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from attention_backend import UnsupportedError, layers
 from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
 from attention_backend.kernels import device, skinny_linear
+from attention_backend.kernels.tensor_map import TensorMap
 from attention_backend.linears import gated_linear, linear
 from attention_backend.preparation import LinearStep, prepare_linear_kernels
 from attention_backend.reference import layers as reference
@@ -103,7 +105,11 @@ def test_what_the_kernel_does_not_read_is_torchs(hopper: None) -> None:
     assert not served(x.float(), weight.float())
     assert not served(x.t().contiguous().t(), weight)
     assert not served(torch.cat([x, x], dim=1)[:, 1:4097], weight)
+    assert not served(x[:1].expand(8, 4096), weight)
     assert not served(x, weight.t())
+    bias = randn(8192, dtype=torch.bfloat16)
+    assert skinny_linear.config_of(x, weight, bias[:4096], gated=False) is not None
+    assert skinny_linear.config_of(x, weight, bias[::2], gated=False) is None
     assert not served(x, weight[:4093])
 
     class Quantised(Tensor):
@@ -121,9 +127,25 @@ def test_kernels_of_a_models_layers_are_prepared_once(hopper: None) -> None:
     assert not list(skinny_linear.step_variants(torch.bfloat16, 64, 64, None, index=0))
 
 
-def test_tiles_ask_for_no_more_memory_than_there_is() -> None:
+def test_a_ring_fills_the_memory_that_there_is() -> None:
     for columns in (64, 96, 128, 192, 256):
         for cluster in (1, 2, 4, 8):
-            for warpgroups in (1, 2):
-                config = SkinnyConfig(columns, cluster, warpgroups=warpgroups)
-                assert config.smem_bytes <= 227 * 1024
+            config = SkinnyConfig(columns, cluster)
+            sent = 2048 * columns // 8 if cluster > 1 else 0
+            tiles = config.stages * (columns + 64) * 128
+            assert config.stages >= 4
+            assert tiles + sent + 16 * config.stages + 8 <= config.smem_bytes - 1024 <= 226 * 1024
+
+
+def test_what_a_tile_cannot_do_is_refused(hopper: None) -> None:
+    x, weight = randn(8, 512, dtype=torch.bfloat16), randn(256, 512, dtype=torch.bfloat16)
+    for rows, depth, config, blocks in (
+        (65, 512, SkinnyConfig(64), 4),
+        (8, 64, SkinnyConfig(64, 2), 8),
+        (8, 512, SkinnyConfig(64, 2), 6),
+    ):
+        with (
+            pytest.raises(ValueError, match="not with SkinnyConfig"),
+            mock.patch.object(skinny_linear, "tensor_map", return_value=TensorMap()),
+        ):
+            skinny_linear.skinny_linear(x[:1, :depth].repeat(rows, 1), weight[:, :depth], None, config, blocks=blocks)

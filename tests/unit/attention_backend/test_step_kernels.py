@@ -19,6 +19,8 @@ def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
     assert names.count("flash_decode_sm90") == 3  # 8, 16 and 32 query rows at once
     assert names.count("flash_merge") == 1
     assert len(found) == 12
+    short = set(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64, most_keys=4096))
+    assert [variant.kernel for variant in short].count("flash_fwd_sm90") == 4
     ahead = set(covering_set("sm_90a"))
     assert sum(variant in ahead for variant in found) >= 5, "most are in the images' covering set, too"
 
@@ -56,7 +58,7 @@ def test_every_architecture_has_kernels_for_steps(arch: str, head_dim: int, head
 
 def test_a_cpu_has_nothing_to_prepare() -> None:
     layers = [StepLayer(128, 128, 4, softcap=False)]
-    assert prepare_step_kernels(layers, torch.bfloat16, torch.device("cpu"), page_size=64) == 0
+    assert prepare_step_kernels(layers, torch.bfloat16, torch.device("cpu"), page_size=64, most_keys=8192) == 0
 
 
 def test_a_chain_has_a_kernel_for_each_number_of_rows() -> None:
@@ -90,5 +92,5 @@ def test_what_no_kernel_serves_is_left_to_dispatch() -> None:
     cuda_device = torch.device("cuda:0")
     served, odd = StepLayer(64, 64, 4, softcap=False), StepLayer(60, 60, 4, softcap=False)
     wide = StepLayer(512, 512, 1, softcap=False)
-    assert prepare_step_kernels([odd, wide], torch.float16, cuda_device, page_size=64) == 0
-    assert prepare_step_kernels([served, odd], torch.float16, cuda_device, page_size=64) > 0
+    assert prepare_step_kernels([odd, wide], torch.float16, cuda_device, page_size=64, most_keys=8192) == 0
+    assert prepare_step_kernels([served, odd], torch.float16, cuda_device, page_size=64, most_keys=8192) > 0

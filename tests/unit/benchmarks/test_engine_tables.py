@@ -59,6 +59,22 @@ def test_rows_of_a_later_run_are_marked_with_its_commit(tmp_path: Path) -> None:
     assert "2026-11-20; * ours alone, commit feedfeedfe, 2026-11-22)." in engine_tables.serving(tmp_path)
 
 
+def test_each_commit_has_a_mark_of_its_own(tmp_path: Path) -> None:
+    def row(commit: str, **figures: float) -> dict[str, Any]:
+        return figures | {"commit": commit, "date": "2026-11-22T10:00:00+00:00"}
+
+    rows = {"start_cold": {"s": 9.0}, "start_warm": {"s": 5.0}, "ttft_32k": {"ms": 1.0}}
+    later = {"ttft_131k": row("feedfeedfeed", ms=2.0), "tpot_b1_1024": row("beadbeadbead", p50=4.0)}
+    later |= {"tpot_b1_131072": row("feedfeedfeed", p50=4.0)}
+    found = serving_table(tmp_path, rows | later, {"ttft_32k": {"ms": 1.0, "version": "1"}})
+    marks = {name.split()[-1] for name in found}
+    assert {"*", "†"} <= marks
+    assert "median gap between tokens after 131,072 tokens, ms *" in found
+    assert "median gap between tokens after 1,024 tokens, ms †" in found
+    text = engine_tables.serving(tmp_path)
+    assert "; * commit feedfeedfe, 2026-11-22; † commit beadbeadbe, 2026-11-22)." in text
+
+
 def test_chats_are_judged_by_their_time_per_token_with_the_gaps_beside_it(tmp_path: Path) -> None:
     mine = {"itl_p50": 22.0, "itl_p99": 31.0, "tpot_p99": 29.0, "long_ttft_ms": 120.0}
     version = {"start": {"s": 1.0, "version": "1"}}

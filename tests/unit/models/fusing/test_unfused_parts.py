@@ -33,6 +33,15 @@ def doubled(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
+def test_a_layer_that_is_no_linear_one_is_called_as_it_is() -> None:
+    model = made("llama")
+    attention = model.model.layers[0].self_attn
+    attention.o_proj = nn.Sequential(attention.o_proj)
+    forward = PagedForward(model)
+    same(model, forward)
+    assert "packed QKV" in forward.fused.fused
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_that_samples_no_row_asks_no_layer_for_no_rows(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU bitsandbytes' 4-bit layers end the process then, and torchao's int8 layers raise TypeError."""
