@@ -53,6 +53,8 @@ class LayerChain:
 
     def _of_sizes(self, device: torch.device, rows: int, heads: ChainHeads | None = None) -> str | None:
         out, down = self._out.modules[0], self._down.modules[0]
+        if not hasattr(out, "in_features"):
+            return f"they are {type(out).__name__}"
         return layer_chain.refuses(
             device, facts(down)[0],
             attended_width=out.in_features, width=down.out_features, gated_width=down.in_features, rows=rows,
