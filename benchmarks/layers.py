@@ -12,11 +12,11 @@ A minute on an H200, of which torch.compile takes most.
 Exit code 0: timed. 1: a result of ours was wrong. 2: no NVIDIA GPU.
 """
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from attention_backend import layers
 from attention_backend.reference import layers as reference
 from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu
+from benchmarks.timed_layers import captured, tell
 
 CONTENDERS = ("ours", "torch", "compiled")
 CALLS = 64  # in one graph
@@ -133,17 +134,12 @@ def layers_of(sizes: Sizes, device: torch.device) -> Iterator[Layer]:
 
 def microseconds(function: Function, inputs: Sequence[Inputs]) -> float:
     """Of one call, in a graph of CALLS."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for each in inputs:
-            function(*each)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(CALLS):
+
+    def run(calls: int) -> None:
+        for call in range(calls):
             function(*inputs[call % len(inputs)])
+
+    graph = captured(partial(run, CALLS), partial(run, len(inputs)))
     graph.replay()
     times = []
     for _ in range(REPLAYS):
@@ -201,15 +197,9 @@ def main(
             errors += [error] if error else []
             torch.compiler.reset()  # each size is compiled for itself, and none is the ninth
             found.append(measure(layer, count))
-    facts = machine.facts(commit)
-    if out:
-        content = {"machine": facts, "sizes": asdict(sizes), "calls": CALLS, "rows": [row.facts for row in found]}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    typer.echo(f"{facts['gpu']}\n{table(found)}")
-    typer.echo("\n".join(errors), nl=bool(errors))
-    if errors:
-        raise typer.Exit(1)
+    rows_found = [row.facts for row in found]
+    content = {"machine": machine.facts(commit), "sizes": asdict(sizes), "calls": CALLS, "rows": rows_found}
+    tell(content, table(found), errors, out)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ activation; no attention. Contenders take turns; a time is the median of its tur
 Exit code 0: timed. 1: a result of ours was wrong. 2: no NVIDIA GPU, or sizes that are none.
 """
 
-import json
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from attention_backend import layers, linears
 from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu
 from benchmarks.attention_report import plain_table
+from benchmarks.timed_layers import captured, tell
 
 LAYERS = 6
 TURNS, REPLAYS = 7, 2
@@ -84,26 +83,14 @@ def run(x: Tensor, residual: Tensor, model: list[Weights], ours: tuple[str, ...]
     return x + residual
 
 
-def graph_of(work: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
 def measure(rows: int, model: list[Weights]) -> tuple[Row, str | None]:
     """The times, and how far ours is from torch if too far."""
     width, device = model[0].norm.shape[0], model[0].norm.device
     x, residual = (torch.randn(rows, width, dtype=torch.bfloat16, device=device) for _ in range(2))
     plain, ours = (run(x, residual, model, CONTENDERS[name]).float() for name in ("torch", "ours"))
     error = float((ours - plain).norm() / plain.norm())
-    graphs = {name: graph_of(partial(run, x, residual, model, chosen)) for name, chosen in CONTENDERS.items()}
+    calls = {name: partial(run, x, residual, model, chosen) for name, chosen in CONTENDERS.items()}
+    graphs = {name: captured(call, call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(TURNS):
         for name, graph in graphs.items():
@@ -151,15 +138,9 @@ def main(
     model = [weights_of(width, qkv, gated, device) for _ in range(LAYERS)]
     measured = [measure(count, model) for count in numbers(rows)]
     found, errors = [row for row, _ in measured], [error for _, error in measured if error]
-    facts = machine.facts(commit)
-    if out:
-        content = {"machine": facts, "sizes": given, "layers": LAYERS, "rows": [row.facts for row in found]}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    typer.echo(f"{facts['gpu']}\n{table(found)}")
-    typer.echo("\n".join(errors), nl=bool(errors))
-    if errors:
-        raise typer.Exit(1)
+    rows_found = [row.facts for row in found]
+    content = {"machine": machine.facts(commit), "sizes": given, "layers": LAYERS, "rows": rows_found}
+    tell(content, table(found), errors, out)
 
 
 if __name__ == "__main__":
