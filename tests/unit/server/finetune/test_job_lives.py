@@ -78,6 +78,7 @@ def test_a_paused_job_keeps_a_checkpoint_and_no_process(run: Run, truth: str) ->
         job = await work.create()
         pid = await work.trainer(job, step=2)
         assert (await work.jobs.pause(job.id, "me")).status is Status.PAUSED
+        await work.wait(job, lambda _: work.trainer_is_told_to_stop)  # before it may go on: it stops after this step
         work.go_on()
         await work.wait(job, lambda _: work.trainer_pid is None and not is_running(pid))
         assert (await work.jobs.get(job.id, "me")).status is Status.PAUSED

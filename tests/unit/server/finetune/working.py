@@ -94,6 +94,11 @@ class Work:
         attempt = self.jobs.supervisor.attempts.get("train")
         return None if attempt is None or attempt.process is None else attempt.process.pid
 
+    @property
+    def trainer_is_told_to_stop(self) -> bool:
+        attempt = self.jobs.supervisor.attempts.get("train")
+        return attempt is not None and attempt._stopping
+
     def job_folder(self, job: Job) -> Path:
         return self.folder / "finetune" / "jobs" / job.id
 
