@@ -122,18 +122,18 @@ def skinny_linear(
     """
     rows, depth = x.shape
     width = weight.shape[0] // 2 if config.gated else weight.shape[0]
+    steps, tiles = -(-depth // DEPTH), -(-width // config.outputs)
+    most = (device.num_sms(x.device.index) if blocks is None else blocks) // config.cluster
+    if rows > MOST_ROWS or steps < config.cluster or (config.cluster > 1 and tiles > most):
+        raise ValueError(f"{rows} rows of {depth} by {width} in {most} blocks or clusters: not with {config}")
     out = x.new_empty(rows, width)
-    p = SkinnyParams(num_rows=rows, width=width, steps=-(-depth // DEPTH), gate_rows=width)
+    p = SkinnyParams(num_rows=rows, width=width, steps=steps, tiles=tiles, gate_rows=width)
     p.box_rows = -(-rows // 8) * 8  # rows of a tile that are not there are not brought, and their products not kept
     p.weights = tensor_map(weight.unsqueeze(1), config.outputs)
     p.rows = tensor_map(x.unsqueeze(1), p.box_rows)
-    p.out, p.bias, p.tiles = out.data_ptr(), pointer(bias), -(-width // config.outputs)
-    most = (device.num_sms(x.device.index) if blocks is None else blocks) // config.cluster
-    grid = min(p.tiles, most) * config.cluster
-    if rows > MOST_ROWS or p.steps < config.cluster or (config.cluster > 1 and p.tiles > most):
-        raise ValueError(f"{rows} rows of {depth} by {width} in {most} blocks or clusters: not with {config}")
+    p.out, p.bias = out.data_ptr(), pointer(bias)
     kernel = _kernel(x.dtype, config, activation, x.device.index)
-    kernel((grid, 1, 1), (_THREADS, 1, 1), p, config.smem_bytes, early=early)
+    kernel((min(tiles, most) * config.cluster, 1, 1), (_THREADS, 1, 1), p, config.smem_bytes, early=early)
     return out
 
 
