@@ -18,6 +18,7 @@ from tiny_models import random_model, tiny_config
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
+from attention_backend.kernels import device
 from models import loader
 from models.batch import SamplingParams, ScheduledSeq, StepBatch
 from models.errors import ModelLoadError
@@ -197,8 +198,11 @@ def test_nothing_trains_on_quantised_weights_nor_makes_random_ones(tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "skips"), [("torchao", "modules_to_not_convert"), ("bitsandbytes", "llm_int8_skip_modules")]
 )
-def test_what_stays_quantised_is_foretold_without_weights(tmp_path: Path, kind: str, skips: str) -> None:
+def test_what_stays_quantised_is_foretold_without_weights(
+    tmp_path: Path, kind: str, skips: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(kind)
+    monkeypatch.setattr(device, "arch", lambda _: "sm_80")  # of whatever GPU
     settings = _torchao("Int8WeightOnlyConfig") if kind == "torchao" else _bitsandbytes_8("")
     setattr(settings, skips, ["model.layers.1.self_attn", "lm_head"])
     source = quantized(tmp_path, settings)
