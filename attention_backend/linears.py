@@ -1,6 +1,7 @@
 """Linear layers as a decoder's steps call them: on Hopper those of few rows stream their weights by a kernel of ours
-(kernels/skinny_linear_sm90.cuh), all others are torch's. Both round where Hugging Face's modules round. No gradients:
-UnsupportedError where autograd asks for one. Knows no model."""
+(kernels/skinny_linear_sm90.cuh), gated ones of many rows are one kernel (kernels/gated_linear_sm90.cuh), all others are
+torch's. All round where Hugging Face's modules round. No gradients: UnsupportedError where autograd asks for one. Knows
+no model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,18 @@ def refuses(device: torch.device, dtype: torch.dtype, step: LinearStep) -> str |
     return kernel.refuses(dtype, step.width, step.depth, device.index or 0, gated=step.activation is not None)
 
 
+def refuses_many(device: torch.device, dtype: torch.dtype, step: LinearStep) -> str | None:
+    """Why many rows of this layer are torch's products and an activation after them there, in words; None: they have a
+    kernel, which serves the numbers of rows that fill its tiles."""
+    if device.type != "cuda":
+        return "it is a kernel for Hopper GPUs"
+    if step.activation is None:
+        return "they have a bias, or an activation that is not a fused one"
+    from attention_backend.kernels import gated_linear as kernel
+
+    return kernel.refuses(dtype, step.width, step.depth, device.index or 0)
+
+
 @operator("linear")
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `linear`."""
@@ -72,13 +85,19 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # n
 def gated_linear_op(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     """See `gated_linear`."""
     config = _config(x, weight, None, gated=True)
-    if config is None:
-        gate, up = F.linear(x, weight).chunk(2, dim=1)
-        return layers.gated_activation_op(gate, up, activation)
-    from attention_backend.kernels.skinny_linear import skinny_linear
+    if config is not None:
+        from attention_backend.kernels.skinny_linear import skinny_linear
 
-    early = torch.cuda.is_current_stream_capturing()
-    return skinny_linear(x, weight, None, config, activation=activation, early=early)
+        early = torch.cuda.is_current_stream_capturing()
+        return skinny_linear(x, weight, None, config, activation=activation, early=early)
+    if x.is_cuda:
+        from attention_backend.kernels import gated_linear as kernel
+
+        many = kernel.config_of(x, weight)
+        if many is not None:
+            return kernel.gated_linear(x, weight, many, activation)
+    gate, up = F.linear(x, weight).chunk(2, dim=1)
+    return layers.gated_activation_op(gate, up, activation)
 
 
 @gated_linear_op.register_fake

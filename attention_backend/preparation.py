@@ -93,13 +93,18 @@ def prepare_chain_kernels(
 
 
 def prepare_linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> int:
-    """The same for linear layers of few rows."""
+    """The same for linear layers of few rows, and for gated ones of many."""
     if device.type != "cuda" or not _has_kernels(dtype, device):
         return 0
-    from attention_backend.kernels.skinny_linear import step_variants
+    from attention_backend.kernels import gated_linear, skinny_linear
 
     index = device.index or 0
-    variants = {variant: None for linear in set(linears) for variant in step_variants(dtype, *linear, index=index)}
+    variants = {
+        variant: None
+        for kernel in (skinny_linear, gated_linear)
+        for linear in set(linears)
+        for variant in kernel.step_variants(dtype, *linear, index=index)
+    }
     return _made_ready(variants, device)
 
 

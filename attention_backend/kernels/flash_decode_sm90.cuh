@@ -13,7 +13,6 @@
 #include "parts/dependent_launch.cuh"
 #include "parts/tma.cuh"
 
-constexpr uint64 kEvictNormal = 0x1000000000000000ull;  // as CUTLASS encodes it
 constexpr int kTile = 64;
 constexpr int kTeam = NUM_WARPS * 32;   // threads that compute
 constexpr int kThreads = kTeam + 32;    // and the warp that loads

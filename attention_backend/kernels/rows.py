@@ -8,6 +8,7 @@ from attention_backend.errors import UnsupportedError
 VECTOR = 8  # 16-bit elements in 16 bytes
 DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may hold other numbers than it says
 
 
 def element_define(dtype: torch.dtype) -> tuple[str, int]:
@@ -27,6 +28,21 @@ def is_expanded(x: Tensor) -> bool:
     """Whether neighbours along a dimension lie in one place, which the TMA cannot read."""
     strides = x.stride()
     return min(strides) <= 0 and any(s <= 0 and n > 1 for s, n in zip(strides, x.shape, strict=True))
+
+
+def is_copied(x: Tensor) -> bool:
+    """Whether the TMA can read the rows of x `[rows, depth]`."""
+    return x.stride(1) == 1 and not is_expanded(x) and begins_vectors(x, VECTOR)
+
+
+def is_plain_weight(weight: Tensor) -> bool:
+    """Whether the TMA can read a layer's weight as the numbers that it is."""
+    return type(weight) in _PLAIN and weight.is_contiguous() and begins_vectors(weight, VECTOR)
+
+
+def is_plain_bias(bias: Tensor) -> bool:
+    """Whether a kernel can read a layer's bias as the numbers that it is."""
+    return type(bias) in _PLAIN and bias.is_contiguous()
 
 
 def check_rows(**tensors: Tensor) -> None:

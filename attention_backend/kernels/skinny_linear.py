@@ -14,12 +14,11 @@ from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
 from attention_backend.kernels.gated_activation import ACTIVATIONS
 from attention_backend.kernels.params import pointer
-from attention_backend.kernels.rows import DTYPES, VECTOR, begins_vectors, element_define, is_expanded
+from attention_backend.kernels.rows import DTYPES, VECTOR, element_define, is_copied, is_plain_bias, is_plain_weight
 from attention_backend.kernels.tensor_map import TensorMap, tensor_map
 
 _ARCH = "sm_90a"
 _THREADS = 128 + 32
-_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may hold other numbers than it says
 
 
 class SkinnyParams(ctypes.Structure):
@@ -37,13 +36,9 @@ class SkinnyParams(ctypes.Structure):
 def config_of(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool) -> SkinnyConfig | None:
     """The tile for x `[rows, depth]` and weight `[width, depth]`, or with `gated` `[2 width, depth]`; None: torch's
     product is as fast, or there is no kernel."""
-    if not FEWEST_ROWS <= x.shape[0] <= MOST_ROWS or x.dtype not in DTYPES or type(weight) not in _PLAIN:
+    if not FEWEST_ROWS <= x.shape[0] <= MOST_ROWS or x.dtype not in DTYPES:
         return None
-    if x.stride(1) != 1 or is_expanded(x) or not begins_vectors(x, VECTOR):
-        return None
-    if not weight.is_contiguous() or not begins_vectors(weight, VECTOR):
-        return None
-    if bias is not None and (type(bias) not in _PLAIN or not bias.is_contiguous()):
+    if not is_copied(x) or not is_plain_weight(weight) or (bias is not None and not is_plain_bias(bias)):
         return None
     return _config_of_sizes(weight.shape[0], weight.shape[1], x.device.index or 0, gated)
 

@@ -16,6 +16,7 @@
 // STAGES, GATED, ACTIVATION (of GATED).
 #include "parts/cluster.cuh"
 #include "parts/dependent_launch.cuh"
+#include "parts/ring.cuh"
 #include "parts/transpose_quad.cuh"
 #include "parts/uniform.cuh"
 #include "parts/wgmma_sm90.cuh"
@@ -40,15 +41,6 @@ struct SkinnyParams {
   int num_rows, box_rows;  // of x; of a copy of them, a multiple of 8
   int width, steps;        // of the result; tiles of kDepth columns
   int tiles, gate_rows;    // of the result's width; rows of W before those of the projection beside the gate
-};
-
-// Where the n-th tile of this block is, and what its barriers look like then.
-struct Ring {
-  int stage = 0;
-  uint32 parity = 0;
-  __device__ __forceinline__ void step() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
 };
 
 struct SkinnyShared {

@@ -85,13 +85,12 @@ class FusedDecoder:
     def linears(self) -> Iterator[LinearStep | str]:
         """Of all layers, what is one product each, or why it is not."""
         for layer in self.layers:
-            gated = layer.mlp.projections
-            for linears in (layer.attention.projections, layer.attention.out, gated, layer.mlp.down):
-                if (shape := linears.shape) is None:
-                    yield linears.refuses() or "they are laid out for a CPU"
-                else:
-                    activates = linears is gated and gated.modules[0].bias is None
-                    yield LinearStep(*shape, layer.mlp.activation if activates else None)
+            yield from (layer.attention.projections.step(), layer.attention.out.step())
+            yield from (layer.mlp.gated_step, layer.mlp.down.step())
+
+    def gated_linears(self) -> Iterator[LinearStep | str]:
+        """Those of them that are gates and what these multiply."""
+        return (layer.mlp.gated_step for layer in self.layers)
 
     def logits(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         """Logits of `rows` (int64 indices) of the flat batch, of all without: `[rows, vocab_size]`."""

@@ -14,6 +14,7 @@ from attention_backend import layers
 from attention_backend.layer_chain import MOST_KEYS, ChainHeads, NextAttention, OwnAttention
 from attention_backend.linears import gated_linear
 from attention_backend.metadata import KVPages, PagedMetadata
+from attention_backend.preparation import LinearStep
 from attention_backend.problem import UNBOUNDED
 from models.attention_sites import AttentionSite
 from models.fusing.families import Family
@@ -141,6 +142,11 @@ class FusedMLP:
         kind = type(self._activation)
         name = _ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}")
         return name if is_plain(self._activation, kind) else None
+
+    @property
+    def gated_step(self) -> LinearStep | str:
+        """Gate and what it multiplies as one layer, or why they are none."""
+        return self.projections.step(self.activation if self.projections.modules[0].bias is None else None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x `[rows, width]` -> `[rows, width]`."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_backend.linears import linear
+from attention_backend.preparation import LinearStep
 from models.fusing.plain import is_adapted_at_most, is_plain
 from models.packed_linear import PackedLinear
 
@@ -78,13 +79,14 @@ class JoinedLinears:
             return self._weight, self._bias
         return None
 
-    @property
-    def shape(self) -> tuple[int, int] | None:
-        """Rows and columns of the one weight that these are on a GPU, packed or still to be; None: they are none."""
-        if self.refuses() is not None or self._kind is PackedLinear:
-            return None
+    def step(self, activation: str | None = None) -> LinearStep | str:
+        """The one product that these are on a GPU, packed or still to be, or why they are none. `activation`: of a gate
+        and what it multiplies, without biases."""
+        reason = self.refuses()
+        if reason is not None or self._kind is PackedLinear:
+            return reason or "they are laid out for a CPU"
         rows: int = sum(module.weight.shape[0] for module in self.modules)
-        return rows, int(self.modules[0].weight.shape[1])
+        return LinearStep(rows, int(self.modules[0].weight.shape[1]), activation)
 
     @property
     def _kind(self) -> type[nn.Module]:

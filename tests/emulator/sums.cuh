@@ -1,6 +1,6 @@
 // Blocks add what each has to sums in device memory, by the bulk copy engine, and take what all have added, with a
 // mistake of choice. The sums begin as zeros that block 0 stores; a count tells others what has been done.
-#include "parts/backward_bulk.cuh"
+#include "parts/bulk_copies.cuh"
 #include "parts/turns.cuh"
 
 enum Mistake { kNone, kZerosUnwritten, kSumsUnwritten, kSumsUnread, kSumsAgain, kResultUnread };

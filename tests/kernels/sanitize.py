@@ -27,8 +27,10 @@ from torch import Tensor
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
 from attention_backend.fp8_pages import dequantize_pages_op
+from attention_backend.heuristics.gated_linear import GatedConfig
 from attention_backend.heuristics.skinny_linear import SkinnyConfig
 from attention_backend.jit import compiler
+from attention_backend.kernels.gated_linear import gated_linear as many_gates
 from attention_backend.kernels.skinny_linear import skinny_linear
 from attention_backend.layer_chain import (
     ChainOptions,
@@ -211,19 +213,26 @@ def run_layers(device: torch.device) -> int:
 
 
 def run_linears(device: torch.device) -> int:
-    """Layers of few rows, whose tiles they do not fill; on Hopper by their kernel, whose tiles these are."""
+    """Layers of few rows, whose tiles they do not fill, and gates of many; on Hopper by their kernels, whose tiles
+    these are."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     configs = (SkinnyConfig(64, 2), SkinnyConfig(224), SkinnyConfig(224, gated=True), SkinnyConfig(128, 2, gated=True))
     for config in configs:
         rows = torch.randn(21, 1160, device=device, dtype=torch.bfloat16)
         weight = torch.randn(400, 1160, device=device, dtype=torch.bfloat16)
         bias = None if config.gated else torch.randn(400, device=device, dtype=torch.bfloat16)
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        if hopper:
             activation, blocks = "silu" if config.gated else None, 16 if config.cluster > 1 else 1
             out = skinny_linear(rows, weight, bias, config, activation=activation, blocks=blocks)
         else:
             out = gated_linear(rows, weight, "silu") if config.gated else linear(rows, weight, bias)
         assert bool(out.isfinite().all())
-    return len(configs)
+    for many in (GatedConfig(), GatedConfig(cluster=1, band=1)):
+        rows = torch.randn(300, 328, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(2 * 264, 328, device=device, dtype=torch.bfloat16)
+        out = many_gates(rows, weight, many, "silu", blocks=2) if hopper else gated_linear(rows, weight, "silu")
+        assert bool(out.isfinite().all())
+    return len(configs) + 2
 
 
 PARTS: dict[str, Callable[[torch.device], int]] = {

@@ -2,7 +2,7 @@
 // Hopper, whose macros it needs.
 #pragma once
 
-#include "parts/backward_bulk.cuh"
+#include "parts/bulk_copies.cuh"
 #include "parts/backward_tiles.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups

@@ -11,6 +11,7 @@ struct alignas(64) TensorMap {
 
 constexpr uint64 kEvictFirst = 0x12F0000000000000ull;  // L2 cache policies, as CUTLASS encodes them
 constexpr uint64 kEvictLast = 0x14F0000000000000ull;
+constexpr uint64 kEvictNormal = 0x1000000000000000ull;
 
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));

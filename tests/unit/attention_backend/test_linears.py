@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_backend import UnsupportedError, layers
+from attention_backend.heuristics.gated_linear import FEWEST_ROWS, GatedConfig, gated_config
 from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
 from attention_backend.kernels import device, skinny_linear
-from attention_backend.linears import gated_linear, linear
+from attention_backend.kernels import gated_linear as gated_kernel
+from attention_backend.linears import gated_linear, linear, refuses_many
 from attention_backend.preparation import LinearStep, prepare_linear_kernels
 from attention_backend.reference import layers as reference
 
@@ -123,6 +125,42 @@ def test_kernels_of_a_models_layers_are_prepared_once(hopper: None) -> None:
     assert [len(each) for each in found] == [1, 1, 1]
     assert len({variant for each in found for variant in each}) == 2  # both of 4,096 rows have one tile
     assert not list(skinny_linear.step_variants(torch.bfloat16, 64, 64, None, index=0))
+
+
+def test_gates_of_many_rows_have_a_kernel_where_they_fill_its_tiles() -> None:
+    for rows, width, served in (
+        (1024, 14336, True), (2048, 14336, True), (8192, 14336, True), (8191, 14336, True), (1024, 18944, True),
+        (512, 14336, False), (640, 14336, False), (1025, 1024, False), (8448, 1024, True),
+    ):  # fmt: skip
+        assert (gated_config(rows, width, H200) is not None) == served, (rows, width)
+    assert gated_config(FEWEST_ROWS - 1, 1 << 20, H200) is None
+    assert gated_config(FEWEST_ROWS, 1 << 20, H200) is not None
+    assert GatedConfig().smem_bytes <= 227 * 1024
+
+
+def test_which_gates_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(x: Tensor, weight: Tensor) -> bool:
+        return gated_kernel.config_of(x, weight) is not None
+
+    x, weight = randn(1024, 64, dtype=torch.bfloat16), randn(2 * 14336, 64, dtype=torch.bfloat16)
+    assert served(x, weight)
+    assert served(torch.cat([x, x], dim=1)[:, 64:], weight)
+    assert not served(x[:512], weight)
+    assert not served(x.float(), weight.float())
+    assert not served(x.t().contiguous().t(), weight)
+    assert not served(x[:1].expand(1024, 64), weight)
+    assert not served(x, weight[:28664])  # a gate of 14,332 rows ends within 16 bytes of a row of the result
+    cuda, step = torch.device("cuda"), LinearStep(2 * 14336, 64, "silu")
+    assert refuses_many(cuda, torch.bfloat16, step) is None
+    assert "takes bfloat16 and float16" in str(refuses_many(cuda, torch.float32, step))
+    assert "8 elements at a time" in str(refuses_many(cuda, torch.bfloat16, step._replace(width=28680)))
+    assert "have a bias" in str(refuses_many(cuda, torch.bfloat16, step._replace(activation=None)))
+    assert "for Hopper" in str(refuses_many(torch.device("cpu"), torch.bfloat16, step))
+    assert [v.kernel for v in gated_kernel.step_variants(torch.bfloat16, *step, index=0)] == ["gated_linear_sm90"]
+    assert not list(gated_kernel.step_variants(torch.bfloat16, *step._replace(activation=None), index=0))
+    monkeypatch.setattr(device, "arch", lambda _: "sm_80")
+    assert not served(x, weight)
+    assert "for sm_90a, not for sm_80" in str(refuses_many(cuda, torch.bfloat16, step))
 
 
 def test_a_ring_fills_the_memory_that_there_is() -> None:

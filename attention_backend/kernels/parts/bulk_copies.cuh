@@ -1,5 +1,5 @@
-// What the Hopper backward moves besides tiles: sums of floats by the bulk copy engine, floats and fragments to and from
-// shared memory.
+// What the copy engines move besides tiles that are loaded: sums of floats, results; and floats, fragments and matrices to
+// and from shared memory (Hopper).
 #pragma once
 
 #include "parts/tma.cuh"
@@ -50,6 +50,9 @@ __device__ __forceinline__ void load_shared4(uint32 (&x)[4], uint32 address) {
 }
 __device__ __forceinline__ void store_shared4(uint32 address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void store_shared4(uint32 address, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 // Four 8 x 8 matrices of elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&x)[4]) {
