@@ -4,13 +4,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Pinned arrays of each power of two that torch may have at hand: those of steps on their way, and more.
-_SMALLEST, _LARGEST, _OF_EACH = 64, 256 << 10, 12
+#: Pinned arrays of each power of two of bytes that torch may have at hand: those of steps on their way, and more.
+#: Twelve, from 64 bytes on, were one too few in a process that shared a GPU with nine others.
+_SMALLEST, _LARGEST, _OF_EACH = 8, 256 << 10, 32
 
 
 def reserve_pinned(device: torch.device) -> None:
-    """Pinned memory for the small arrays of a GPU's steps (6 MiB), which torch keeps for them from now on. Where it has
-    none left, it asks the driver, which waits for all that the GPU was told to do."""
+    """Pinned memory for the small arrays of a GPU's steps (16 MiB), which torch keeps for them from now on. Where it
+    has none left, it asks the driver, which waits for all that the GPU was told to do."""
     if device.type != "cuda":
         return
     sizes = [_SMALLEST << i for i in range((_LARGEST // _SMALLEST).bit_length())]
