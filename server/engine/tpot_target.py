@@ -16,4 +16,4 @@ class TpotTarget(NamedTuple):
 
 #: A GPU computes some hundred rows while it reads the weights, so steps of fewer give little away. On a CPU every row
 #: takes its time: a chat beside a long prompt gets half of its tokens a second, and the prompt half of its own.
-DEFAULT_TARGETS = {"cuda": TpotTarget(0.025, 3), "cpu": TpotTarget(0.0, 2)}
+DEFAULT_TARGETS = {"cuda": TpotTarget(0.028, 3), "cpu": TpotTarget(0.0, 2)}
