@@ -37,7 +37,8 @@ class LinearStep(NamedTuple):
 
     width: int
     depth: int
-    activation: str | None  # of a gated one, half of whose rows are the gate's
+    activation: str | None = None  # of a gated one, half of whose rows are the gate's
+    adds: bool = False  # to a residual
 
 
 def prepare_step_kernels(
@@ -93,17 +94,19 @@ def prepare_chain_kernels(
 
 
 def prepare_linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> int:
-    """The same for linear layers of few rows, and for gated ones of many."""
+    """The same for linear layers of few rows, and for many rows of gated ones and of those that add to a residual."""
     if device.type != "cuda" or not _has_kernels(dtype, device):
         return 0
-    from attention_backend.kernels import gated_linear, skinny_linear
+    from attention_backend.kernels import gemm, skinny_linear
 
     index = device.index or 0
     variants = {
         variant: None
-        for kernel in (skinny_linear, gated_linear)
         for linear in set(linears)
-        for variant in kernel.step_variants(dtype, *linear, index=index)
+        for variant in (
+            *skinny_linear.step_variants(dtype, *linear[:3], index=index),
+            *gemm.step_variants(dtype, *linear, index=index),
+        )
     }
     return _made_ready(variants, device)
 

@@ -13,7 +13,7 @@ from models.fusing.plain import NotFusedError
 
 _CHAIN = "layers' chain of few rows"
 _LINEARS = "linears of few rows"
-_GATES = "gates of many rows"
+_MANY = "linears of many rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,10 @@ def report(decoder: FusedDecoder, device: torch.device) -> FusionReport:
             each if isinstance(each, str) else linears.refuses(device, decoder.dtype, each)
             for each in decoder.linears()
         ]
-        parts[_GATES] = [
+        parts[_MANY] = [
             each if isinstance(each, str) else linears.refuses_many(device, decoder.dtype, each)
-            for each in decoder.gated_linears()
+            for each in decoder.linears()
+            if isinstance(each, str) or each.activation is not None or each.adds
         ]
     of_heads = [_of(norm) for layer in layers for norm in layer.attention.norms or ()]
     if of_heads:

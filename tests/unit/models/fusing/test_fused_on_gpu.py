@@ -1,6 +1,7 @@
 """On a GPU: the kernels' logits are the modules', and packing needs no second copy of a model."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from fused_models import CONFIGS, logits, made
 from tiny_models import as_loaded, random_model, tiny_config
 
 from attention_backend import dispatch
+from attention_backend.heuristics import gemm as heuristics
+from attention_backend.kernels import gemm as kernel
 from attention_backend.layer_chain import MOST_KEYS
 from models.batch import SamplingParams
 from models.forward import PagedForward
@@ -30,6 +33,33 @@ def test_logits_are_those_of_the_modules(name: str, dtype: torch.dtype) -> None:
     expected, ours = (logits(model, each) for each in (PagedForward(model, fused=False), forward))
     assert (ours - expected).norm() <= _CLOSE[dtype] * expected.norm()
     assert "packed QKV" in forward.fused.fused or "must be multiples of 16" in str(forward.fused)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_by_the_kernel_of_many_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which serves no model as small as these, and no step of theirs, by itself."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel for Hopper GPUs")
+    model = made(name, torch.bfloat16)
+    model.to("cuda")  # type: ignore[arg-type]
+    expected = logits(model, PagedForward(model, fused=False))
+    monkeypatch.setattr(heuristics, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(heuristics, "LEAST_FILLED", 0.0)
+    heuristics.gemm_config.cache_clear()
+    served, launch = Counter[bool](), kernel.gemm
+
+    def counted(*given: Any, **options: Any) -> torch.Tensor:
+        served["activation" in options] += 1
+        return launch(*given, **options)
+
+    monkeypatch.setattr(kernel, "gemm", counted)
+    try:
+        ours = logits(model, PagedForward(model))
+    finally:
+        heuristics.gemm_config.cache_clear()
+    assert (ours - expected).norm() <= _CLOSE[torch.bfloat16] * expected.norm()
+    assert served[True] == 0 if name == "llama with biases" else served[True] > 0
+    assert served[False] == 0 if name == "llama with biases" or "gemma" in name else served[False] > 0
 
 
 def test_answers_that_outgrow_the_attention_of_a_chain() -> None:
