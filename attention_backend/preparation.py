@@ -1,6 +1,7 @@
-"""Compiles and loads what a model's steps will want, all at once, before a first step meets one after another."""
+"""Which kernels a model's steps will want; and compiling and loading them all at once, before a first step meets one
+after another."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,16 @@ class ChainStep(NamedTuple):
     heads: ChainHeads | None  # of the attention in front, where it may be part of it
 
 
+class LayerStep(NamedTuple):
+    """What decides about the kernels of `layers` that a decoder layer has around its attention."""
+
+    width: int
+    head_dim: int
+    unit_offset: bool  # of its norms
+    normed_heads: bool  # by rotary_store
+    activation: str | None
+
+
 class LinearStep(NamedTuple):
     """A linear layer: its weight's rows and columns."""
 
@@ -41,7 +52,7 @@ class LinearStep(NamedTuple):
     adds: bool = False  # to a residual
 
 
-def prepare_step_kernels(
+def step_kernels(
     layers: Iterable[StepLayer],
     dtype: torch.dtype,
     device: torch.device,
@@ -49,39 +60,62 @@ def prepare_step_kernels(
     page_size: int,
     most_keys: int,
     fp8_kv: bool = False,
-) -> int:
-    """For sequences of up to `most_keys` tokens. Returns how many kernels were compiled or found in the cache: none on
-    a CPU, none for float32, whose kernels are few, and none for what dispatch refuses, which says why when it is
-    called. Raises CompileError."""
-    if device.type != "cuda" or not _has_kernels(dtype, device):
-        return 0
+) -> list[KernelVariant]:
+    """Of attention over pages and of the choice of tokens, for sequences of up to `most_keys` tokens. None on a CPU, of
+    attention none in float32, whose kernels are few, and none for what dispatch refuses, which says why when it is
+    called."""
+    if device.type != "cuda":
+        return []
     from attention_backend.kernels import device as devices
+    from attention_backend.kernels.choose_tokens import choice_variant
     from attention_backend.kernels.step_kernels import step_variants
 
     arch = devices.arch(device.index or 0)
-    variants = {
-        variant: None
+    choices = [choice_variant(each, arch) for each in {dtype, torch.float32}]
+    if not _has_kernels(dtype, device):
+        return choices
+    return choices + [
+        variant
         for layer in set(layers)
         if all(width % 8 == 0 and 16 <= width <= HEAD_DIM_TILES[-1] for width in layer[:2])
         for variant in step_variants(arch, dtype, *layer[:2], group=layer.group, page_size=page_size,
                                      softcap=layer.softcap, fp8_kv=fp8_kv, most_keys=most_keys)
-    }  # fmt: skip
-    return _made_ready(variants, device)
+    ]  # fmt: skip
 
 
-def prepare_chain_kernels(
-    chains: Iterable[ChainStep], dtype: torch.dtype, device: torch.device | None = None, *, fp8_kv: bool = False
-) -> int:
-    """The same for chains that `layer_chain.refuses` does not refuse on the device: of any number of rows that they
-    serve. `device` None: they are compiled, for nobody yet."""
+def layer_kernels(
+    layers: Iterable[LayerStep], dtype: torch.dtype, device: torch.device, *, fp8_kv: bool = False
+) -> list[KernelVariant]:
+    """Of fused layers, but for their linear ones."""
+    if device.type != "cuda" or not _has_kernels(dtype, device):
+        return []
+    from attention_backend.kernels import device as devices
+    from attention_backend.kernels import gated_activation, rms_norm, rotary_store
+
+    arch = devices.arch(device.index or 0)
+    found: list[KernelVariant] = []
+    for layer in set(layers):
+        norms = [
+            rms_norm.variant(dtype, layer.width, arch, add=x, unit_offset=layer.unit_offset) for x in (False, True)
+        ]
+        of_heads = 1 + layer.unit_offset if layer.normed_heads else 0
+        turned = rotary_store.variant(dtype, layer.head_dim, arch, of_heads, fp8_kv=fp8_kv)
+        found += [variant for variant, _ in (*norms, turned)]
+        if layer.activation is not None:
+            found.append(gated_activation.variant(dtype, layer.activation, arch))
+    return found
+
+
+def chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp8_kv: bool = False) -> list[KernelVariant]:
+    """Of chains that `layer_chain.refuses` does not refuse on the device: of any number of rows that they serve."""
     wanted = dict.fromkeys(chains)
     if not wanted:
-        return 0
+        return []
     from attention_backend.kernels.chain_store import Store
     from attention_backend.kernels.layer_chain import variants_of
 
     pages = Store.FP8_PAGES if fp8_kv else Store.PAGES
-    variants = dict.fromkeys(
+    return [
         variant
         for chain in wanted
         for variant in variants_of(
@@ -89,35 +123,35 @@ def prepare_chain_kernels(
             unit_offset=chain.unit_offset, store=pages if chain.to_pages else Store.NOTHING,
             heads=None if fp8_kv else chain.heads,
         )
-    )  # fmt: skip
-    return _made_ready(variants, device)
+    ]  # fmt: skip
 
 
-def prepare_linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> int:
-    """The same for linear layers of few rows, and for many rows of gated ones and of those that add to a residual."""
+def linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> list[KernelVariant]:
+    """Of linear layers of few rows, and of many rows of gated ones and of those that add to a residual."""
     if device.type != "cuda" or not _has_kernels(dtype, device):
-        return 0
+        return []
     from attention_backend.kernels import gemm, skinny_linear
 
     index = device.index or 0
-    variants = {
-        variant: None
+    return [
+        variant
         for linear in set(linears)
         for variant in (
             *skinny_linear.step_variants(dtype, *linear[:3], index=index),
             *gemm.step_variants(dtype, *linear, index=index),
         )
-    }
-    return _made_ready(variants, device)
+    ]
 
 
-def _made_ready(variants: Collection[KernelVariant], device: torch.device | None) -> int:
-    """Compiled, and loaded on a GPU: a step that comes to one that is not waits for all that the GPU was told to do."""
-    jit.build_variants(variants, jit.default_cache())
-    if device is not None and device.type == "cuda":
-        for variant in variants:
+def make_ready(variants: Iterable[KernelVariant], device: torch.device) -> int:
+    """Compiles them side by side, and loads them on a GPU: a step that comes to one that is not loaded waits for all
+    that the GPU was told to do. Returns how many there are. Raises CompileError."""
+    wanted = dict.fromkeys(variants)
+    jit.build_variants(wanted, jit.default_cache())
+    if device.type == "cuda":
+        for variant in wanted:
             jit.load(variant, device.index or 0)
-    return len(variants)
+    return len(wanted)
 
 
 def _has_kernels(dtype: torch.dtype, device: torch.device) -> bool:

@@ -38,6 +38,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
     try:
         ready = await client.ready()
         facts = {"device": ready.device, "dtype": ready.dtype, "num_blocks": ready.num_blocks, "kernels": ready.kernels}
+        facts["stages"] = {name: round(seconds, 2) for name, seconds in ready.stages.items()}  # of its start
         yield timed(generate), facts
     finally:
         await client.shutdown()

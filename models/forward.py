@@ -5,7 +5,8 @@ import inspect
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention_backend.preparation import prepare_chain_kernels, prepare_linear_kernels
+from attention_backend.jit import KernelVariant
+from attention_backend.preparation import chain_kernels, layer_kernels, linear_kernels
 from models.fusing import FusedDecoder, FusionReport, NotFusedError, fuse, report
 from models.inputs import StepTensors
 from models.kv_pool import KVCaches
@@ -28,15 +29,18 @@ class PagedForward:
             except NotFusedError as error:
                 self._reason = str(error)
 
-    def prepare_kernels(self, *, fp8_kv: bool) -> int:
-        """Compiles those of fused layers that steps of few rows would meet one after another; returns how many."""
+    def kernels(self, *, fp8_kv: bool) -> list[KernelVariant]:
+        """Those of fused layers that steps would meet one after another."""
         if self._decoder is None:
-            return 0
-        device = self._model.device
+            return []
+        device, dtype = self._model.device, self._model.dtype
         steps = (chain.step(device) for chain in self._decoder.chains)
-        dtype, linears = self._model.dtype, [x for x in self._decoder.linears() if not isinstance(x, str)]
-        chains = prepare_chain_kernels([s for s in steps if s is not None], dtype, device, fp8_kv=fp8_kv)
-        return chains + prepare_linear_kernels(linears, dtype, device)
+        linears = (step for step in self._decoder.linears() if not isinstance(step, str))
+        return [
+            *chain_kernels((step for step in steps if step is not None), dtype, fp8_kv=fp8_kv),
+            *linear_kernels(linears, dtype, device),
+            *layer_kernels(self._decoder.layer_steps(), dtype, device, fp8_kv=fp8_kv),
+        ]
 
     @property
     def attends_in_chains(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention_backend.heuristics.decode import DECODE_ROWS
-from attention_backend.preparation import StepLayer, prepare_step_kernels
+from attention_backend.preparation import StepLayer, make_ready, step_kernels
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
 from models.batch import NO_ADAPTER
@@ -93,18 +93,18 @@ class ModelRunner(StepLauncher):
             StepLayer(site.head_dim, site.head_dim_v, site.num_heads // site.num_kv_heads, site.softcap != 0.0)
             for site in self._sites
         ]
-        prepare_step_kernels(
+        forward = PagedForward(loaded.model)
+        attention = step_kernels(
             layers, self._dtype, self.device, page_size=block_size, fp8_kv=self._kv_dtype == FP8,
             most_keys=self._blocks_for(max_model_len) * block_size,
         )  # fmt: skip
+        make_ready([*attention, *forward.kernels(fp8_kv=self._kv_dtype == FP8)], self.device)
         self._stages.end("kernels")
         check_engine_path(loaded.model, self._sites, block_size=block_size)
         self._kv_scales = calibrate(loaded.model, self._sites, block_size=block_size) if self._kv_dtype == FP8 else None
         if self._kv_scales is not None:
             check_engine_path(loaded.model, self._sites, block_size=block_size, scales=self._kv_scales)
         self._stages.end("self-test")
-        forward = PagedForward(loaded.model)
-        forward.prepare_kernels(fp8_kv=self._kv_dtype == FP8)
         adapters = None if lora is None else self._make_adapter_slots(loaded.model, lora)
         #: When prefixes that requests share are worth passes of their own; None: no layer could.
         self.sharing_limits = sharing_limits(self._sites, self._kv_dtype, block_size, self.device.type)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention_backend import layers
-from attention_backend.preparation import LinearStep
+from attention_backend.preparation import LayerStep, LinearStep
 from models.attention_sites import AttentionSite, find_attention_sites
 from models.fusing.chain import LayerChain
 from models.fusing.families import Family, family_of
@@ -89,6 +89,13 @@ class FusedDecoder:
             yield layer.attention.out.step(adds=layer.after_attention is None)
             yield layer.mlp.gated_step
             yield layer.mlp.down.step(adds=layer.after_mlp is None)
+
+    def layer_steps(self) -> Iterator[LayerStep]:
+        """What decides about the kernels of each layer, beside attention's and linear ones."""
+        width, unit_offset = int(self._model.config.hidden_size), self.family.unit_offset
+        for layer in self.layers:
+            head_dim, normed = layer.attention.turned_heads
+            yield LayerStep(width, head_dim, unit_offset, normed, layer.mlp.activation)
 
     def logits(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         """Logits of `rows` (int64 indices) of the flat batch, of all without: `[rows, vocab_size]`."""

@@ -50,6 +50,15 @@ class FusedAttention:
         return self._site.layer_type
 
     @property
+    def turned_heads(self) -> tuple[int, bool]:
+        """Head_dim, and whether heads are normalised by `layers.rotary_store`."""
+        return self._site.head_dim, self._norms_with_rotary
+
+    @property
+    def _norms_with_rotary(self) -> bool:
+        return self._rotates and self.norms is not None and all(norm.fused for norm in self.norms)
+
+    @property
     def stores_products(self) -> bool:
         """Whether products are turned and stored as they are, by `layers.rotary_store` without norms."""
         return self._rotates and self.norms is None
@@ -62,7 +71,7 @@ class FusedAttention:
         norms: dict[str, Any] = {}
         if self.norms is not None:
             q_norm, k_norm = self.norms
-            if q_norm.fused and k_norm.fused and self._rotates:
+            if self._norms_with_rotary:
                 norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, **q_norm.options}
             else:
                 q, k = q_norm.module(q), k_norm.module(k)

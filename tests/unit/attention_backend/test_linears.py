@@ -12,7 +12,7 @@ from attention_backend.heuristics.gemm import FEWEST_ROWS, GemmConfig, gemm_conf
 from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
 from attention_backend.kernels import device, gemm, skinny_linear
 from attention_backend.linears import added_linear, adds, gated_linear, linear, refuses_many
-from attention_backend.preparation import LinearStep, prepare_linear_kernels
+from attention_backend.preparation import LinearStep, linear_kernels
 from attention_backend.reference import layers as reference
 
 #: Rows of weights, columns, gated: Llama-3.1-8B's, Qwen2.5-7B's and -32B's.
@@ -130,7 +130,7 @@ def test_what_the_kernel_does_not_read_is_torchs(hopper: None) -> None:
 
 
 def test_kernels_of_a_models_layers_are_prepared_once(hopper: None) -> None:
-    assert prepare_linear_kernels([LinearStep(4096, 4096)], torch.bfloat16, torch.device("cpu")) == 0
+    assert linear_kernels([LinearStep(4096, 4096)], torch.bfloat16, torch.device("cpu")) == []
     steps = [LinearStep(4096, 4096), LinearStep(4096, 14336), LinearStep(28672, 4096, "silu")]
     found = [list(skinny_linear.step_variants(torch.bfloat16, *step[:3], index=0)) for step in steps]
     assert [len(each) for each in found] == [1, 1, 1]

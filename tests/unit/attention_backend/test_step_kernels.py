@@ -9,7 +9,15 @@ from attention_backend.kernels.chain_store import Store
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.step_kernels import step_variants
 from attention_backend.layer_chain import MOST_ROWS, ChainHeads
-from attention_backend.preparation import ChainStep, StepLayer, prepare_chain_kernels, prepare_step_kernels
+from attention_backend.preparation import (
+    ChainStep,
+    LayerStep,
+    StepLayer,
+    chain_kernels,
+    layer_kernels,
+    make_ready,
+    step_kernels,
+)
 
 
 def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
@@ -58,7 +66,10 @@ def test_every_architecture_has_kernels_for_steps(arch: str, head_dim: int, head
 
 def test_a_cpu_has_nothing_to_prepare() -> None:
     layers = [StepLayer(128, 128, 4, softcap=False)]
-    assert prepare_step_kernels(layers, torch.bfloat16, torch.device("cpu"), page_size=64, most_keys=8192) == 0
+    cpu = torch.device("cpu")
+    assert step_kernels(layers, torch.bfloat16, cpu, page_size=64, most_keys=8192) == []
+    assert layer_kernels([LayerStep(64, 16, False, False, "silu")], torch.bfloat16, cpu) == []
+    assert make_ready([], cpu) == 0
 
 
 def test_a_chain_has_a_kernel_for_each_number_of_rows() -> None:
@@ -77,14 +88,17 @@ def test_a_chain_has_a_kernel_for_each_number_of_rows() -> None:
 
 
 def test_chains_that_share_a_kernel_are_prepared_once() -> None:
+    def prepared(chains: list[ChainStep], *, fp8_kv: bool = False) -> int:
+        return make_ready(chain_kernels(chains, torch.bfloat16, fp8_kv=fp8_kv), torch.device("cpu"))
+
     chain = ChainStep(512, 512, 1024, "silu", unit_offset=False, to_pages=True, heads=None)
-    assert prepare_chain_kernels([], torch.bfloat16) == 0
-    assert prepare_chain_kernels([chain, chain], torch.bfloat16) == 1
-    assert prepare_chain_kernels([chain, chain._replace(to_pages=False)], torch.bfloat16) == 2
+    assert prepared([]) == 0
+    assert prepared([chain, chain]) == 1
+    assert prepared([chain, chain._replace(to_pages=False)]) == 2
     attending = chain._replace(heads=ChainHeads(4, 2, 128))
-    assert prepare_chain_kernels([attending], torch.bfloat16) == 2  # any number of keys, and few
-    assert prepare_chain_kernels([attending], torch.bfloat16, fp8_kv=True) == 1
-    assert prepare_chain_kernels([chain._replace(heads=ChainHeads(4, 2, 80))], torch.bfloat16) == 1
+    assert prepared([attending]) == 2  # any number of keys, and few
+    assert prepared([attending], fp8_kv=True) == 1
+    assert prepared([chain._replace(heads=ChainHeads(4, 2, 80))]) == 1
 
 
 @pytest.mark.gpu
@@ -92,5 +106,6 @@ def test_what_no_kernel_serves_is_left_to_dispatch() -> None:
     cuda_device = torch.device("cuda:0")
     served, odd = StepLayer(64, 64, 4, softcap=False), StepLayer(60, 60, 4, softcap=False)
     wide = StepLayer(512, 512, 1, softcap=False)
-    assert prepare_step_kernels([odd, wide], torch.float16, cuda_device, page_size=64, most_keys=8192) == 0
-    assert prepare_step_kernels([served, odd], torch.float16, cuda_device, page_size=64, most_keys=8192) > 0
+    choices = 2  # of tokens, for logits in float16 and in float32
+    assert len(step_kernels([odd, wide], torch.float16, cuda_device, page_size=64, most_keys=8192)) == choices
+    assert len(step_kernels([served, odd], torch.float16, cuda_device, page_size=64, most_keys=8192)) > choices

@@ -135,7 +135,7 @@ def test_whether_some_chain_begins_with_attention_is_known_before(name: str, som
 def test_nothing_is_prepared_where_chains_are_refused() -> None:
     model = made("llama")
     assert [chain.step(torch.device("cpu")) for chain in fuse(model).chains] == [None] * 3
-    assert PagedForward(model).prepare_kernels(fp8_kv=False) == 0
+    assert PagedForward(model).kernels(fp8_kv=False) == []
 
 
 def test_a_report_for_a_gpu_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
