@@ -1,7 +1,7 @@
 """Linear layers as a decoder's steps call them: on Hopper those of few rows stream their weights by a kernel of ours
-(kernels/skinny_linear_sm90.cuh), many rows of gated ones, and of those whose results are added to a residual, are one
-kernel (kernels/gemm_sm90.cuh), all others are torch's. All round where Hugging Face's modules round. No gradients:
-UnsupportedError where autograd asks for one. Knows no model."""
+(kernels/skinny_linear_sm90.cuh), gated ones of many rows are one kernel (kernels/gated_linear_sm90.cuh), all others are
+torch's. All round where Hugging Face's modules round. No gradients: UnsupportedError where autograd asks for one. Knows
+no model."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from attention_backend.operators import operator
 from attention_backend.preparation import LinearStep
 
 if TYPE_CHECKING:
-    from attention_backend.heuristics.gemm import GemmConfig
     from attention_backend.heuristics.skinny_linear import SkinnyConfig
 
 
@@ -45,22 +44,6 @@ def gated_linear(x: Tensor, weight: Tensor, activation: str) -> Tensor:
     return out
 
 
-def added_linear(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual + x W^T: x `[rows, depth]`, weight `[width, depth]`, residual `[rows, width]` -> `[rows, width]`."""
-    _check(x, weight, None)
-    if residual.shape != (x.shape[0], weight.shape[0]) or residual.dtype != x.dtype:
-        raise ValueError(f"residual {tuple(residual.shape)} {residual.dtype} fits no x {tuple(x.shape)} {x.dtype}")
-    check_device("residual", residual, x.device)
-    refuse_gradients("added_linear", x, weight, residual)
-    out: Tensor = added_linear_op(x, weight, residual)
-    return out
-
-
-def adds(x: Tensor, weight: Tensor, residual: Tensor) -> bool:
-    """Whether `added_linear` of these is one kernel. Where not, a norm that follows had better take the sum with it."""
-    return _gemm_config(x, weight, residual) is not None
-
-
 def refuses(device: torch.device, dtype: torch.dtype, step: LinearStep) -> str | None:
     """Why few rows of this layer are torch's product there, in words; None: they have a kernel."""
     if device.type != "cuda":
@@ -71,13 +54,15 @@ def refuses(device: torch.device, dtype: torch.dtype, step: LinearStep) -> str |
 
 
 def refuses_many(device: torch.device, dtype: torch.dtype, step: LinearStep) -> str | None:
-    """Why many rows of this layer, which is gated or adds to a residual, are torch's product and kernels after it
-    there, in words; None: they have a kernel, which serves the numbers of rows that fill its tiles."""
+    """Why many rows of this layer are torch's products and an activation after them there, in words; None: they have a
+    kernel, which serves the numbers of rows that fill its tiles."""
     if device.type != "cuda":
         return "it is a kernel for Hopper GPUs"
-    from attention_backend.kernels import gemm as kernel
+    if step.activation is None:
+        return "they have a bias, or an activation that is not a fused one"
+    from attention_backend.kernels import gated_linear as kernel
 
-    return kernel.refuses(dtype, step.width, step.depth, device.index or 0, gated=step.activation is not None)
+    return kernel.refuses(dtype, step.width, step.depth, device.index or 0)
 
 
 @operator("linear")
@@ -105,11 +90,12 @@ def gated_linear_op(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 
         early = torch.cuda.is_current_stream_capturing()
         return skinny_linear(x, weight, None, config, activation=activation, early=early)
-    many = _gemm_config(x, weight)
-    if many is not None:
-        from attention_backend.kernels.gemm import gemm
+    if x.is_cuda:
+        from attention_backend.kernels import gated_linear as kernel
 
-        return gemm(x, weight, many, activation=activation)
+        many = kernel.config_of(x, weight)
+        if many is not None:
+            return kernel.gated_linear(x, weight, many, activation)
     gate, up = F.linear(x, weight).chunk(2, dim=1)
     return layers.gated_activation_op(gate, up, activation)
 
@@ -117,30 +103,6 @@ def gated_linear_op(x: Tensor, weight: Tensor, activation: str) -> Tensor:
 @gated_linear_op.register_fake
 def _gated_linear_fake(x: Tensor, weight: Tensor, *options: Any) -> Tensor:  # noqa: ARG001
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
-
-
-@operator("added_linear")
-def added_linear_op(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """See `added_linear`."""
-    config = _gemm_config(x, weight, residual)
-    if config is None:
-        return residual + F.linear(x, weight)
-    from attention_backend.kernels.gemm import gemm
-
-    return gemm(x, weight, config, residual=residual)
-
-
-@added_linear_op.register_fake
-def _added_linear_fake(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:  # noqa: ARG001
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _gemm_config(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> "GemmConfig | None":
-    if not x.is_cuda:
-        return None
-    from attention_backend.kernels.gemm import config_of
-
-    return config_of(x, weight, residual)
 
 
 def _config(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> "SkinnyConfig | None":

@@ -49,7 +49,6 @@ class LinearStep(NamedTuple):
     width: int
     depth: int
     activation: str | None = None  # of a gated one, half of whose rows are the gate's
-    adds: bool = False  # to a residual
 
 
 def step_kernels(
@@ -127,19 +126,17 @@ def chain_kernels(chains: Iterable[ChainStep], dtype: torch.dtype, *, fp8_kv: bo
 
 
 def linear_kernels(linears: Iterable[LinearStep], dtype: torch.dtype, device: torch.device) -> list[KernelVariant]:
-    """Of linear layers of few rows, and of many rows of gated ones and of those that add to a residual."""
+    """Of linear layers of few rows, and of many rows of gated ones."""
     if device.type != "cuda" or not _has_kernels(dtype, device):
         return []
-    from attention_backend.kernels import gemm, skinny_linear
+    from attention_backend.kernels import gated_linear, skinny_linear
 
     index = device.index or 0
     return [
         variant
+        for kernel in (skinny_linear, gated_linear)
         for linear in set(linears)
-        for variant in (
-            *skinny_linear.step_variants(dtype, *linear[:3], index=index),
-            *gemm.step_variants(dtype, *linear, index=index),
-        )
+        for variant in kernel.step_variants(dtype, *linear, index=index)
     ]
 
 

@@ -4,8 +4,8 @@
 
 Each contender is a CUDA graph of several layers, whose weights no cache holds: both norms, the four products, the
 activation; no attention. Contenders take turns; a time is the median of its turns, over the layers. "qkv", "out",
-"gate_up", "down": ours of that one alone; of many rows "qkv" has none. Results are compared before they are timed.
-Turns of many rows last as long as the power limit wants to be felt, as in a long prompt.
+"gate_up", "down": ours of that one alone; of many rows only gates have a kernel. Results are compared before they are
+timed. Turns of many rows are long enough for the card's power limit to be what it is in a long prompt.
 
 Exit code 0: timed. 1: a result of ours was wrong. 2: no NVIDIA GPU, or sizes that are none.
 """
@@ -71,24 +71,17 @@ def run(x: Tensor, residual: Tensor, model: list[Weights], ours: tuple[str, ...]
     def linear(name: str, x: Tensor, weight: Tensor) -> Tensor:
         return (linears.linear if name in ours else F.linear)(x, weight)
 
-    def norm(name: str, x: Tensor, weight: Tensor, residual: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
-        """Behind a layer whose result is added to the residual."""
-        if name in ours and linears.adds(x, weight, residual):
-            residual = linears.added_linear(x, weight, residual)
-            return layers.rms_norm(residual, of, EPS), residual
-        return layers.add_rms_norm(linear(name, x, weight), residual, of, EPS)
-
-    normed, residual = layers.add_rms_norm(x, residual, model[0].norm, EPS)
     for w in model:
+        normed, residual = layers.add_rms_norm(x, residual, w.norm, EPS)
         queries = linear("qkv", normed, w.qkv)[:, : w.out.shape[1]].contiguous()
-        normed, residual = norm("out", queries, w.out, residual, w.norm)
+        normed, residual = layers.add_rms_norm(linear("out", queries, w.out), residual, w.norm, EPS)
         if "gate_up" in ours:
             gated = linears.gated_linear(normed, w.gate_up, "silu")
         else:
             gate, up = F.linear(normed, w.gate_up).chunk(2, dim=1)
             gated = layers.gated_activation(gate, up, "silu")
-        normed, residual = norm("down", gated, w.down, residual, w.norm)
-    return residual
+        x = linear("down", gated, w.down)
+    return x + residual
 
 
 def measure(rows: int, model: list[Weights]) -> tuple[Row, str | None]:

@@ -16,7 +16,7 @@ from models.attention_sites import AttentionSite, find_attention_sites
 from models.fusing.chain import LayerChain
 from models.fusing.families import Family, family_of
 from models.fusing.layer import FusedAttention, FusedMLP, Queries
-from models.fusing.linears import JoinedLinears, one_linear
+from models.fusing.linears import one_linear
 from models.fusing.norms import Norm
 from models.fusing.plain import NotFusedError, is_plain
 from models.fusing.rotary import StepRotary
@@ -85,10 +85,12 @@ class FusedDecoder:
     def linears(self) -> Iterator[LinearStep | str]:
         """Of all layers, what is one product each, or why it is not."""
         for layer in self.layers:
-            yield layer.attention.projections.step()
-            yield layer.attention.out.step(adds=layer.after_attention is None)
-            yield layer.mlp.gated_step
-            yield layer.mlp.down.step(adds=layer.after_mlp is None)
+            yield from (layer.attention.projections.step(), layer.attention.out.step())
+            yield from (layer.mlp.gated_step, layer.mlp.down.step())
+
+    def gated_linears(self) -> Iterator[LinearStep | str]:
+        """Those of them that are gates and what these multiply."""
+        return (layer.mlp.gated_step for layer in self.layers)
 
     def layer_steps(self) -> Iterator[LayerStep]:
         """What decides about the kernels of each layer, beside attention's and linear ones."""
@@ -101,13 +103,12 @@ class FusedDecoder:
         """Logits of `rows` (int64 indices) of the flat batch, of all without: `[rows, vocab_size]`."""
         x = self._inner.embed_tokens(step.input_ids)[0]
         tables = {kind: self.rotary.tables(step.position_ids, kind, x) for kind in self._types}
-        residual: Tensor | None = None
-        block: Tensor | None = x  # None: it is added to the residual already
+        block, residual = x, None
         queries: Queries | None = None  # of the next attention, where a chain gave them
         last, metadata = len(self.layers) - 1, step.metadata
         for i, (layer, chain, pages) in enumerate(zip(self.layers, self.chains, kv_caches, strict=True)):
             if queries is None:
-                normed, residual = _added(layer.before_attention, block, residual)
+                normed, residual = self._before_attention(layer, block, residual)
                 projected = layer.attention.projections(normed)
                 queries = layer.attention.queries(projected, tables[layer.attention.layer_type], pages, metadata)
             assert residual is not None
@@ -129,44 +130,37 @@ class FusedDecoder:
                 residual, queries = chain.to_queries(attended, residual, tables[kind], kv_caches[i + 1], metadata, own)
             else:
                 block, residual = self._after_attention(layer, attended, residual, step, rows if i == last else None)
-        normed, _ = _added(self.norm, block, residual)
+        assert residual is not None
+        normed, _ = self.norm.add(block, residual)
         return self._capped(self._model.lm_head(normed))
+
+    def _before_attention(self, layer: FusedLayer, block: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of (block + residual), and the next residual."""
+        if residual is None:
+            return layer.before_attention(block), block
+        return layer.before_attention.add(block, residual)
 
     def _after_attention(
         self, layer: FusedLayer, attended: Tensor, residual: Tensor, step: StepTensors, rows: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """The next (block output, residual), of `rows` only if there are some: behind its attention, a row of the last
-        layer is nobody's key. No block: it is added."""
+        layer is nobody's key."""
         late = rows is not None and step.adapter_rows is not None  # adapters know the whole batch's rows
         if rows is not None and not late:
             attended, residual = attended[rows], residual[rows]
-        block, residual = _through(layer.attention.out, attended, residual, layer.after_attention)
-        normed, residual = _added(layer.before_mlp, block, residual)
-        block, residual = _through(layer.mlp.down, layer.mlp.gated(normed), residual, layer.after_mlp)
-        return (block if block is None else block[rows], residual[rows]) if late else (block, residual)
+        (block,) = layer.attention.out(attended)
+        if layer.after_attention is not None:
+            block = layer.after_attention(block)
+        normed, residual = layer.before_mlp.add(block, residual)
+        block = layer.mlp(normed)
+        if layer.after_mlp is not None:
+            block = layer.after_mlp(block)
+        return (block[rows], residual[rows]) if late else (block, residual)
 
     def _capped(self, logits: Tensor) -> Tensor:
         if self._softcap is None:
             return logits
         return torch.tanh(logits / self._softcap) * self._softcap
-
-
-def _through(linear: JoinedLinears, x: Tensor, residual: Tensor, after: Norm | None) -> tuple[Tensor | None, Tensor]:
-    """(block output, residual) behind the linear layer at a block's end; no block: it is added to the residual."""
-    total = linear.added(x, residual) if after is None else None
-    if total is not None:
-        return None, total
-    (block,) = linear(x)
-    return block if after is None else after(block), residual
-
-
-def _added(norm: Norm, block: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm of (block + residual), and the next residual. One of them is there."""
-    if block is not None and residual is not None:
-        return norm.add(block, residual)
-    total = residual if block is None else block
-    assert total is not None
-    return norm(total), total
 
 
 def fuse(model: PreTrainedModel, *, pack: bool = True, device: torch.device | None = None) -> FusedDecoder:

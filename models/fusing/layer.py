@@ -134,7 +134,7 @@ class Queries:
 
 
 class FusedMLP:
-    """down(act(gate(x)) * up(x)). `down` is called by itself: what it gives is added to a residual."""
+    """down(act(gate(x)) * up(x))."""
 
     def __init__(self, module: Any, *, pack: bool) -> None:
         packed_already = getattr(module, "gate_up_proj", None)
@@ -157,8 +157,12 @@ class FusedMLP:
         """Gate and what it multiplies as one layer, or why they are none."""
         return self.projections.step(self.activation if self.projections.modules[0].bias is None else None)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """x `[rows, width]` -> what `down` takes, `[rows, gated width]`."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x `[rows, width]` -> `[rows, width]`."""
+        (out,) = self.down(self._gated(x))
+        return out
+
+    def _gated(self, x: Tensor) -> Tensor:
         name, whole = self.activation, self.projections.whole
         if name is not None and whole is not None and whole[1] is None:
             return gated_linear(x, whole[0], name)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_backend import linears
 from attention_backend.linears import linear
 from attention_backend.preparation import LinearStep
 from models.fusing.plain import is_adapted_at_most, is_plain
@@ -80,22 +79,14 @@ class JoinedLinears:
             return self._weight, self._bias
         return None
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """residual + the product, `[rows, width]`, where that is one kernel."""
-        whole = self.whole
-        if whole is None or whole[1] is not None or not linears.adds(x, whole[0], residual):
-            return None
-        return linears.added_linear(x, whole[0], residual)
-
-    def step(self, activation: str | None = None, *, adds: bool = False) -> LinearStep | str:
+    def step(self, activation: str | None = None) -> LinearStep | str:
         """The one product that these are on a GPU, packed or still to be, or why they are none. `activation`: of a gate
-        and what it multiplies, without biases. `adds`: to a residual, unless it has a bias."""
+        and what it multiplies, without biases."""
         reason = self.refuses()
         if reason is not None or self._kind is PackedLinear:
             return reason or "they are laid out for a CPU"
         rows: int = sum(module.weight.shape[0] for module in self.modules)
-        adds = adds and self.modules[0].bias is None
-        return LinearStep(rows, int(self.modules[0].weight.shape[1]), activation, adds)
+        return LinearStep(rows, int(self.modules[0].weight.shape[1]), activation)
 
     @property
     def _kind(self) -> type[nn.Module]:

@@ -13,7 +13,7 @@ from models.fusing.plain import NotFusedError
 
 _CHAIN = "layers' chain of few rows"
 _LINEARS = "linears of few rows"
-_MANY = "linears of many rows"
+_GATES = "gates of many rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,9 @@ def report(decoder: FusedDecoder, device: torch.device) -> FusionReport:
             each if isinstance(each, str) else linears.refuses(device, decoder.dtype, each)
             for each in decoder.linears()
         ]
-        parts[_MANY] = [
+        parts[_GATES] = [
             each if isinstance(each, str) else linears.refuses_many(device, decoder.dtype, each)
-            for each in decoder.linears()
-            if isinstance(each, str) or each.activation is not None or each.adds
+            for each in decoder.gated_linears()
         ]
     of_heads = [_of(norm) for layer in layers for norm in layer.attention.norms or ()]
     if of_heads:

@@ -27,10 +27,10 @@ from torch import Tensor
 import attention_backend
 from attention_backend import backward, block_patterns, dispatch, layers
 from attention_backend.fp8_pages import dequantize_pages_op
-from attention_backend.heuristics.gemm import GemmConfig
+from attention_backend.heuristics.gated_linear import GatedConfig
 from attention_backend.heuristics.skinny_linear import SkinnyConfig
 from attention_backend.jit import compiler
-from attention_backend.kernels.gemm import gemm
+from attention_backend.kernels.gated_linear import gated_linear as many_gates
 from attention_backend.kernels.skinny_linear import skinny_linear
 from attention_backend.layer_chain import (
     ChainOptions,
@@ -41,7 +41,7 @@ from attention_backend.layer_chain import (
     layer_chain_to_pages,
     refuses,
 )
-from attention_backend.linears import added_linear, gated_linear, linear
+from attention_backend.linears import gated_linear, linear
 from attention_backend.metadata import KVPages, PagedMetadata
 from attention_backend.page_copy import PageCopy
 from attention_backend.token_choice import choose_tokens
@@ -213,8 +213,8 @@ def run_layers(device: torch.device) -> int:
 
 
 def run_linears(device: torch.device) -> int:
-    """Layers of few and of many rows, whose tiles they do not fill; on Hopper by their kernels, whose tiles these
-    are."""
+    """Layers of few rows, whose tiles they do not fill, and gates of many; on Hopper by their kernels, whose tiles
+    these are."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     configs = (SkinnyConfig(64, 2), SkinnyConfig(224), SkinnyConfig(224, gated=True), SkinnyConfig(128, 2, gated=True))
     for config in configs:
@@ -227,18 +227,12 @@ def run_linears(device: torch.device) -> int:
         else:
             out = gated_linear(rows, weight, "silu") if config.gated else linear(rows, weight, bias)
         assert bool(out.isfinite().all())
-    many = (GemmConfig(gated=True), GemmConfig(gated=False), GemmConfig(gated=False, cluster=1, band=1))
-    for tiles in many:
+    for many in (GatedConfig(), GatedConfig(cluster=1, band=1)):
         rows = torch.randn(300, 328, device=device, dtype=torch.bfloat16)
-        weight = torch.randn(528, 328, device=device, dtype=torch.bfloat16)
-        residual = torch.randn(300, 528, device=device, dtype=torch.bfloat16)
-        if hopper:
-            given: dict[str, Any] = {"activation": "silu"} if tiles.gated else {"residual": residual}
-            out = gemm(rows, weight, tiles, **given, blocks=2)
-        else:
-            out = gated_linear(rows, weight, "silu") if tiles.gated else added_linear(rows, weight, residual)
+        weight = torch.randn(2 * 264, 328, device=device, dtype=torch.bfloat16)
+        out = many_gates(rows, weight, many, "silu", blocks=2) if hopper else gated_linear(rows, weight, "silu")
         assert bool(out.isfinite().all())
-    return len(configs) + len(many)
+    return len(configs) + 2
 
 
 PARTS: dict[str, Callable[[torch.device], int]] = {

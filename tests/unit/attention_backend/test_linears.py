@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_backend import UnsupportedError, layers
-from attention_backend.heuristics.gemm import FEWEST_ROWS, GemmConfig, gemm_config
+from attention_backend.heuristics.gated_linear import FEWEST_ROWS, GatedConfig, gated_config
 from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
-from attention_backend.kernels import device, gemm, skinny_linear
-from attention_backend.linears import added_linear, adds, gated_linear, linear, refuses_many
+from attention_backend.kernels import device, skinny_linear
+from attention_backend.kernels import gated_linear as gated_kernel
+from attention_backend.linears import gated_linear, linear, refuses_many
 from attention_backend.preparation import LinearStep, linear_kernels
 from attention_backend.reference import layers as reference
 
@@ -45,18 +46,11 @@ def test_they_are_torchs_formulas(dtype: torch.dtype) -> None:
     for activation in layers.ACTIVATIONS:
         expected = reference.gated_activation(gate, up, activation)
         torch.testing.assert_close(gated_linear(x, weight, activation), expected)
-    residual = randn(7, 32, dtype=dtype)
-    torch.testing.assert_close(added_linear(x, weight, residual), residual + F.linear(x, weight))
-    assert not adds(x, weight, residual)
 
 
 def test_the_compiler_knows_their_results() -> None:
     x, weight = randn(3, 8), randn(6, 8)
-    for function in (
-        lambda: linear(x, weight),
-        lambda: gated_linear(x, weight, "silu"),
-        lambda: added_linear(x, weight, x[:, :6]),
-    ):
+    for function in (lambda: linear(x, weight), lambda: gated_linear(x, weight, "silu")):
         with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             fake = function()
         assert fake.shape == function().shape
@@ -74,11 +68,6 @@ def test_wrong_calls_raise() -> None:
         gated_linear(x, weight, "relu")
     with pytest.raises(ValueError, match="no gate and as many rows"):
         gated_linear(x, randn(5, 8), "silu")
-    for residual in (randn(2, 6), randn(3, 5), randn(3, 6, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="fits no x"):
-            added_linear(x, weight, residual)
-    with pytest.raises(UnsupportedError, match="has no gradient"):
-        added_linear(x, weight, randn(3, 6).requires_grad_())
     with pytest.raises(UnsupportedError, match="has no gradient"):
         linear(x.requires_grad_(), weight)
 
@@ -132,49 +121,43 @@ def test_what_the_kernel_does_not_read_is_torchs(hopper: None) -> None:
 def test_kernels_of_a_models_layers_are_prepared_once(hopper: None) -> None:
     assert linear_kernels([LinearStep(4096, 4096)], torch.bfloat16, torch.device("cpu")) == []
     steps = [LinearStep(4096, 4096), LinearStep(4096, 14336), LinearStep(28672, 4096, "silu")]
-    found = [list(skinny_linear.step_variants(torch.bfloat16, *step[:3], index=0)) for step in steps]
+    found = [list(skinny_linear.step_variants(torch.bfloat16, *step, index=0)) for step in steps]
     assert [len(each) for each in found] == [1, 1, 1]
     assert len({variant for each in found for variant in each}) == 2  # both of 4,096 rows have one tile
     assert not list(skinny_linear.step_variants(torch.bfloat16, 64, 64, None, index=0))
 
 
-def test_many_rows_have_a_kernel_where_they_fill_its_tiles() -> None:
-    for rows, width, gated, served in (
-        (1024, 14336, True, True), (2048, 14336, True, True), (8192, 14336, True, True), (8191, 14336, True, True),
-        (1024, 18944, True, True), (512, 14336, True, False), (640, 14336, True, False), (1025, 1024, True, False),
-        (8448, 1024, True, True), (1024, 4096, False, True), (8192, 4096, False, True), (2048, 4096, False, True),
-        (512, 4096, False, False), (1280, 4096, False, False), (8192, 3584, False, True),
+def test_gates_of_many_rows_have_a_kernel_where_they_fill_its_tiles() -> None:
+    for rows, width, served in (
+        (1024, 14336, True), (2048, 14336, True), (8192, 14336, True), (8191, 14336, True), (1024, 18944, True),
+        (512, 14336, False), (640, 14336, False), (1025, 1024, False), (8448, 1024, True),
     ):  # fmt: skip
-        assert (gemm_config(rows, width, H200, gated=gated) is not None) == served, (rows, width, gated)
-    assert gemm_config(FEWEST_ROWS - 1, 1 << 20, H200, gated=True) is None
-    assert gemm_config(FEWEST_ROWS, 1 << 20, H200, gated=True) is not None
-    assert GemmConfig(gated=True).smem_bytes <= 227 * 1024
+        assert (gated_config(rows, width, H200) is not None) == served, (rows, width)
+    assert gated_config(FEWEST_ROWS - 1, 1 << 20, H200) is None
+    assert gated_config(FEWEST_ROWS, 1 << 20, H200) is not None
+    assert GatedConfig().smem_bytes <= 227 * 1024
 
 
-def test_which_many_rows_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def served(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> bool:
-        return gemm.config_of(x, weight, residual) is not None
+def test_which_gates_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(x: Tensor, weight: Tensor) -> bool:
+        return gated_kernel.config_of(x, weight) is not None
 
-    x, weight = randn(1024, 64, dtype=torch.bfloat16), randn(28672, 64, dtype=torch.bfloat16)
-    residual = randn(1024, 4096, dtype=torch.bfloat16)
-    for weight_of, beside in ((weight, None), (weight[:4096], residual)):
-        assert served(x, weight_of, beside)
-        assert served(torch.cat([x, x], dim=1)[:, 64:], weight_of, beside)
-        assert not served(x[:512], weight_of, None if beside is None else beside[:512])
-        assert not served(x.float(), weight_of.float(), beside)
-        assert not served(x.t().contiguous().t(), weight_of, beside)
-        assert not served(x[:1].expand(1024, 64), weight_of, beside)
+    x, weight = randn(1024, 64, dtype=torch.bfloat16), randn(2 * 14336, 64, dtype=torch.bfloat16)
+    assert served(x, weight)
+    assert served(torch.cat([x, x], dim=1)[:, 64:], weight)
+    assert not served(x[:512], weight)
+    assert not served(x.float(), weight.float())
+    assert not served(x.t().contiguous().t(), weight)
+    assert not served(x[:1].expand(1024, 64), weight)
     assert not served(x, weight[:28664])  # a gate of 14,332 rows ends within 16 bytes of a row of the result
-    assert served(x, weight[:4096], torch.cat([residual, residual], dim=1)[:, 4096:])
-    assert not served(x, weight[:4096], residual[:1].expand(1024, 4096))
-    cuda, step = torch.device("cuda"), LinearStep(28672, 64, "silu")
+    cuda, step = torch.device("cuda"), LinearStep(2 * 14336, 64, "silu")
     assert refuses_many(cuda, torch.bfloat16, step) is None
-    assert refuses_many(cuda, torch.bfloat16, LinearStep(28680, 64, adds=True)) is None
     assert "takes bfloat16 and float16" in str(refuses_many(cuda, torch.float32, step))
     assert "8 elements at a time" in str(refuses_many(cuda, torch.bfloat16, step._replace(width=28680)))
+    assert "have a bias" in str(refuses_many(cuda, torch.bfloat16, step._replace(activation=None)))
     assert "for Hopper" in str(refuses_many(torch.device("cpu"), torch.bfloat16, step))
-    for each, kernels in ((step, 1), (LinearStep(4096, 64, adds=True), 1), (LinearStep(4096, 64), 0)):
-        assert len(list(gemm.step_variants(torch.bfloat16, *each, index=0))) == kernels
+    assert [v.kernel for v in gated_kernel.step_variants(torch.bfloat16, *step, index=0)] == ["gated_linear_sm90"]
+    assert not list(gated_kernel.step_variants(torch.bfloat16, *step._replace(activation=None), index=0))
     monkeypatch.setattr(device, "arch", lambda _: "sm_80")
     assert not served(x, weight)
     assert "for sm_90a, not for sm_80" in str(refuses_many(cuda, torch.bfloat16, step))

@@ -8,7 +8,6 @@ from fused_models import CONFIGS, STEPS, logits, made
 from torch import Tensor
 
 import attention_backend
-from attention_backend import linears
 from models.attention_sites import find_attention_sites
 from models.batch import ScheduledSeq, StepBatch
 from models.forward import PagedForward
@@ -37,21 +36,6 @@ def test_in_bfloat16_the_layers_round_where_the_modules_round(name: str) -> None
     expected = logits(model, PagedForward(model, fused=False))
     ours = logits(model, PagedForward(model))
     torch.testing.assert_close(ours, expected, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("sampled", [False, True], ids=["every row", "sampled rows"])
-def test_results_that_are_added_at_once_are_added_once(
-    name: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many rows are on a GPU that has a kernel for it."""
-    model = made(name)
-    expected = logits(model, PagedForward(model, fused=False), sampled=sampled)
-    calls = []
-    monkeypatch.setattr(linears, "adds", lambda *given: calls.append(given) is None)
-    ours = logits(model, PagedForward(model), sampled=sampled)
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    assert bool(calls) == (not name.startswith("gemma") and name != "llama with biases")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

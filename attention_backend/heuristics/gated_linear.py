@@ -1,10 +1,11 @@
-"""Sizes of a linear layer of many rows -> how kernels/gemm_sm90.cuh runs it. Pure arithmetic: no torch, no device."""
+"""Sizes of a gated linear layer of many rows -> how kernels/gated_linear_sm90.cuh runs it. Pure arithmetic: no torch,
+no device."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-#: Of a tile: rows of the input, rows of weights, columns of both.
-ROWS, COLUMNS, DEPTH = 128, 256, 64
+#: Of a tile: rows of the input, columns of the result, columns of the input and the weights.
+ROWS, OUTPUTS, DEPTH = 128, 128, 64
 #: Rows and columns of a result that are copied at once.
 COPIED = 64
 #: Rows of a call: few are `skinny_linear`'s, or torch's.
@@ -13,23 +14,17 @@ FEWEST_ROWS = 512
 #: fast. Of Llama-3.1-8B's sizes 0.85 takes 1.10 of their time, 0.97 0.90 (H200).
 LEAST_FILLED = 0.92
 
-_STAGE_BYTES = (ROWS + COLUMNS) * 2 * DEPTH
-_SUM_BYTES = ROWS * COLUMNS * 2
+_STAGE_BYTES = (ROWS + 2 * OUTPUTS) * 2 * DEPTH
+_SUM_BYTES = ROWS * 2 * OUTPUTS * 2
 
 
 @dataclass(frozen=True, slots=True)
-class GemmConfig:
+class GatedConfig:
     """`cluster` blocks share tiles of weights; `band`: tiles of rows of a cluster, whose columns all come in turn."""
 
-    gated: bool
     cluster: int = 2
     stages: int = 3
     band: int = 8
-
-    @property
-    def outputs(self) -> int:
-        """Columns of the result that a tile gives."""
-        return COLUMNS // 2 if self.gated else COLUMNS
 
     @property
     def smem_bytes(self) -> int:
@@ -38,15 +33,15 @@ class GemmConfig:
 
     def tiles(self, rows: int, width: int) -> tuple[int, int]:
         """Of a cluster: down and across a result."""
-        return -(-rows // (self.cluster * ROWS)), -(-width // self.outputs)
+        return -(-rows // (self.cluster * ROWS)), -(-width // OUTPUTS)
 
 
 @lru_cache(maxsize=1024)
-def gemm_config(rows: int, width: int, num_sms: int, *, gated: bool) -> GemmConfig | None:
-    """For a result `[rows, width]`. None: torch's product and what follows it are as fast, or faster."""
-    config = GemmConfig(gated)
+def gated_config(rows: int, width: int, num_sms: int) -> GatedConfig | None:
+    """For a result `[rows, width]`. None: torch's products and the activation after them are as fast, or faster."""
+    config = GatedConfig()
     clusters = num_sms // config.cluster
     down, across = config.tiles(rows, width)
     rounds = -(-down * across // clusters)
-    filled = rows * width / (rounds * clusters * config.cluster * ROWS * config.outputs)
+    filled = rows * width / (rounds * clusters * config.cluster * ROWS * OUTPUTS)
     return config if rows >= FEWEST_ROWS and filled >= LEAST_FILLED else None

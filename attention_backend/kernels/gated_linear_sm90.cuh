@@ -1,52 +1,46 @@
-// gemm_sm90: a linear layer of many rows x with what follows it, on Hopper: act(x Wgate^T) * (x Wup^T), or
-// residual + x W^T.
+// gated_linear_sm90: act(x Wgate^T) * (x Wup^T) of many rows x, on Hopper.
 //
-// Persistent blocks, one an SM: a warp brings tiles of x and W by TMA, two warpgroups multiply 64 rows of x each by 256
-// rows of W, whose sums fill their registers; GATED: 128 of the gate and 128 of the projection beside it. CLUSTER blocks
-// with neighbouring rows of x share the tile of W: each brings a half of it to all.
+// Persistent blocks, one an SM: a warp brings tiles of x and W by TMA, two warpgroups multiply 64 rows of x each by 128
+// rows of the gate and 128 of the projection beside it, whose sums fill their registers. CLUSTER blocks with neighbouring
+// rows of x share the tile of W: each brings a part of it to all.
 //
-// Sums go to shared memory, rounded, and the warps beside the one that loads make them results and send those, while the
-// next tile is multiplied: the tensor cores wait for neither, and no sum is ever in global memory. Numbers are rounded
-// where Hugging Face's modules round.
+// Sums go to shared memory, rounded, and the warps beside the one that loads make the one result of both and send it,
+// while the next tile is multiplied: the tensor cores wait for no activation, and neither gate nor projection is ever in
+// global memory. Numbers are rounded where Hugging Face's modules round.
 //
 // Tiles are taken in bands of `band` tiles of rows, all columns of a band before the next: what blocks read at a time
 // is nearly a square, which the L2 holds.
 //
-// Compile-time: BF16, STAGES, CLUSTER (1 or 2), GATED, ACTIVATION (of GATED).
+// Compile-time: BF16, STAGES, CLUSTER (1 or 2), ACTIVATION.
+#include "parts/activation.cuh"
 #include "parts/bulk_copies.cuh"
 #include "parts/cluster.cuh"
 #include "parts/ring.cuh"
 #include "parts/uniform.cuh"
 #include "parts/vectors.cuh"
 #include "parts/wgmma_sm90.cuh"
-#if GATED
-#include "parts/activation.cuh"
-#endif
 
-constexpr int kRows = 128, kColumns = 256, kDepth = 64;          // of a tile: of x, of W, columns of both
-constexpr int kOutputs = GATED ? kColumns / 2 : kColumns;        // columns of the result
-constexpr int kTeams = kRows / 64, kEnders = 96;                 // warpgroups that multiply; threads that end tiles
+constexpr int kRows = 128, kOutputs = 128, kDepth = 64;  // of a tile: of x, columns of the result, of x and W
+constexpr int kColumns = 2 * kOutputs;                   // rows of W
+constexpr int kTeams = kRows / 64, kGaters = 96;         // warpgroups that multiply; threads that end tiles
 constexpr int kThreads = 128 * (kTeams + 1);
-constexpr int kBytesX = kRows * 128, kHalfW = kColumns / 2 * 128, kBytesW = 2 * kHalfW;
-constexpr int kSlab = 64 * 128, kTeamBytes = kColumns / 64 * kSlab;  // of sums: 64 rows of 64 columns; of a team
-constexpr int kSlabs = kOutputs / 64;                                // of a team's results
-constexpr int kTogether = GATED ? 1 : 4;  // results that a thread ends at a time: residuals take long to come
-constexpr int kFull = 1, kEmpty = 1 + kTeams, kMeet = 1 + 2 * kTeams;  // named barriers: of each team; of the enders
+constexpr int kBytesX = kRows * 128, kHalfW = kOutputs * 128, kBytesW = 2 * kHalfW;
+constexpr int kSlab = 64 * 128, kSlabs = kOutputs / 64;  // 64 rows of 64 columns; of a team's gates, and of its projections
+constexpr int kTeamBytes = 2 * kSlabs * kSlab;
+constexpr int kFull = 1, kEmpty = 1 + kTeams, kMeet = 1 + 2 * kTeams;  // named barriers: of each team; of the gaters
 
-// The same fields, in the same order, as attention_backend/kernels/gemm.py: GemmParams.
-struct GemmParams {
+// The same fields, in the same order, as attention_backend/kernels/gated_linear.py: GatedLinearParams.
+struct GatedLinearParams {
   TensorMap rows, weights, out;
-  const element* residual;  // of the result's shape, unless GATED
-  int64 residual_row;
-  int num_rows, width, steps;   // of the result, and rows of a gate; tiles of kDepth columns
+  int width, steps;             // columns of the result, and rows of the gate; tiles of kDepth columns
   int row_tiles, column_tiles;  // of a cluster
   int band;
 };
 
-struct GemmShared {
+struct GatedShared {
   uint32 x, w, sums, full, empty;
 
-  __device__ __forceinline__ explicit GemmShared(const char* memory) {
+  __device__ __forceinline__ explicit GatedShared(const char* memory) {
     x = (shared_address(memory) + 1023) & ~1023u;
     w = x + STAGES * kBytesX;
     sums = w + STAGES * kBytesW;
@@ -68,7 +62,7 @@ class Tiles {
  public:
   int row, column;  // the first ones: of x, of the result
 
-  __device__ __forceinline__ explicit Tiles(const GemmParams& p)
+  __device__ __forceinline__ explicit Tiles(const GatedLinearParams& p)
       : p(p), rank(CLUSTER > 1 ? cluster_rank() : 0), tile(static_cast<int>(blockIdx.x) / CLUSTER) {
     find();
   }
@@ -79,7 +73,7 @@ class Tiles {
   }
 
  private:
-  const GemmParams& p;
+  const GatedLinearParams& p;
   const int rank;
   int tile;
 
@@ -93,7 +87,7 @@ class Tiles {
 };
 
 // One thread.
-__device__ __forceinline__ void load(const GemmShared& shared, const GemmParams& p) {
+__device__ __forceinline__ void load(const GatedShared& shared, const GatedLinearParams& p) {
   Ring ring;
   for (Tiles tiles(p); tiles.there(); tiles.next())
     for (int step = 0; step < p.steps; step++) {
@@ -101,14 +95,13 @@ __device__ __forceinline__ void load(const GemmShared& shared, const GemmParams&
       barrier_wait(shared.empty + 8 * ring.stage, ring.parity ^ 1);
       barrier_expect(full, kBytesX + kBytesW);
       tma_load(shared.x + ring.stage * kBytesX, &p.rows, full, step * kDepth, tiles.row, 0, 0, kEvictNormal);
-      const int apart = GATED ? p.width : kColumns / 2;  // rows of W between the halves of a tile
 #if CLUSTER > 1
       const int half = cluster_rank();
-      tma_load_for(3, w + half * kHalfW, &p.weights, full, step * kDepth, tiles.column + half * apart, 0, 0, kEvictNormal);
+      tma_load_for(3, w + half * kHalfW, &p.weights, full, step * kDepth, tiles.column + half * p.width, 0, 0, kEvictNormal);
 #else
 #pragma unroll
       for (int half = 0; half < 2; half++)
-        tma_load(w + half * kHalfW, &p.weights, full, step * kDepth, tiles.column + half * apart, 0, 0, kEvictNormal);
+        tma_load(w + half * kHalfW, &p.weights, full, step * kDepth, tiles.column + half * p.width, 0, 0, kEvictNormal);
 #endif
       ring.step();
     }
@@ -117,7 +110,7 @@ __device__ __forceinline__ void load(const GemmShared& shared, const GemmParams&
 // A warpgroup that multiplies.
 class Team {
  public:
-  __device__ __forceinline__ Team(const GemmShared& shared, const GemmParams& p)
+  __device__ __forceinline__ Team(const GatedShared& shared, const GatedLinearParams& p)
       : shared(shared), p(p), team(uniform(threadIdx.x / 128)) {}
 
   __device__ __forceinline__ void run() {
@@ -125,16 +118,16 @@ class Team {
 #pragma unroll 1
     for (Tiles tiles(p); tiles.there(); tiles.next()) {
       multiply(acc);
-      named_sync(kEmpty + team, 128 + kEnders);
+      named_sync(kEmpty + team, 128 + kGaters);
       hand_over(acc);
-      named_arrive(kFull + team, 128 + kEnders);
+      named_arrive(kFull + team, 128 + kGaters);
     }
-    named_sync(kEmpty + team, 128 + kEnders);
+    named_sync(kEmpty + team, 128 + kGaters);
   }
 
  private:
-  const GemmShared& shared;
-  const GemmParams& p;
+  const GatedShared& shared;
+  const GatedLinearParams& p;
   const int team;
   Ring ring;
 
@@ -188,50 +181,40 @@ __device__ __forceinline__ void load_elements(uint32 address, float (&x)[kVector
   unpack(make_uint4(bits[0], bits[1], bits[2], bits[3]), x);
 }
 
-// Eight results of a team's tile, in place of the i-th 16 bytes of their (or their gates') sums.
-__device__ __forceinline__ void end_sums(uint32 space, int i, int row, int column, const GemmParams& p) {
-  float x[kVector], y[kVector];
-  load_elements(space + i * 16, x);
-#if GATED
-  load_elements(space + (i + kSlabs * (kSlab / 16)) * 16, y);
-#pragma unroll
-  for (int j = 0; j < kVector; j++) x[j] = activate(x[j]);
-  round_all(x);
-#pragma unroll
-  for (int j = 0; j < kVector; j++) x[j] *= y[j];
-#else
-  row += i / 8 % 64;
-  column += i / (kSlab / 16) * 64 + (i % 8 ^ i / 8 % 8) * kVector;
-  if (row >= p.num_rows || column >= p.width) return;
-  unpack(*reinterpret_cast<const uint4*>(p.residual + row * p.residual_row + column), y);
-#pragma unroll
-  for (int j = 0; j < kVector; j++) x[j] += y[j];
-#endif
-  store_shared4(space + i * 16, pack(x));
-}
-
-// Makes sums results, which a copy takes from where they were. What lies outside of the result is not written.
-__device__ __forceinline__ void end_tiles(const GemmShared& shared, const GemmParams& p) {
+// Makes gates and projections one result, in the gates' place, which a copy takes from there. What lies outside of the
+// result is not written.
+__device__ __forceinline__ void end_tiles(const GatedShared& shared, const GatedLinearParams& p) {
   const int thread = threadIdx.x % 128;
 #pragma unroll
-  for (int team = 0; team < kTeams; team++) named_arrive(kEmpty + team, 128 + kEnders);
+  for (int team = 0; team < kTeams; team++) named_arrive(kEmpty + team, 128 + kGaters);
 #pragma unroll 1
   for (Tiles tiles(p); tiles.there(); tiles.next())
 #pragma unroll
     for (int team = 0; team < kTeams; team++) {
       const uint32 space = shared.sums + team * kTeamBytes;
-      const int row = tiles.row + team * 64;
-      named_sync(kFull + team, 128 + kEnders);
-#pragma unroll kTogether
-      for (int i = thread; i < kSlabs * kSlab / 16; i += kEnders) end_sums(space, i, row, tiles.column, p);
+      named_sync(kFull + team, 128 + kGaters);
+#pragma unroll 1
+      for (int i = thread; i < kSlabs * kSlab / 16; i += kGaters) {
+        const uint32 at = space + i * 16;
+        float gate[kVector], up[kVector];
+        load_elements(at, gate);
+        load_elements(at + kSlabs * kSlab, up);
+#pragma unroll
+        for (int j = 0; j < kVector; j++) gate[j] = activate(gate[j]);
+        round_all(gate);
+#pragma unroll
+        for (int j = 0; j < kVector; j++) gate[j] *= up[j];
+        store_shared4(at, pack(gate));
+      }
       fence_async_proxy();
-      named_sync(kMeet, kEnders);
+      named_sync(kMeet, kGaters);
       if (thread == 0) {
 #pragma unroll
-        for (int i = 0; i < kSlabs; i++) tma_store(&p.out, space + i * kSlab, tiles.column + i * 64, row, 0, 0);
+        for (int i = 0; i < kSlabs; i++)
+          tma_store(&p.out, space + i * kSlab, tiles.column + i * 64, tiles.row + team * 64, 0, 0);
         bulk_wait_read();
       }
-      named_arrive(kEmpty + team, 128 + kEnders);
+      named_arrive(kEmpty + team, 128 + kGaters);
     }
 }
 
@@ -239,9 +222,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER, 1, 1)
 #endif
-    gemm_sm90(const __grid_constant__ GemmParams p) {
+    gated_linear_sm90(const __grid_constant__ GatedLinearParams p) {
   extern __shared__ __align__(1024) char memory[];
-  const GemmShared shared(memory);
+  const GatedShared shared(memory);
   if (threadIdx.x == 0) shared.init_barriers();
 #if CLUSTER > 1
   cluster_sync();
@@ -254,9 +237,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_lower<56>();
     const int thread = threadIdx.x % 128;
-    if (thread < kEnders)
+    if (thread < kGaters)
       end_tiles(shared, p);
-    else if (thread == kEnders)
+    else if (thread == kGaters)
       load(shared, p);
   }
 #if CLUSTER > 1
