@@ -144,6 +144,8 @@ def make_ready(variants: Iterable[KernelVariant], device: torch.device) -> int:
     """Compiles them side by side, and loads them on a GPU: a step that comes to one that is not loaded waits for all
     that the GPU was told to do. Returns how many there are. Raises CompileError."""
     wanted = dict.fromkeys(variants)
+    if not wanted:
+        return 0
     jit.build_variants(wanted, jit.default_cache())
     if device.type == "cuda":
         for variant in wanted:
