@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention_backend.jit import ARCHS
-from attention_backend.kernels import layer_chain
+from attention_backend.kernels import device, layer_chain
 from attention_backend.kernels.chain_store import Store
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.step_kernels import step_variants
@@ -99,6 +99,27 @@ def test_chains_that_share_a_kernel_are_prepared_once() -> None:
     assert prepared([attending]) == 2  # any number of keys, and few
     assert prepared([attending], fp8_kv=True) == 1
     assert prepared([chain._replace(heads=ChainHeads(4, 2, 80))]) == 1
+
+
+def test_kernels_around_attention_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "arch", lambda _: "sm_90a")
+    llama = LayerStep(4096, 128, unit_offset=False, normed_heads=False, activation="silu")
+    gemma = LayerStep(2304, 256, unit_offset=True, normed_heads=True, activation="gelu_tanh")
+    unknown = llama._replace(activation=None)  # stays a module
+
+    def found(*layers: LayerStep, fp8_kv: bool = False) -> list[tuple[str, dict[str, str | int]]]:
+        variants = layer_kernels(layers, torch.float16, torch.device("cuda"), fp8_kv=fp8_kv)
+        assert all(variant.arch == "sm_90a" for variant in variants)
+        return [(variant.kernel, dict(variant.defines)) for variant in variants]
+
+    assert [name for name, _ in found(llama, llama)] == ["rms_norm", "rms_norm", "rotary_store", "gated_activation"]
+    assert [name for name, _ in found(unknown)] == ["rms_norm", "rms_norm", "rotary_store"]
+    assert len(found(llama, gemma)) == 8
+    of_llama, of_gemma = dict(found(llama, fp8_kv=True)), dict(found(gemma))
+    assert (of_llama["rotary_store"]["NORM"], of_llama["rotary_store"]["FP8_KV"]) == (0, 1)
+    assert (of_gemma["rotary_store"]["NORM"], of_gemma["rotary_store"]["FP8_KV"]) == (2, 0)
+    assert (of_llama["rms_norm"]["UNIT_OFFSET"], of_gemma["rms_norm"]["UNIT_OFFSET"]) == (0, 1)
+    assert sorted(defines["ADD"] for name, defines in found(llama) if name == "rms_norm") == [0, 1]
 
 
 @pytest.mark.gpu
