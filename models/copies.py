@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Pinned arrays of each power of two of bytes that torch may have at hand: those of steps on their way, and more.
-#: Twelve, from 64 bytes on, were one too few in a process that shared a GPU with nine others.
-_SMALLEST, _LARGEST, _OF_EACH = 8, 256 << 10, 32
+#: Pinned arrays of each power of two of bytes that torch may have at hand: those of steps on their way, and more. From
+#: one byte on (a flag of one row): a step that wanted those asked the driver beside nine other processes.
+_SMALLEST, _LARGEST, _OF_EACH = 1, 256 << 10, 32
 
 
 def reserve_pinned(device: torch.device) -> None:
