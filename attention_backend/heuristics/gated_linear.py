@@ -10,6 +10,8 @@ ROWS, OUTPUTS, DEPTH = 128, 128, 64
 COPIED = 64
 #: Rows of a call: few are `skinny_linear`'s, or torch's.
 FEWEST_ROWS = 512
+#: Columns of the input. A tile of fewer may be over before the activation of the last one is (4,096 were measured).
+FEWEST_COLUMNS = 1024
 #: The share of its rounds of tiles that a result must fill: below, torch's products in tiles of other sizes are as
 #: fast. Of Llama-3.1-8B's sizes 0.85 takes 1.10 of their time, 0.97 0.90 (H200).
 LEAST_FILLED = 0.92
@@ -37,11 +39,12 @@ class GatedConfig:
 
 
 @lru_cache(maxsize=1024)
-def gated_config(rows: int, width: int, num_sms: int) -> GatedConfig | None:
-    """For a result `[rows, width]`. None: torch's products and the activation after them are as fast, or faster."""
+def gated_config(rows: int, width: int, depth: int, num_sms: int) -> GatedConfig | None:
+    """For a result `[rows, width]` of an input `[rows, depth]`. None: torch's products and the activation after them
+    are as fast, or faster."""
     config = GatedConfig()
     clusters = num_sms // config.cluster
     down, across = config.tiles(rows, width)
     rounds = -(-down * across // clusters)
     filled = rows * width / (rounds * clusters * config.cluster * ROWS * OUTPUTS)
-    return config if rows >= FEWEST_ROWS and filled >= LEAST_FILLED else None
+    return config if rows >= FEWEST_ROWS and depth >= FEWEST_COLUMNS and filled >= LEAST_FILLED else None

@@ -38,7 +38,7 @@ def config_of(x: Tensor, weight: Tensor) -> GatedConfig | None:
     index, (width, depth) = x.device.index or 0, weight.shape
     if not is_copied(x) or not is_plain_weight(weight) or refuses(x.dtype, width, depth, index) is not None:
         return None
-    return gated_config(x.shape[0], width // 2, device.num_sms(index))
+    return gated_config(x.shape[0], width // 2, depth, device.num_sms(index))
 
 
 def refuses(dtype: torch.dtype, width: int, depth: int, index: int) -> str | None:
@@ -47,7 +47,7 @@ def refuses(dtype: torch.dtype, width: int, depth: int, index: int) -> str | Non
         return f"it takes bfloat16 and float16, not {dtype}"
     if device.arch(index) != _ARCH:
         return f"it is a kernel for {_ARCH}, not for {device.arch(index)}"
-    if width % (2 * VECTOR) or depth % VECTOR:
+    if not width or not depth or width % (2 * VECTOR) or depth % VECTOR:
         return f"rows are read {VECTOR} elements at a time"
     return None
 

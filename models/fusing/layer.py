@@ -155,7 +155,7 @@ class FusedMLP:
     @property
     def gated_step(self) -> LinearStep | str:
         """Gate and what it multiplies as one layer, or why they are none."""
-        return self.projections.step(self.activation if self.projections.modules[0].bias is None else None)
+        return self.projections.step(self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x `[rows, width]` -> `[rows, width]`."""

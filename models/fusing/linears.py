@@ -81,12 +81,12 @@ class JoinedLinears:
 
     def step(self, activation: str | None = None) -> LinearStep | str:
         """The one product that these are on a GPU, packed or still to be, or why they are none. `activation`: of a gate
-        and what it multiplies, without biases."""
+        and what it multiplies, which is in the product's kernel where they have no biases."""
         reason = self.refuses()
         if reason is not None or self._kind is PackedLinear:
             return reason or "they are laid out for a CPU"
-        rows: int = sum(module.weight.shape[0] for module in self.modules)
-        return LinearStep(rows, int(self.modules[0].weight.shape[1]), activation)
+        first, rows = self.modules[0], sum(int(module.weight.shape[0]) for module in self.modules)
+        return LinearStep(rows, int(first.weight.shape[1]), activation if first.bias is None else None)
 
     @property
     def _kind(self) -> type[nn.Module]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_backend import UnsupportedError, layers
-from attention_backend.heuristics.gated_linear import FEWEST_ROWS, GatedConfig, gated_config
+from attention_backend.heuristics.gated_linear import FEWEST_COLUMNS, FEWEST_ROWS, GatedConfig, gated_config
 from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
 from attention_backend.kernels import device, skinny_linear
 from attention_backend.kernels import gated_linear as gated_kernel
@@ -132,9 +132,11 @@ def test_gates_of_many_rows_have_a_kernel_where_they_fill_its_tiles() -> None:
         (1024, 14336, True), (2048, 14336, True), (8192, 14336, True), (8191, 14336, True), (1024, 18944, True),
         (512, 14336, False), (640, 14336, False), (1025, 1024, False), (8448, 1024, True),
     ):  # fmt: skip
-        assert (gated_config(rows, width, H200) is not None) == served, (rows, width)
-    assert gated_config(FEWEST_ROWS - 1, 1 << 20, H200) is None
-    assert gated_config(FEWEST_ROWS, 1 << 20, H200) is not None
+        assert (gated_config(rows, width, 4096, H200) is not None) == served, (rows, width)
+    assert gated_config(FEWEST_ROWS - 1, 1 << 20, 4096, H200) is None
+    assert gated_config(FEWEST_ROWS, 1 << 20, 4096, H200) is not None
+    assert gated_config(FEWEST_ROWS, 1 << 20, FEWEST_COLUMNS, H200) is not None
+    assert gated_config(FEWEST_ROWS, 1 << 20, FEWEST_COLUMNS - 64, H200) is None
     assert GatedConfig().smem_bytes <= 227 * 1024
 
 
@@ -142,15 +144,18 @@ def test_which_gates_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch
     def served(x: Tensor, weight: Tensor) -> bool:
         return gated_kernel.config_of(x, weight) is not None
 
-    x, weight = randn(1024, 64, dtype=torch.bfloat16), randn(2 * 14336, 64, dtype=torch.bfloat16)
+    x, weight = randn(1024, 1024, dtype=torch.bfloat16), randn(2 * 14336, 1024, dtype=torch.bfloat16)
     assert served(x, weight)
-    assert served(torch.cat([x, x], dim=1)[:, 64:], weight)
+    assert served(torch.cat([x, x], dim=1)[:, 1024:], weight)
     assert not served(x[:512], weight)
+    assert not served(x[:, :512], weight[:, :512].contiguous())
+    assert not served(x[:, :0], weight[:, :0])
+    assert not served(x, weight[:0])
     assert not served(x.float(), weight.float())
     assert not served(x.t().contiguous().t(), weight)
-    assert not served(x[:1].expand(1024, 64), weight)
+    assert not served(x[:1].expand(1024, 1024), weight)
     assert not served(x, weight[:28664])  # a gate of 14,332 rows ends within 16 bytes of a row of the result
-    cuda, step = torch.device("cuda"), LinearStep(2 * 14336, 64, "silu")
+    cuda, step = torch.device("cuda"), LinearStep(2 * 14336, 1024, "silu")
     assert refuses_many(cuda, torch.bfloat16, step) is None
     assert "takes bfloat16 and float16" in str(refuses_many(cuda, torch.float32, step))
     assert "8 elements at a time" in str(refuses_many(cuda, torch.bfloat16, step._replace(width=28680)))

@@ -44,6 +44,7 @@ def test_logits_by_the_kernel_of_many_rows(name: str, monkeypatch: pytest.Monkey
     model.to("cuda")  # type: ignore[arg-type]
     expected = logits(model, PagedForward(model, fused=False))
     monkeypatch.setattr(heuristics, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(heuristics, "FEWEST_COLUMNS", 1)
     monkeypatch.setattr(heuristics, "LEAST_FILLED", 0.0)
     heuristics.gated_config.cache_clear()
     served, launch = [], kernel.gated_linear

@@ -42,6 +42,15 @@ def test_a_layer_that_is_no_linear_one_is_called_as_it_is() -> None:
     assert "packed QKV" in forward.fused.fused
 
 
+def test_gates_that_are_no_linear_layers_are_told() -> None:
+    """And nothing is asked of them that only a linear layer has."""
+    model = made("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = nn.Sequential(layer.mlp.gate_proj)
+    assert foretell(model, CUDA).unfused["packed gate/up"] == "they are Sequential"
+    assert "gates of many rows" not in foretell(model, CUDA).fused
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_that_samples_no_row_asks_no_layer_for_no_rows(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU bitsandbytes' 4-bit layers end the process then, and torchao's int8 layers raise TypeError."""
