@@ -50,8 +50,16 @@ class Plan:
         return cls(**{**fields, "cases": tuple(fields["cases"]), "command": tuple(fields["command"])})
 
 
-#: Opens the engine; gives its function and what is worth knowing of it (versions, sizes).
-OpenEngine = Callable[[Plan], AbstractAsyncContextManager[tuple[Ask, Row]]]
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An engine that is ready, and what is worth knowing of it (versions, sizes)."""
+
+    ask: Ask
+    facts: Row
+    spawned: float | None = None  # its process, on the plan's clock; None: it is in this one
+
+
+OpenEngine = Callable[[Plan], AbstractAsyncContextManager[Opened]]
 
 
 def end_with_parent() -> None:
@@ -74,12 +82,12 @@ def take_stdout() -> TextIO:
 
 
 async def run(plan: Plan, open_engine: OpenEngine, emit: Callable[[Row], None]) -> None:
-    async with open_engine(plan) as (ask, facts):
-        ready = time.monotonic()
-        bench = Bench(ask, plan.vocab_size, plan.size)
+    async with open_engine(plan) as engine:
+        spawned, ready = engine.spawned or plan.spawned, time.monotonic()
+        bench = Bench(engine.ask, plan.vocab_size, plan.size)
         await bench.one(bench.prompt(plan.size.tokens(512)), 2)
-        to_first_token = time.monotonic() - plan.spawned
-        emit({"case": "start", "s": round(to_first_token, 2), "ready_s": round(ready - plan.spawned, 2), **facts})
+        to_first_token = time.monotonic() - spawned
+        emit({"case": "start", "s": round(to_first_token, 2), "ready_s": round(ready - spawned, 2), **engine.facts})
         await run_cases(bench, plan.cases, emit)
 
 

@@ -3,15 +3,17 @@ benchmarks/serving.py, which gives the server's command and environment; knows n
 
 import asyncio
 import gc
+import re
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
 
-from benchmarks.serving_cases import Answer, Ask, Row
-from benchmarks.serving_child import PORT, Plan, main
+from benchmarks.serving_cases import Answer, Row
+from benchmarks.serving_child import PORT, Opened, Plan, main
 from models import descriptions, registry
 from server.bench import StreamClient, Target, Turn
 from server.bench.text_prompts import ExactText
@@ -23,17 +25,18 @@ REQUEST_TIMEOUT = 3600.0
 
 
 @asynccontextmanager
-async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
+async def open_engine(plan: Plan) -> AsyncIterator[Opened]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = [port if part == PORT else part for part in plan.command]
     url = f"http://127.0.0.1:{port}"
+    spawned = time.monotonic()  # what this client imported before is not its start
     # It stays in this process's group, which is ended as a whole if need be.
     process = await asyncio.create_subprocess_exec(*command, env=plan.environment, stdout=sys.stderr)
     try:
         async with asyncio.timeout(START_TIMEOUT):
-            await _ready(url, process)
+            stages = await _ready(url, process)
         target = Target(
             url,
             plan.model,  # all of them serve a folder under its path
@@ -54,7 +57,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
             return Answer(outcome.ttft, outcome.itls, outcome.output_tokens)
 
         gc.freeze()  # a collection that looks at all that was imported takes as long as some steps
-        yield ask, {"client": "server.bench"}
+        yield Opened(ask, {"client": "server.bench", **stages}, spawned)
         client.close()
     finally:
         if process.returncode is None:
@@ -83,17 +86,24 @@ def _texts(model: str) -> Callable[[list[int], int], Turn]:
     return as_turn
 
 
-async def _ready(url: str, process: asyncio.subprocess.Process) -> None:
-    """Until it says so. Raises RuntimeError when it ends instead."""
+async def _ready(url: str, process: asyncio.subprocess.Process) -> Row:
+    """Until it says so; then the stages of its start, where it tells them. Raises RuntimeError when it ends instead."""
     async with httpx.AsyncClient(timeout=5) as client:
         while process.returncode is None:
             try:
                 if (await client.get(f"{url}/health")).status_code == 200:
-                    return
+                    return _stages((await client.get(f"{url}/metrics")).text)
             except httpx.TransportError:
                 pass
             await asyncio.sleep(POLL_SECONDS)
     raise RuntimeError(f"the server ended with code {process.returncode} before it was ready")
+
+
+def _stages(metrics: str) -> Row:
+    """Ours alone has this metric."""
+    told = re.finditer(r'^longwave:engine_start_seconds{.*stage="([^"]*)".*} (\S+)$', metrics, re.MULTILINE)
+    stages = {stage: round(float(seconds), 2) for stage, seconds in (found.groups() for found in told)}
+    return {"stages": stages} if stages else {}
 
 
 if __name__ == "__main__":

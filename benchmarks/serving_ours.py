@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-from benchmarks.serving_cases import Ask, Row, timed
-from benchmarks.serving_child import Plan, main
+from benchmarks.serving_cases import timed
+from benchmarks.serving_child import Opened, Plan, main
 from models.batch import SamplingParams
 from server.engine.client import EngineClient
 from server.engine.config import EngineConfig
@@ -16,7 +16,7 @@ from server.engine.token_ids import TokenIds
 
 
 @asynccontextmanager
-async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
+async def open_engine(plan: Plan) -> AsyncIterator[Opened]:
     fields: dict[str, Any] = {
         "model": plan.model,
         "load_format": plan.load_format,
@@ -37,9 +37,14 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
     await client.start()
     try:
         ready = await client.ready()
-        facts = {"device": ready.device, "dtype": ready.dtype, "num_blocks": ready.num_blocks, "kernels": ready.kernels}
-        facts["stages"] = {name: round(seconds, 2) for name, seconds in ready.stages.items()}  # of its start
-        yield timed(generate), facts
+        facts = {
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "num_blocks": ready.num_blocks,
+            "kernels": ready.kernels,
+            "stages": {name: round(seconds, 2) for name, seconds in ready.stages.items()},  # of its start
+        }
+        yield Opened(timed(generate), facts)
     finally:
         await client.shutdown()
 

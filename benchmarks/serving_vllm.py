@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
-from benchmarks.serving_cases import Ask, Row, timed
-from benchmarks.serving_child import Plan, main
+from benchmarks.serving_cases import timed
+from benchmarks.serving_child import Opened, Plan, main
 
 
 @asynccontextmanager
-async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
+async def open_engine(plan: Plan) -> AsyncIterator[Opened]:
     import vllm
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -39,7 +39,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[tuple[Ask, Row]]:
             yield len(output.outputs[0].token_ids)
 
     try:
-        yield timed(generate), {"version": vllm.__version__}
+        yield Opened(timed(generate), {"version": vllm.__version__})
     finally:
         engine.shutdown()
 

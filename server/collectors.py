@@ -63,6 +63,7 @@ class EngineCollector(Collector):
             yield from self._counters(stats)
         if self.ready is not None:
             yield self._cache_config(self.ready)
+            yield self._start(self.ready)
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         used = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
@@ -162,6 +163,14 @@ class EngineCollector(Collector):
         info = GaugeMetricFamily("longwave:cache_config_info", "The KV cache.", labels=(*LABELS, *labels))
         info.add_metric([*self._labels, str(ready.block_size), str(ready.num_blocks), ready.dtype, ready.device], 1)
         return info
+
+    def _start(self, ready: EngineReady) -> Metric:
+        seconds = GaugeMetricFamily(
+            "longwave:engine_start_seconds", "The engine's last start, stage by stage.", labels=(*LABELS, "stage")
+        )
+        for stage, taken in ready.stages.items():
+            seconds.add_metric([*self._labels, stage], taken)
+        return seconds
 
 
 class FineTuningCollector(Collector):

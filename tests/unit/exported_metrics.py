@@ -23,7 +23,7 @@ def exported_families() -> dict[str, set[str]]:
     metrics.learn(
         EngineReady(
             model="model", device="cpu", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=[],
-            block_size=16, num_blocks=2, kernels={},
+            block_size=16, num_blocks=2, kernels={}, stages={"imports": 1.5},
         )
     )  # fmt: skip
     metrics.watch_server(lambda: ServerHealth(ready=True, engine_deaths=0))

@@ -105,6 +105,7 @@ class ScriptedEngine:
             64,
             100,
             {"full": "cpu_reference"},
+            {"imports": 1.5, "weights": 2.0},
             sampling_defaults=self.sampling_defaults,
         )
 
