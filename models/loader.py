@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -33,6 +32,7 @@ from models.quantization import Quantization
 from models.quantized_blocks import check_blocks
 from models.registry import ModelSource
 from models.stored_weights import check_files
+from models.towers import fetch_text_model
 from models.weight_reading import WeightReading
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -76,11 +76,11 @@ def load(
 
     dtype "auto": see `choose_dtype`.
     Layers that stay quantised keep their checkpoint's dtype around them, on every device. Raises ModelLoadError, and
-    UnsupportedModelError for families that cannot even be made with our attention; whether it can serve the others is
-    for `models.runner` to say.
+    UnsupportedModelError, before any weight is read, for families that cannot even be made with our attention and for
+    checkpoints with towers; whether it can serve the others is for `models.runner` to say.
     """
     device = torch.device(device)
-    folder = source.fetch(weights=load_format == "auto")
+    folder = _fetch(source, load_format)
     model = _make(folder, dtype, device, load_format, patching.LONGWAVE_PAGED, reading=reading)
     model.eval().requires_grad_(False)
     if device.type == "cpu":
@@ -107,8 +107,12 @@ def load_for_training(
     load_format: LoadFormat = "auto",
 ) -> PreTrainedModel:
     """As `load`, but plain, in train mode, with the attention `longwave`. Layers that stay quantised are refused."""
-    folder = source.fetch(weights=load_format == "auto")
+    folder = _fetch(source, load_format)
     return _make(folder, dtype, torch.device(device), load_format, patching.LONGWAVE, training=True).train()
+
+
+def _fetch(source: ModelSource, load_format: LoadFormat) -> Path:
+    return fetch_text_model(source) if load_format == "auto" else source.fetch(weights=False)
 
 
 def _make(
@@ -122,13 +126,11 @@ def _make(
     reading: WeightReading | None = None,
 ) -> PreTrainedModel:
     config = read_config(folder)
+    patching.check_config(config)
     _refuse_adapter(folder)
     if load_format == "auto":
         _require_safetensors(folder)
         check_files(folder)
-    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if family is not None:
-        patching.check_class(family, config.model_type)
     quantized = quantization.prepare(config, device)
     if quantized is not None and quantized.stays:
         has_weights = device.type != "meta"  # without, the doctor asks for shapes and sizes

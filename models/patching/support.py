@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from models.patching.errors import UnsupportedModelError
 from models.patching.mask import MASK_EDITORS
+from models.towers import TOWERS
 
 #: Kinds of layers whose whole state is keys and values of tokens.
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -28,6 +29,17 @@ _REFUSED_FOR_SERVING = {
     "stablelm": "it drops the keyword arguments that carry the pages",
 }
 _INTERFACE_CALL = "ALL_ATTENTION_FUNCTIONS.get_interface("
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """What a checkpoint's configuration alone says: before any weight is read. Raises UnsupportedModelError."""
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text_config = config.sub_configs.get("text_config")
+    text_alone = family is not None and text_config is not None and family.config_class is text_config
+    if not text_alone:  # of some checkpoints with towers, transformers makes and loads the text model and nothing else
+        _refuse_towers(config)
+    if family is not None:
+        check_class(family, config.model_type)
 
 
 def check_class(cls: type[PreTrainedModel], model_type: str) -> None:
@@ -83,7 +95,7 @@ def check_supported_for_serving(model: PreTrainedModel) -> None:
 
 
 def _refuse_towers(config: PretrainedConfig) -> None:
-    towers = [kind for kind in ("vision", "audio") if getattr(config, f"{kind}_config", None) is not None]
+    towers = [kind for kind in TOWERS if getattr(config, f"{kind}_config", None) is not None]
     if towers:
         raise UnsupportedModelError(
             f"{config.model_type}: it has a tower for {' and '.join(towers)}: only text models are served"

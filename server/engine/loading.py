@@ -14,6 +14,7 @@ from models.host import HostMemoryError
 from models.registry import ModelSource
 from models.stages import Stages
 from models.stored_weights import readable
+from models.towers import fetch_text_model
 from models.unused_packages import leave_out
 from models.weight_reading import WeightReading
 from models.zeroed_memory import ZeroedMemory
@@ -31,7 +32,8 @@ def load(config: EngineConfig, stages: Stages) -> LoadedRunner:
         )
         source, reading = _begin_reading(config, source, device)
         source, pool_memory = _begin_pool(config, source, device)
-    except (ModelLoadError, HostMemoryError) as error:
+    except (ModelLoadError, HostMemoryError, NotImplementedError) as error:
+        # UnsupportedModelError is a NotImplementedError, of a room that would bring transformers along.
         raise CannotServeError(str(error)) from error
     leave_out(source.folder)
     from server.engine.production import make
@@ -64,7 +66,8 @@ def _begin_pool(
 
 
 def _fetched(source: ModelSource) -> ModelSource:
-    return replace(source, folder=source.fetch(), hub_id=None, bundled=False)
+    """Raises ModelLoadError, and UnsupportedModelError before the weights of a model with towers are downloaded."""
+    return replace(source, folder=fetch_text_model(source), hub_id=None, bundled=False)
 
 
 def _path(text: str | None) -> Path | None:
