@@ -10,11 +10,14 @@ from typing import Any
 import jinja2
 
 from server.errors import InvalidRequest, NoChatTemplate
+from server.text.limited_templates import RenderingTooLongError, render
 from server.text.tokenizer import TextTokenizer
 
 MESSAGE_FRAME = 32  # characters that a template puts around a message, more or less
+QUICK_SECONDS = 0.05  # that a template may take where others wait for it: most take less than a thousandth
+RENDER_SECONDS = 2.0  # that it may take at all
 #: What its expressions raise on messages that it was not written for, `content + 1`.
-TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +57,27 @@ async def encode_chat(
     fits: bool = True,
 ) -> list[int]:
     """`check_length` is called in a thread with the rendered text, and may raise before that is encoded. `fits`
-    is in_thread's. Raises InvalidRequest when the model has no template or its template refuses the messages."""
-    encode = partial(_encode, tokenizer, prompt, check_length)
-    return await tokenizer.in_thread(encode, prompt.num_characters, fits=fits)
+    is in_thread's. Raises InvalidRequest when the model has no template, or its template refuses the messages or does
+    not end with them."""
+    try:
+        encode = partial(_encode, tokenizer, prompt, check_length, QUICK_SECONDS)
+        return await tokenizer.in_thread(encode, prompt.num_characters, fits=fits)
+    except RenderingTooLongError:  # once more, and nobody waits
+        return await tokenizer.in_patient_thread(partial(_encode, tokenizer, prompt, check_length, RENDER_SECONDS))
 
 
-def _encode(tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None]) -> list[int]:
+def _encode(
+    tokenizer: TextTokenizer, prompt: ChatPrompt, check_length: Callable[[Pieces], None], seconds: float
+) -> list[int]:
     """Exactly what transformers' apply_chat_template gives, unless a message spells a control token.
 
     Such a message is replaced by a random word before rendering, and its text is encoded apart, as plain text, where
-    the word stands. Other messages stay in place: templates may look into them.
+    the word stands. Other messages stay in place: templates may look into them. Raises RenderingTooLongError where
+    less than RENDER_SECONDS are given.
     """
     hidden = HiddenTexts()
     shown = [hide_control_text(tokenizer, message, hidden) for message in prompt.messages]
-    rendered = render_chat(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt)
+    rendered = render_chat(tokenizer, shown, add_generation_prompt=prompt.add_generation_prompt, seconds=seconds)
     check_length(list(hidden.pieces(rendered)))
     return encode_rendered(tokenizer, rendered, hidden)
 
@@ -114,18 +124,33 @@ def hide_control_text(tokenizer: TextTokenizer, message: Message, hidden: Hidden
     return replace(message, content=hidden.hide(message.content))
 
 
-def render_chat(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """Raises InvalidRequest."""
-    if not tokenizer.source.chat_template:
+def render_chat(
+    tokenizer: TextTokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    seconds: float = RENDER_SECONDS,
+) -> str:
+    """What transformers' apply_chat_template renders. Raises InvalidRequest; RenderingTooLongError where a second try
+    may have more `seconds`."""
+    source = tokenizer.source
+    if not source.chat_template:
         raise NoChatTemplate("This model has no chat template. Use /v1/completions.")
     try:
-        return str(
-            tokenizer.source.apply_chat_template(
-                [message.fields() for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+        return render(
+            source.get_chat_template(),
+            seconds,
+            messages=[message.fields() for message in messages],
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **source.special_tokens_map,
         )
+    except RenderingTooLongError as error:
+        if seconds < RENDER_SECONDS:
+            raise
+        message = f"The model's chat template does not end with these messages within {RENDER_SECONDS:g} s."
+        raise InvalidRequest(message, param="messages") from error
     except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
         said = error if isinstance(error, jinja2.TemplateError) else repr(error)
         raise InvalidRequest(f"The model's chat template refuses these messages: {said}", param="messages") from error

@@ -115,7 +115,13 @@ class TextTokenizer:
         take long, and has one of its own: nobody's answer waits for it."""
         if num_characters <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads if fits else self._patient, work)
+        if not fits:
+            return await self.in_patient_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def in_patient_thread(self, work: Callable[[], T]) -> T:
+        """One after the other, where nothing else waits."""
+        return await asyncio.get_running_loop().run_in_executor(self._patient, work)
 
     def close(self) -> None:
         for threads in (self._threads, self._patient):

@@ -9,7 +9,7 @@ from scripted_engine import EOS, tiny_tokenizer
 
 from models.training import Example, Preference
 from server.finetune.rendering import CannotLearnError, render_example
-from server.text.chat_template import ChatPrompt, Message, encode_chat
+from server.text.chat_template import ChatPrompt, Message, encode_chat, render_chat
 from server.text.tokenizer import TextTokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "hello?"}, {"role": "assistant", "content": "yes, hell"}
@@ -74,11 +74,11 @@ def test_a_conversation_too_long_is_told_before_it_is_taken_apart(
     """Taking 2000 answers apart would render the conversation 4000 times."""
     one, two = (len(render(tokenizer, *[USER, ASSISTANT] * n)) for n in (1, 2))
     length = one + (turns - 1) * (two - one)
-    rendering = Mock(wraps=tokenizer.source.apply_chat_template)
-    monkeypatch.setattr(tokenizer.source, "apply_chat_template", rendering)
+    rendering = Mock(wraps=render_chat)
+    monkeypatch.setattr("server.finetune.rendering.render_chat", rendering)
     with pytest.raises(CannotLearnError, match=f"^it has {length} tokens; an example may have {length - 1}$"):
         render_example(tokenizer, {"messages": [USER, ASSISTANT] * turns}, length - 1)
-    assert rendering.call_count <= 3
+    assert 1 <= rendering.call_count <= 3
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])

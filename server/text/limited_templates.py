@@ -1,0 +1,139 @@
+"""Chat templates as transformers compiles them, but for their time and memory: a template has no end of its own that
+anybody could check before. Must not know messages or tokens."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, Template, TemplateRuntimeError, nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+MOST_CHARACTERS = 2**26  # of one text, or values of one list, that a template puts together: bodies have 2**24 bytes
+MOST_DIGITS = 4096  # binary ones of a power
+
+
+class RenderingTooLongError(Exception):
+    """A template that did not end within its seconds."""
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """`with environment.seconds(2): template.render(...)`: the seconds are those of this thread's CPU, so that a busy
+    machine refuses nobody. They are looked at in every round of a loop and at every call: nothing else takes long, as
+    long as texts do not grow without bounds."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self, model: Environment) -> None:
+        """As `model`, whose extensions, filters and functions it has."""
+        extensions = [type(extension) for extension in model.extensions.values()]
+        super().__init__(trim_blocks=model.trim_blocks, lstrip_blocks=model.lstrip_blocks, extensions=extensions)
+        self.filters.update(model.filters)
+        self.tests.update(model.tests)
+        self.globals.update(model.globals)
+        self._ends = threading.local()
+
+    @contextmanager
+    def seconds(self, limit: float) -> Iterator[None]:
+        """Raises RenderingTooLongError from what is rendered inside."""
+        self._ends.at = time.thread_time() + limit
+        try:
+            yield
+        finally:
+            del self._ends.at
+
+    @property
+    def goes_on(self) -> bool:
+        """True. What a template is given to read in every round."""
+        self._check_time()
+        return True
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as in jinja2
+        """All that a template calls comes here: its macros and those of `loop`, methods of texts."""
+        __self._check_time()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # nearly always
+            _check_characters(len(left) + len(right))
+            return left + right
+        _check_size(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def joined(self, *parts: Any) -> str:
+        """What `~` gives."""
+        texts = [str(part) for part in parts]
+        _check_characters(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _check_time(self) -> None:
+        if time.thread_time() > getattr(self._ends, "at", float("inf")):
+            raise RenderingTooLongError
+
+    def limited(self, source: str) -> Template:
+        """Raises jinja2.TemplateSyntaxError."""
+        tree = self.parse(source)
+        for loop in list(tree.find_all(nodes.For)):
+            line, look = loop.lineno, nodes.EnvironmentAttribute("goes_on", lineno=loop.lineno)
+            loop.body.insert(0, nodes.ExprStmt(look, lineno=line))
+            if loop.test is not None:  # the rounds that it leaves out have no body
+                loop.test = nodes.And(look, loop.test, lineno=line)
+        _replace_joins(tree)
+        tree.set_environment(self)
+        return Template.from_code(self, self.compile(tree), self.make_globals(None))
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str) -> Template:
+    """Its environment is a LimitedEnvironment. Raises jinja2.TemplateSyntaxError."""
+    theirs = _compile_jinja_template("").environment  # not of `source`: it would be computed as far as it is constant
+    return LimitedEnvironment(theirs).limited(source)
+
+
+def render(source: str, seconds: float, **variables: Any) -> str:
+    """Raises RenderingTooLongError, jinja2.TemplateError, and whatever the template's expressions do."""
+    template = compiled(source)
+    environment = template.environment
+    assert isinstance(environment, LimitedEnvironment)
+    with environment.seconds(seconds):
+        return template.render(**variables)
+
+
+def _replace_joins(node: nodes.Node) -> None:
+    """Every `~` by a call of `joined`."""
+    for field, value in node.iter_fields():
+        if isinstance(value, list):
+            value[:] = map(_without_join, value)
+        else:
+            setattr(node, field, _without_join(value))
+
+
+def _without_join(value: Any) -> Any:
+    if not isinstance(value, nodes.Node):
+        return value
+    _replace_joins(value)
+    if not isinstance(value, nodes.Concat):
+        return value
+    joined = nodes.EnvironmentAttribute("joined", lineno=value.lineno)
+    return nodes.Call(joined, value.nodes, [], None, None, lineno=value.lineno)
+
+
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    if operator == "**":
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_DIGITS:
+            raise TemplateRuntimeError("it computes a number that is too large")
+        return
+    lengths = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
+    if operator == "+":
+        _check_characters(sum(lengths))
+    elif lengths:
+        times = next((one for one in (left, right) if isinstance(one, int)), 1)
+        _check_characters(lengths[0] * times)
+
+
+def _check_characters(count: int) -> None:
+    if count > MOST_CHARACTERS:
+        raise TemplateRuntimeError(f"it puts together more than {MOST_CHARACTERS} characters")
