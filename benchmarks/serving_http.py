@@ -101,7 +101,7 @@ async def _ready(url: str, process: asyncio.subprocess.Process) -> Row:
 
 def _stages(metrics: str) -> Row:
     """Ours alone has this metric."""
-    told = re.finditer(r'^longwave:engine_start_seconds{.*stage="([^"]*)".*} (\S+)$', metrics, re.MULTILINE)
+    told = re.finditer(r'^longwave:start_seconds{.*stage="([^"]*)".*} (\S+)$', metrics, re.MULTILINE)
     stages = {stage: round(float(seconds), 2) for stage, seconds in (found.groups() for found in told)}
     return {"stages": stages} if stages else {}
 

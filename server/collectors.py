@@ -52,6 +52,7 @@ class EngineCollector(Collector):
         public_adapters: Callable[[], Iterable[AdapterInfo]],
     ) -> None:
         self.ready: EngineReady | None = None
+        self.stages: dict[str, float] = {}  # of the server's start, in seconds
         self._stats = stats
         self._public_adapters = public_adapters
         self._labels = [model_name, ENGINE]
@@ -63,7 +64,8 @@ class EngineCollector(Collector):
             yield from self._counters(stats)
         if self.ready is not None:
             yield self._cache_config(self.ready)
-            yield self._start(self.ready)
+        if self.stages:
+            yield self._start()
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         used = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
@@ -164,11 +166,11 @@ class EngineCollector(Collector):
         info.add_metric([*self._labels, str(ready.block_size), str(ready.num_blocks), ready.dtype, ready.device], 1)
         return info
 
-    def _start(self, ready: EngineReady) -> Metric:
+    def _start(self) -> Metric:
         seconds = GaugeMetricFamily(
-            "longwave:engine_start_seconds", "The engine's last start, stage by stage.", labels=(*LABELS, "stage")
+            "longwave:start_seconds", "The server's start, stage by stage.", labels=(*LABELS, "stage")
         )
-        for stage, taken in ready.stages.items():
+        for stage, taken in self.stages.items():
             seconds.add_metric([*self._labels, stage], taken)
         return seconds
 

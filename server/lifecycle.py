@@ -240,15 +240,16 @@ class Lifecycle:
             await self._fail(f"{type(error).__name__}: {error}")
         else:
             if self.phase is Phase.STARTING:
-                self._log_stages(ready)
+                self._tell_stages(ready)
                 await self._enter(Phase.SERVING)
 
-    def _log_stages(self, ready: EngineReady) -> None:
+    def _tell_stages(self, ready: EngineReady) -> None:
         """Of the way from this process's first moment to here, in seconds."""
         now = time.monotonic()
         stages = Stages(self._began)
         before, after = self._engine_started - self._began, now - self._engine_started - sum(ready.stages.values())
         stages.seconds = {"before the engine": before, **ready.stages, "after it": after}
+        self.metrics.started(stages.seconds)
         logger.info("ready in %.1f s: %s", now - self._began, stages)
 
     async def _fail(self, message: str) -> None:

@@ -77,6 +77,10 @@ class Metrics:
     def learn(self, ready: EngineReady) -> None:
         self._engine.ready = ready
 
+    def started(self, stages: dict[str, float]) -> None:
+        """Seconds of the server's start by stage."""
+        self._engine.stages = stages
+
     def watch_server(self, health: Callable[[], ServerHealth]) -> None:
         self.registry.register(ServerCollector(self._model_name, health))
 

@@ -23,9 +23,10 @@ def exported_families() -> dict[str, set[str]]:
     metrics.learn(
         EngineReady(
             model="model", device="cpu", dtype="float32", max_model_len=8, vocab_size=8, eos_token_ids=[],
-            block_size=16, num_blocks=2, kernels={}, stages={"imports": 1.5},
+            block_size=16, num_blocks=2, kernels={},
         )
     )  # fmt: skip
+    metrics.started({"imports": 1.5})
     metrics.watch_server(lambda: ServerHealth(ready=True, engine_deaths=0))
     metrics.watch_fine_tuning(FineTuningStats(jobs={"running": 1}, ended=Counter({"succeeded": 1})))
     metrics.watch_training(TrainingStats(calls=Counter({("Compute", "succeeded"): 1})))

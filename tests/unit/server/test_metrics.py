@@ -50,7 +50,8 @@ def test_every_name_of_the_table_is_exported_with_its_labels(server: LiveServer)
         sample_of(text, f"longwave:{name}_count")
     assert 'longwave:attention_kernel_calls_total{engine="0",kernel="cpu_reference",model_name="tiny"} 7.0' in text
     assert "longwave:cache_config_info" in text
-    assert 'longwave:engine_start_seconds{engine="0",model_name="tiny",stage="weights"} 2.0' in text
+    for stage in ("before the engine", "weights", "after it"):
+        assert f'longwave:start_seconds{{engine="0",model_name="tiny",stage="{stage}"}}' in text
 
 
 def test_the_engines_state_is_what_it_last_reported(server: LiveServer) -> None:

@@ -1,0 +1,88 @@
+"""Trial: five times as many requests as the server can answer, at their own times. Design: R4, and R21's probes."""
+
+import asyncio
+import itertools
+import time
+
+from benchmarks import fault_clients
+from benchmarks.trial import Measure, Scale, percentile
+from benchmarks.trial_client import Answer, ask, chat, closed_loop, open_loop, rate_between
+from benchmarks.trial_server import QUEUE, SEATS, TrialServer, trial_server
+
+TOKENS = 16
+TIMES = 5
+RAMP = 10.0  # seconds until every seat is taken
+CLIENTS = SEATS + QUEUE // 2  # of the closed loop that finds the capacity: seats are never empty
+PROBES = 10.0  # a second
+
+
+def overload(scale: Scale) -> list[Measure]:
+    with trial_server(scale.model) as server:
+        alone = _alone_ms(server)
+        answers = asyncio.run(closed_loop(CLIENTS, scale.seconds, _sender(server, "capacity")))
+        begin = min(answer.sent for answer in answers) + min(RAMP, scale.seconds / 3)
+        capacity = rate_between(answers, begin, begin + scale.seconds - min(RAMP, scale.seconds / 3))
+        server.idle_after()
+        before = server.held()
+        flood, probes = asyncio.run(_flooded(server, TIMES * capacity, scale.seconds))
+        idle = server.idle_after()
+        after = server.held()
+        recovered = _recovered_after(server, alone)
+        return [*_of_answers(flood, capacity, scale.seconds), *_of_server(probes, idle, recovered),
+                Measure("growth of the process, MB", after.rss_mb - before.rss_mb, 50)]  # fmt: skip
+
+
+def _sender(server: TrialServer, kind: str):  # type: ignore[no-untyped-def]
+    numbers = itertools.count()
+
+    async def send(_number: int) -> Answer:
+        return await ask(server.url, chat(server, f"Say hello {kind} {next(numbers)}.", TOKENS, stream=True))
+
+    return send
+
+
+async def _flooded(server: TrialServer, rate: float, seconds: float) -> tuple[list[Answer], list[Answer]]:
+    """The answers of the flood, and those of probes beside it."""
+    flood = asyncio.create_task(open_loop(rate, seconds, _sender(server, "flood")))
+    probes = await open_loop(PROBES, seconds, lambda _number: ask(server.url, None, "/health/live"))
+    return await flood, probes
+
+
+def _of_answers(flood: list[Answer], capacity: float, seconds: float) -> list[Measure]:
+    begin = min(answer.sent for answer in flood) + min(RAMP, seconds / 3)
+    end = max(answer.sent for answer in flood)
+    whole = [answer for answer in flood if answer.is_whole]
+    refused = [answer for answer in flood if answer.is_refusal]
+    firsts = [answer.first_ms for answer in whole if answer.first_ms is not None]
+    goodput = rate_between(flood, begin, end)
+    return [
+        Measure("requests", len(flood)),
+        Measure("capacity, answers a second", capacity),
+        Measure("goodput of the capacity", goodput / capacity, 0.9, at_least=True),
+        Measure("refused with Retry-After", len(refused)),
+        Measure("neither answered nor refused so", len(flood) - len(whole) - len(refused), 0),
+        Measure("refusals, p50 ms", percentile([answer.ms for answer in refused], 50)),
+        Measure("refusals, p99 ms", percentile([answer.ms for answer in refused], 99), 20),
+        Measure("accepted, p99 ms to the first token", percentile(firsts, 99)),
+    ]
+
+
+def _of_server(probes: list[Answer], idle: float, recovered: float) -> list[Measure]:
+    return [
+        Measure("probes, p99 ms", percentile([probe.ms for probe in probes], 99), 20),
+        Measure("probes that failed", sum(probe.status != 200 for probe in probes), 0),
+        Measure("seconds until all KV blocks are free", idle, 1),
+        Measure("seconds until a request is as quick as before", recovered, 5),
+    ]
+
+
+def _alone_ms(server: TrialServer) -> float:
+    fault_clients.good(server.target)
+    return percentile([fault_clients.good(server.target).ms for _ in range(9)], 90)
+
+
+def _recovered_after(server: TrialServer, alone_ms: float) -> float:
+    begin = time.monotonic()
+    while fault_clients.good(server.target).ms > 2 * alone_ms and time.monotonic() - begin < fault_clients.RECOVERY:
+        pass
+    return time.monotonic() - begin

@@ -1,0 +1,54 @@
+"""A trial of a server: minutes of one kind of trouble, and what is measured of it beside the design's goals. Runs
+nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number. `goal` None: there is none, and a reader may like to know it all the same."""
+
+    name: str
+    value: float
+    goal: float | None = None
+    at_least: bool = False  # else at most
+
+    @property
+    def met(self) -> bool | None:
+        if self.goal is None:
+            return None
+        return self.value >= self.goal if self.at_least else self.value <= self.goal
+
+    def row(self) -> Row:
+        sign = ">=" if self.at_least else "<="
+        goal = None if self.goal is None else f"{sign} {self.goal:g}"
+        return {"measure": self.name, "value": round(self.value, 3), "goal": goal, "met": self.met}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How long and how much: the recorded run's, or less to try a script."""
+
+    model: str = "bundled"
+    seconds: float = 60.0  # of an overload
+    soak_seconds: float = 600.0
+    disconnects: int = 1000
+    kills: int = 20
+    clients: int = 64  # that retry
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    name: str
+    design: str  # what is done, in words for a table
+    run: Callable[[Scale], list[Measure]]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of them do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * int(percent * 10) // 1000) - 1)] if ordered else 0.0

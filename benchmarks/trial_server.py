@@ -1,0 +1,158 @@
+"""A server of ours that a trial has to itself, and what its processes hold: memory, files, threads, KV blocks. Sends
+nothing but probes."""
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.fault_clients import Target
+from benchmarks.started_server import started
+from models import registry
+from models.descriptions import read_config
+
+ENGINE = "server.engine.worker"
+SEATS, QUEUE = 16, 32  # that run, and that wait
+SMALL = ("--max-num-seqs", str(SEATS), "--max-queued-requests", str(QUEUE), "--kv-cache-memory-bytes", str(2**29))
+BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+IDLE_LIMIT = 120.0
+POLL = 0.02
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By one process."""
+
+    rss_mb: float
+    files: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrialServer:
+    target: Target
+
+    @property
+    def url(self) -> str:
+        return self.target.url
+
+    @property
+    def pid(self) -> int:
+        assert self.target.process is not None
+        return self.target.process.pid
+
+    def engine(self) -> int | None:
+        """The engine's process; None while there is none."""
+        return next((pid for pid in children(self.pid) if ENGINE.encode() in _command(pid)), None)
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name and labels but the model's, as Prometheus reads them."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return samples(text)
+
+    def is_idle(self) -> bool:
+        """No request in the engine, every KV block free again (cached prefixes count as free)."""
+        now = self.metrics()
+        return not any(now.get(f"longwave:{name}", 0.0) for name in BUSY)
+
+    def idle_after(self) -> float:
+        """Seconds until it is; IDLE_LIMIT if it is not by then."""
+        begin = time.monotonic()
+        while not self.is_idle():
+            if time.monotonic() - begin > IDLE_LIMIT:
+                return IDLE_LIMIT
+            time.sleep(POLL)
+        return time.monotonic() - begin
+
+    def status(self, path: str) -> int | None:
+        """None: no reply in ten seconds."""
+        try:
+            return httpx.get(self.url + path, timeout=10).status_code
+        except httpx.TransportError:
+            return None
+
+    def held(self) -> Held:
+        return held(self.pid)
+
+
+@contextmanager
+def trial_server(
+    model: str, flags: Sequence[str] = SMALL, environment: Mapping[str, str] | None = None
+) -> Iterator[TrialServer]:
+    """On a CPU and with a data folder of its own."""
+    folder = registry.resolve(model).fetch()
+    context = read_config(folder).max_position_embeddings
+    with tempfile.TemporaryDirectory() as data:
+        command = [sys.executable, "-m", "server", "serve", "--model", str(folder), "--device", "cpu"]
+        command += ["--data-dir", data, "--log-level", "critical", *flags]
+        whole = {**os.environ, "HF_HUB_OFFLINE": "1"} if environment is None else dict(environment)
+        with started(command, "/health/ready", whole) as (url, process):
+            yield TrialServer(Target(url, str(folder), context, process))
+
+
+def samples(text: str) -> dict[str, float]:
+    """Of Prometheus' text: name -> value, summed over labels; also name{reason} of those that have a finished_reason."""
+    sums: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^([\w:]+)(\{[^}]*\})? (\S+)$", text, re.MULTILINE):
+        reason = re.search(r'finished_reason="(\w+)"', labels)
+        for key in (name, *([f"{name}{{{reason[1]}}}"] if reason else [])):
+            sums[key] = sums.get(key, 0.0) + float(value)
+    return sums
+
+
+def held(pid: int) -> Held:
+    """Raises OSError when the process is gone."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    rss, threads = (int(_field(status, name)) for name in ("VmRSS", "Threads"))
+    return Held(rss * 1024 / MB, len(list(Path(f"/proc/{pid}/fd").iterdir())), threads)
+
+
+def children(pid: int) -> list[int]:
+    """By /proc/PID/stat: not every kernel lists them."""
+    return [other for other, (parent, _) in _processes().items() if parent == pid]
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that come from it."""
+    processes = _processes()
+    found = [pid]
+    for one in found:
+        found += [other for other, (parent, _) in processes.items() if parent == one]
+    return found
+
+
+def zombies(pid: int) -> int:
+    """Children that have ended and that nobody has asked for their end."""
+    return sum(parent == pid and state == "Z" for parent, state in _processes().values())
+
+
+def _processes() -> dict[int, tuple[int, str]]:
+    """Each one's parent and state."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it ended meanwhile
+            continue
+        found[int(path.parent.name)] = (int(parent), state)
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _field(status: str, name: str) -> str:
+    found = re.search(rf"^{name}:\s+(\d+)", status, re.MULTILINE)
+    return found[1] if found else "0"
