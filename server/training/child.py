@@ -93,7 +93,8 @@ class Child:
         return self._process.pid
 
     async def ask(self, model_id: str, work: Work) -> Done:
-        """Commands are carried out one at a time, in their order. Raises WorkFailedError, ChildEndedError."""
+        """Commands are carried out one at a time, in their order, but for saves `beside` them. Raises WorkFailedError,
+        ChildEndedError."""
         if self.ended.done():
             raise ChildEndedError(self.ended.result())
         command_id = next(self._command_ids)
@@ -173,10 +174,12 @@ class Child:
 
     def _answered(self, command_id: int) -> "asyncio.Future[Done] | None":
         """None when nobody waits for the answer any more."""
+        was_first = command_id == next(iter(self._replies), None)
         reply = self._replies.pop(command_id, None)
         if reply is None:
             return None
-        self._watch()
+        if was_first:  # else it was a save beside the first, whose time goes on
+            self._watch()
         return None if reply.done() else reply
 
     async def _bury(self) -> None:

@@ -48,15 +48,16 @@ class LiveModel:
 
     def lost(self, reason: str) -> TrainingModelLost:
         """`reason`: a sentence without its full stop."""
-        return TrainingModelLost(f"{reason}, and the model {self.id} is lost with it. {self._way_on}")
+        return TrainingModelLost(f"{reason}, and the model {self.id} is lost with it. {self.way_on}")
 
     def unsaved(self) -> TrainingMissing:
         return TrainingMissing(
-            f"The model {self.id} was unloaded, and its weights could not be saved. {self._way_on}", param="model_id"
+            f"The model {self.id} was unloaded, and its weights could not be saved. {self.way_on}", param="model_id"
         )
 
     @property
-    def _way_on(self) -> str:
+    def way_on(self) -> str:
+        """For whoever has lost it: sentences."""
         if self.last_saved is None:
             return "Nothing of it was saved: create a model and begin anew."
         return (

@@ -34,6 +34,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     folder: str
     optimizer: bool
     files: dict[str, str]  # texts to put beside the weights
+    beside: bool = False  # what stands now, whatever the process computes meanwhile
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

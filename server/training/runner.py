@@ -108,11 +108,9 @@ class Runner:
         except (ChildEndedError, WorkFailedError) as error:
             logger.info("%s was not removed: %s", self.model.id, error)
 
-    async def save(self, call: SaveWeights, *, always: bool = False) -> Saved:
-        """`always`: whatever the quota says. Raises LongwaveError, ChildEndedError."""
-        saved = await self._saving.save(self.model, call, self._ask, always=always)
-        self.model.remember(saved)
-        return saved
+    async def autosave(self) -> None:
+        """What it has learnt, beside whatever the process computes. Raises LongwaveError, ChildEndedError."""
+        self.model.remember(await self._saving.autosave(self.model, self._ask))
 
     async def _settle(self, future: Future, work: Awaitable[Outcome]) -> None:
         """The future ends, whatever the work does."""
@@ -147,7 +145,7 @@ class Runner:
                 model.steps = done.steps
                 return Stepped(done.grad_norm, done.steps)
             case SaveWeights():
-                return await self.save(call)
+                return await self._save(call)
             case LoadWeights():
                 return await self._load(call)
             case Unload():
@@ -156,6 +154,11 @@ class Runner:
                 await self._ask(Remove())
                 return Unloaded(model.id)
         raise TypeError(f"{type(call).__name__} is no call of a live model")
+
+    async def _save(self, call: SaveWeights) -> Saved:
+        saved = await self._saving.save(self.model, call, self._ask)
+        self.model.remember(saved)
+        return saved
 
     async def _load(self, call: LoadWeights) -> Loaded:
         saved = await self._saving.find(call.path, self.model.owner)

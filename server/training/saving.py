@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from server.training.config import TrainingConfig
 from server.training.live import LiveModel
 from server.training.messages import Done, Save, Work
 from server.training.sampling import Serving
-from server.training.weights import LABEL, Label, SavedWeights, WeightsStore
+from server.training.weights import AUTOSAVE, LABEL, Label, SavedWeights, WeightsStore
 
 logger = logging.getLogger("longwave")
 
@@ -77,14 +77,18 @@ class Saving:
             raise InvalidRequest(f"{path} was trained on another base model.", param="path")
         return saved
 
-    async def save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool) -> Saved:
-        """`always`: whatever the quota says. Raises what `ask` raises, InvalidRequest, QuotaExceeded,
-        InsufficientStorage, and what loading an adapter does: then nothing is kept that has replaced nothing."""
-        turn: AbstractAsyncContextManager[None] = nullcontext() if always else self._turns[model.owner]
-        async with turn:
-            return await self._save(model, call, ask, always=always)
+    async def save(self, model: LiveModel, call: SaveWeights, ask: Ask) -> Saved:
+        """Raises what `ask` raises, InvalidRequest, QuotaExceeded, InsufficientStorage, and what loading an adapter
+        does: then nothing is kept that has replaced nothing."""
+        async with self._turns[model.owner]:
+            return await self._save(model, call, ask)
 
-    async def _save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool) -> Saved:
+    async def autosave(self, model: LiveModel, ask: Ask) -> Saved:
+        """What stands now, whatever the process computes meanwhile and the quota says. Raises as `save` does."""
+        call = SaveWeights(AUTOSAVE, "weights", serve=False, overwrite=True)
+        return await self._save(model, call, ask, always=True)
+
+    async def _save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool = False) -> Saved:
         path = self._store.path(model.id, call.kind, call.name)
         others = await asyncio.to_thread(self._store.of, model.owner)
         before = next((saved for saved in others if saved.label.path == path), None)
@@ -107,13 +111,15 @@ class Saving:
             served=call.serve,
             created_at=int(time.time()),
         )
-        files = {LABEL: msgspec.json.encode(label).decode()}
-        await ask(Save(str(folder), call.kind == "weights", files))
+        done = await ask(_command(folder, label, beside=always))
+        if done.steps != label.steps:  # a step that was being taken came first
+            label = msgspec.structs.replace(label, steps=done.steps)
+            await ask(_command(folder, label, beside=always))
         if call.serve:
             await self._serve(path, folder, model.owner, keep=before is not None)
         elif before is not None and before.label.served:
             await self._stop_serving(path)
-        return Saved(path, call.kind, model.steps)
+        return Saved(path, call.kind, label.steps)
 
     def _prepare(self, path: str) -> Path:
         try:
@@ -141,3 +147,7 @@ class Saving:
     async def _stop_serving(self, path: str) -> None:
         with suppress(ModelNotFound):
             await self._serving.engine.unload_adapter(path)
+
+
+def _command(folder: Path, label: Label, *, beside: bool) -> Save:
+    return Save(str(folder), label.kind == "weights", {LABEL: msgspec.json.encode(label).decode()}, beside)

@@ -18,7 +18,7 @@ from server.errors import (
     ServerDraining,
     TrainingMissing,
 )
-from server.training.calls import Call, Create, NewModel, SaveWeights, digest
+from server.training.calls import Call, Create, NewModel, digest
 from server.training.checks import check
 from server.training.child import Child, ChildEndedError
 from server.training.config import TrainingConfig
@@ -52,6 +52,7 @@ class Training:
         self._runners: dict[str, tuple[Runner, asyncio.Task[None]]] = {}
         self._keys: dict[tuple[str, str], str] = {}  # idempotency keys of an owner -> model
         self._num_leaving = 0  # models that are being saved or removed
+        self._last_saves: set[asyncio.Task[None]] = set()  # of those
         self._tasks: set[asyncio.Task[None]] = set()
         self._mending: asyncio.Task[None] | None = None
 
@@ -62,8 +63,12 @@ class Training:
         self._spawn(self._tidy(), "training-tidy")
 
     async def drain(self) -> None:
-        """Lets the calls that were taken end, and saves each model when its own have. No call comes meanwhile."""
+        """Lets the calls that were taken end, and saves each model when its own have; until then what it has learnt
+        before them is saved. No call comes meanwhile."""
+        leaving = list(self._last_saves)  # of models that were unloaded just before
         await asyncio.gather(*(self._drain(model) for model in self.live()))
+        if leaving:
+            await asyncio.wait(leaving)
 
     async def close(self) -> None:
         """Ends everything, at once."""
@@ -73,6 +78,9 @@ class Training:
         if tasks:
             await asyncio.wait(tasks)
         for model in self.live():
+            num_open = len(model.sequence.pending) + (model.creating.outcome is None)
+            learnt = model.way_on if model.version else "It had learnt nothing."
+            logger.warning("%s ends with the server; calls that have not ended: %d. %s", model.id, num_open, learnt)
             model.finish(ServerDraining("The server was shut down."))
         await self.shared.end()
         self._snapshots.close()
@@ -193,20 +201,29 @@ class Training:
 
     async def _drain(self, model: LiveModel) -> None:
         model.sequence.close()
-        await asyncio.gather(*(future.ended.wait() for future in (model.creating, *model.sequence.pending)))
+        open_calls = [future for future in (model.creating, *model.sequence.pending) if future.outcome is None]
+        if open_calls and model.version and (runner := self._runners.get(model.id)) is not None:
+            await self._save_early(runner[0])
+        await asyncio.gather(*(future.ended.wait() for future in open_calls))
         if model.end is None:
             await self._put_away(model, "The server was shut down.")
 
+    async def _save_early(self, runner: Runner) -> None:
+        """What it has learnt before its open calls, which may not end in time. Never raises."""
+        try:
+            await runner.autosave()
+        except Exception:
+            logger.exception("%s could not be saved before its calls have ended", runner.model.id)
+
     async def _put_away(self, model: LiveModel, reason: str) -> None:
         """Saves what it has learnt, and unloads it. `reason`: a sentence."""
-        call = SaveWeights(AUTOSAVE, "weights", serve=False, overwrite=True) if model.version else None
         kept = "It had learnt nothing."
-        if call is not None:
-            kept = f"Its weights were saved as {WeightsStore.path(model.id, call.kind, call.name)}."
+        if model.version:
+            kept = f"Its weights were saved as {WeightsStore.path(model.id, 'weights', AUTOSAVE)}."
         model.finish(TrainingMissing(f"The model {model.id} was unloaded. {reason} {kept}", param="model_id"))
-        await self._leave(model, call)
+        await self._leave(model, save=model.version > 0)
 
-    async def _leave(self, model: LiveModel, save: SaveWeights | None = None) -> None:
+    async def _leave(self, model: LiveModel, *, save: bool = False) -> None:
         """Of a model that has ended: what it holds is given back. Never raises."""
         runner, task = self._runners.pop(model.id, (None, None))
         if runner is None or task is None:
@@ -215,22 +232,32 @@ class Training:
         try:
             task.cancel()
             await asyncio.wait([task])
-            if save is not None:
-                await self._save_last(runner, save)
+            if save:
+                await self._save_last(runner)
+                save = False
             await runner.remove()
             await self._snapshots.forget(model.id)
+        except asyncio.CancelledError:
+            if save:
+                logger.warning("%s ends with the server, before its last save. %s", model.id, model.way_on)
+            raise
         except Exception:
             logger.exception("%s has left something behind", model.id)
         finally:
             self._num_leaving -= 1
         await self._end_child_if_idle()
 
-    async def _save_last(self, runner: Runner, call: SaveWeights) -> None:
+    async def _save_last(self, runner: Runner) -> None:
+        model = runner.model
+        saving = asyncio.create_task(runner.autosave(), name=f"{model.id}-last")
+        self._last_saves.add(saving)
         try:
-            await runner.save(call, always=True)
+            await saving
         except Exception:
-            logger.exception("%s could not be saved", runner.model.id)
-            runner.model.end = runner.model.unsaved()
+            logger.exception("%s could not be saved", model.id)
+            model.end = model.unsaved()
+        finally:
+            self._last_saves.discard(saving)
 
     async def _tidy(self) -> None:
         for turn in count(1):

@@ -1,4 +1,4 @@
-"""The training process from first to last line: one base model, commands one after the other. Started by child.Child.
+"""The training process from first to last line: one base model, commands in their turns. Started by child.Child.
 The only file of the room that touches tensors; logs carry no token."""
 
 import contextlib
@@ -43,6 +43,7 @@ from server.training.messages import (
     Save,
     Unable,
 )
+from server.training.turns import take_turns
 
 logger = logging.getLogger("server.training.worker")  # __name__ is "__main__" in the process itself
 
@@ -187,8 +188,7 @@ def serve(arguments: Arguments, link: WorkerLink) -> None:
         link.send(Unable(f"The base model cannot be loaded for training: {error}"))
         return
     link.send(Ready(str(session.device), session.settings.max_length, session.vocab_size))
-    while (command := link.receive()) is not None:
-        link.send(answer(session, command))
+    take_turns(link, lambda command: answer(session, command))
 
 
 def yield_to_the_server() -> None:

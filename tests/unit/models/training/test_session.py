@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,37 @@ def test_a_removed_model_is_gone_and_the_others_stay(session: TrainingSession, m
     assert session.forward(model, data, "cross_entropy").loss == before
     with pytest.raises(KeyError):
         session.forward(doomed, data, "cross_entropy")
+
+
+def test_models_are_saved_while_another_one_computes(session: TrainingSession, tmp_path: Path) -> None:
+    """By another thread, in the middle of a forward and of a backward; neither shows in what the other one gives."""
+    quiet, busy, twin = next(NAMES), next(NAMES), next(NAMES)
+    for name in (quiet, busy, twin):
+        session.create(name, LORA, seed=1)
+        learn(session, name, steps=2)
+
+    def saved(name: str, place: str) -> dict[str, bytes]:
+        session.save(name, tmp_path / place, optimizer=True, files={})
+        return {file.name: file.read_bytes() for file in (tmp_path / place).iterdir()}
+
+    before = {name: saved(name, f"{name}-before") for name in (quiet, busy)}
+    meanwhile: list[dict[str, dict[str, bytes]]] = []
+
+    def save_both(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            places = {name: f"{name}-{len(meanwhile)}" for name in (quiet, busy)}
+            meanwhile.append({name: pool.submit(saved, name, place).result() for name, place in places.items()})
+
+    decoder: Any = session._base.decoder
+    layer = decoder.layers[-1].mlp
+    hooks = [layer.register_forward_hook(save_both), layer.register_full_backward_hook(save_both)]
+    data = random_data(seed=7)
+    report = session.forward_backward(busy, data, "cross_entropy")
+    for hook in hooks:
+        hook.remove()
+    assert len(meanwhile) >= 2
+    assert all(one == before for one in meanwhile)
+    alone = session.forward_backward(twin, data, "cross_entropy")
+    assert report.loss == alone.loss
+    assert session.optim_step(busy, STEP) == session.optim_step(twin, STEP)
+    assert saved(busy, "one") == saved(twin, "other")

@@ -22,6 +22,7 @@ from server.engine.parent import die_with_parent
 from server.training.calls import Compute, OptimStep
 from server.training.link import WorkerLink
 from server.training.messages import Arguments, Command, Done, Failed, Load, Ready, Save, Unable
+from server.training.turns import take_turns
 
 VOCABULARY, MAX_LENGTH = 100, 32
 
@@ -123,8 +124,7 @@ def main() -> None:
         link.send(Unable("The base model cannot be trained on this server: no linear head"))
     else:
         link.send(Ready("cpu", MAX_LENGTH, VOCABULARY))
-        while (command := link.receive()) is not None:
-            link.send(session.answer(command))
+        take_turns(link, session.answer)
     link.close()
     os._exit(0)
 
