@@ -78,7 +78,11 @@ class LongwaveError(Exception):
     def headers(self) -> dict[str, str]:
         if self.is_final:
             return {"x-should-retry": "false"}
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.retry_after is None:
+            return {}
+        # Whole seconds bring all who were refused in one moment back in the same ten; OpenAI's client reads this first.
+        spread = 1000 * self.retry_after + random.randrange(1000)
+        return {"retry-after": str(self.retry_after), "retry-after-ms": str(spread)}
 
 
 class InvalidRequest(LongwaveError):  # noqa: N818 - reads as the reply does

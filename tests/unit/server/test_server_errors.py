@@ -44,6 +44,14 @@ def test_retry_after_is_spread() -> None:
     assert waits == set(range(1, 11))
 
 
+def test_who_was_refused_in_one_moment_does_not_come_back_in_another() -> None:
+    """Nor before the seconds are over that other clients read."""
+    headers = [errors.ServerOverloaded("x").headers() for _ in range(2000)]
+    waits = sorted(int(one["retry-after-ms"]) for one in headers)
+    assert all(0 <= int(one["retry-after-ms"]) - 1000 * int(one["retry-after"]) < 1000 for one in headers)
+    assert all(later - earlier > 50 for earlier, later in zip(waits, waits[40:], strict=False)), "2 % within 50 ms"
+
+
 @pytest.mark.parametrize("kind", tree(LongwaveError)[1:], ids=lambda kind: kind.__name__)
 def test_a_code_that_crossed_a_process_border_gives_the_error_back(kind: type[LongwaveError]) -> None:
     if kind.code is not None and kind is not errors.RequestFailedError:
