@@ -10,7 +10,6 @@ from typing import Any
 
 from jinja2 import Environment, Template, TemplateRuntimeError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 MOST_CHARACTERS = 2**26  # of one text, or values of one list, that a template puts together: bodies have 2**24 bytes
 MOST_DIGITS = 4096  # binary ones of a power
@@ -89,6 +88,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 @lru_cache(maxsize=8)
 def compiled(source: str) -> Template:
     """Its environment is a LimitedEnvironment. Raises jinja2.TemplateSyntaxError."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # a second, while the engine could start
+
     theirs = _compile_jinja_template("").environment  # not of `source`: it would be computed as far as it is constant
     return LimitedEnvironment(theirs).limited(source)
 
