@@ -6,7 +6,7 @@ from starlette.responses import Response
 from server.api.deps import LifecycleDep, OriginDep
 from server.api.disconnect import until_disconnect
 from server.api.json_route import StrictJSONRoute
-from server.api.sse import answer
+from server.api.sse import EVENTS, answer
 from server.schemas.chat import ChatCompletion, ChatCompletionRequest
 from server.schemas.chat_reply import ChatReply
 from server.schemas.failure import BODY_FAILURES
@@ -15,7 +15,7 @@ from server.text.generation import Job
 router = APIRouter(route_class=StrictJSONRoute, tags=["chat"])
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=BODY_FAILURES)
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=BODY_FAILURES | EVENTS)
 async def create_chat_completion(
     body: ChatCompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
 ) -> Response:

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from server.api.deps import LifecycleDep, OriginDep
 from server.api.disconnect import until_disconnect
 from server.api.json_route import StrictJSONRoute
-from server.api.sse import answer
+from server.api.sse import EVENTS, answer
 from server.schemas.completion_reply import CompletionReply
 from server.schemas.completions import Completion, CompletionRequest
 from server.schemas.failure import BODY_FAILURES
@@ -16,7 +16,7 @@ from server.text.generator import Generator
 router = APIRouter(route_class=StrictJSONRoute, tags=["completions"])
 
 
-@router.post("/v1/completions", response_model=Completion, responses=BODY_FAILURES)
+@router.post("/v1/completions", response_model=Completion, responses=BODY_FAILURES | EVENTS)
 async def create_completion(
     body: CompletionRequest, request: Request, lifecycle: LifecycleDep, origin: OriginDep
 ) -> Response:

@@ -64,7 +64,7 @@ async def retrieve_file(file_id: str, files: FilesDep, origin: OriginDep) -> Fil
     return _object(await asyncio.to_thread(files.get, file_id, origin.owner))
 
 
-@router.get(PATH + "/{file_id}/content", response_model=None, responses=FILE_FAILURES | BYTES)
+@router.get(PATH + "/{file_id}/content", response_class=Response, responses=FILE_FAILURES | BYTES)
 async def file_content(file_id: str, files: FilesDep, origin: OriginDep) -> Response:
     return FileContent(*await asyncio.to_thread(files.read, file_id, origin.owner))
 

@@ -9,6 +9,7 @@ from starlette.responses import Response
 from server.api.deps import FeedsDep, FineTuningDep, LifecycleDep, OriginDep
 from server.api.job_events import EventFeed
 from server.api.json_route import StrictJSONRoute
+from server.api.sse import EVENTS
 from server.errors import InvalidRequest, ServerDraining, UnsupportedParameter
 from server.lifecycle import Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
@@ -27,7 +28,6 @@ from server.settings import FINE_TUNED, SAVED_WEIGHTS
 PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{fine_tuning_job_id}"
 JOB_FAILURES = READ_FAILURES | failures(400, 404, 507)
-EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 METADATA_FILTER = re.compile(r"metadata\[(.+)\]", re.DOTALL)
 
 Id = Annotated[str | None, Query(max_length=256)]

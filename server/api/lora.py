@@ -30,7 +30,7 @@ async def _only_where_allowed(lifecycle: LifecycleDep) -> None:
 router = APIRouter(route_class=StrictJSONRoute, tags=["adapters"], dependencies=[Depends(_only_where_allowed)])
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, responses=BODY_FAILURES | failures(409, 429) | SUCCESS)
+@router.post("/v1/load_lora_adapter", response_class=Response, responses=BODY_FAILURES | failures(409, 429) | SUCCESS)
 async def load_lora_adapter(body: LoadLoraAdapterRequest, lifecycle: LifecycleDep) -> Response:
     """Serves the LoRA adapter in a folder (as PEFT saves it, inside --lora-dir) under a name."""
     settings = lifecycle.settings
@@ -52,7 +52,7 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, lifecycle: LifecycleDe
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None, responses=BODY_FAILURES | SUCCESS)
+@router.post("/v1/unload_lora_adapter", response_class=Response, responses=BODY_FAILURES | SUCCESS)
 async def unload_lora_adapter(body: UnloadLoraAdapterRequest, lifecycle: LifecycleDep) -> Response:
     """New requests do not find the name any more; running ones finish. Models of one API key do not exist here."""
     if body.lora_name.startswith(FINE_TUNED):

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, closing
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -30,6 +30,8 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
+#: For the `responses` of a route that streams when it is asked to.
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 PING = b":\n\n"
 DONE = b"data: [DONE]\n\n"
 #: In a JSON document they are inside of strings. To Python's splitlines, by which clients read lines, they end one.

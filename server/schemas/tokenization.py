@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.chat import MAX_MESSAGES, ChatMessage
@@ -45,6 +45,10 @@ class TokenizeRequest(RequestModel):
 
 
 class TokenizeReply(WireModel):
+    """`token_strs` is there when it was asked for."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
     count: int = Field(ge=0)
     max_model_len: int = Field(ge=1)
     tokens: list[int]

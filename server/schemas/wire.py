@@ -32,9 +32,16 @@ MayBeLong = WrapValidator(_as_it_was_read)
 
 
 class WireModel(BaseModel):
-    """JSON types are what they are: no "1" for 1, no true for 1, no NaN."""
+    """JSON types are what they are: no "1" for 1, no true for 1, no NaN. In a reply every field is there."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class RequestModel(WireModel):
