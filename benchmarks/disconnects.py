@@ -5,17 +5,18 @@ import random
 
 from benchmarks.trial import Measure, Scale
 from benchmarks.trial_client import Answer, Leave, ask, chat
-from benchmarks.trial_server import QUEUE, SEATS, TrialServer, trial_server
+from benchmarks.trial_server import QUEUE, SEATS, SMALL, TrialServer, trial_server
 
 TOKENS = 400  # of answers that nobody wants: what leaks would be seen for long
 AT_ONCE = SEATS + QUEUE // 4  # so that some of them are still queued
 LONG = "wave " * 500
 WHOLE_LIMIT = 0.5  # seconds, at most, that who wants no stream waits
 FIXED = 17
+CHUNKED = (*SMALL, "--max-num-batched-tokens", "256")  # LONG takes several steps, and none takes seconds on a CPU
 
 
 def disconnects(scale: Scale) -> list[Measure]:
-    with trial_server(scale.model) as server:
+    with trial_server(scale.model, CHUNKED) as server:
         asyncio.run(_leave(server, 2 * len(KINDS)))
         server.idle_after()
         before = server.held()

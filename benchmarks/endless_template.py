@@ -2,11 +2,12 @@
 
 import asyncio
 import tempfile
+from collections.abc import Awaitable
 from pathlib import Path
 
 from benchmarks.trial import Measure, Scale, percentile
 from benchmarks.trial_client import Answer, ask, chat, open_loop
-from benchmarks.trial_server import trial_server
+from benchmarks.trial_server import TrialServer, trial_server
 from models import registry
 
 LOOP = "{% for i in range(100000) %}HERE{% endfor %}"
@@ -26,22 +27,8 @@ def endless_template(scale: Scale) -> list[Measure]:
     with tempfile.TemporaryDirectory() as parent:
         folder = _with_template(registry.resolve(scale.model).fetch(), Path(parent))
         with trial_server(str(folder)) as server:
-
-            async def trouble() -> tuple[list[Answer], list[Answer], list[Answer]]:
-                def probe(_number: int) -> object:
-                    return ask(server.url, None, "/health/live")
-
-                seconds = scale.seconds / 2
-                alone = await open_loop(BESIDE, seconds / 2, lambda n: ask(server.url, chat(server, f"{n} hi", 1)))
-                bad = asyncio.create_task(
-                    open_loop(1 / EVERY, seconds, lambda n: ask(server.url, chat(server, BOTH[n % 2], 1)))
-                )
-                probes = asyncio.create_task(open_loop(BESIDE, seconds, lambda _n: ask(server.url, None, "/health/live")))
-                good = await open_loop(BESIDE, seconds, lambda n: ask(server.url, chat(server, f"{n} hello", 1)))
-                return [*await bad], [*await probes], [*alone, *good]
-
             before = server.held()
-            bad, probes, good = asyncio.run(trouble())
+            bad, probes, good = asyncio.run(_troubled(server, scale.seconds / 2))
             after = server.held()
     return [
         Measure("requests of such messages", len(bad)),
@@ -55,6 +42,23 @@ def endless_template(scale: Scale) -> list[Measure]:
     ]
 
 
+async def _troubled(server: TrialServer, seconds: float) -> tuple[list[Answer], list[Answer], list[Answer]]:
+    """Requests of such messages, and probes and good requests beside them."""
+
+    def bad(number: int) -> Awaitable[Answer]:
+        return ask(server.url, chat(server, BOTH[number % 2], 1))
+
+    def good(number: int) -> Awaitable[Answer]:
+        return ask(server.url, chat(server, f"{number} hello", 1))
+
+    def probe(_number: int) -> Awaitable[Answer]:
+        return ask(server.url, None, "/health/live")
+
+    loads = (open_loop(1 / EVERY, seconds, bad), open_loop(BESIDE, seconds, probe), open_loop(BESIDE, seconds, good))
+    of_bad, of_probes, of_good = await asyncio.gather(*loads)
+    return of_bad, of_probes, of_good
+
+
 def _with_template(model: Path, parent: Path) -> Path:
     """The same model with TEMPLATE."""
     folder = parent / "model"
@@ -64,5 +68,3 @@ def _with_template(model: Path, parent: Path) -> Path:
             (folder / file.name).symlink_to(file.resolve())
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-

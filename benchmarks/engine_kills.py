@@ -35,10 +35,11 @@ def engine_kills(scale: Scale) -> list[Measure]:
     """A server for three kills each; the last one gets a fourth, which is final."""
     seen, left = _Seen(), scale.kills
     while left:
+        now = left % DEATHS or DEATHS  # so that the last server has all that it takes
         with trial_server(scale.model) as server:
             fault_clients.good(server.target)
             files = held(server.pid).files
-            for _ in range(min(DEATHS, left)):
+            for _ in range(now):
                 asyncio.run(_kill_under_load(server, seen))
                 recovered = fault_clients.answers_after(server.target)
                 seen.lost += recovered is None
@@ -48,7 +49,7 @@ def engine_kills(scale: Scale) -> list[Measure]:
             server.idle_after()
             seen.files = max(seen.files, held(server.pid).files - files)
             if not left:
-                seen.is_final = _ends_for_good(server, (scale.kills - 1) % DEATHS + 1)
+                seen.is_final = _ends_for_good(server)
     unclear = [answer for answer in seen.answers if not answer.is_clear]
     return [
         Measure("kills", scale.kills),
@@ -91,15 +92,25 @@ def _kill(server: TrialServer) -> None:
             os.kill(engine, signal.SIGKILL)
 
 
-def _ends_for_good(server: TrialServer, deaths: int) -> bool:
-    """After more deaths than a server takes: it is up, not live, and refuses with a clear error."""
-    for _ in range(DEATHS + 1 - deaths):
+def _ends_for_good(server: TrialServer) -> bool:
+    """After more deaths than a server takes within five minutes: it is up, not live, and refuses with a clear error."""
+    for _ in range(DEATHS + 1):  # those before may be more than five minutes ago
         _kill(server)
-        if deaths + 1 <= DEATHS:
-            fault_clients.answers_after(server.target)
-        deaths += 1
-    end = time.monotonic() + fault_clients.PATIENCE
-    while server.status("/health/live") != 503 and time.monotonic() < end:
+        if not _comes_back(server):
+            answer = asyncio.run(ask(server.url, chat(server, "Say hello.", 1)))
+            return answer.is_refusal and not zombies(server.pid)
+    return False
+
+
+def _comes_back(server: TrialServer) -> bool:
+    """Or says that it will not."""
+    end = time.monotonic() + fault_clients.RECOVERY
+    while time.monotonic() < end:
+        if server.status("/health/live") == 503:
+            return False
+        if server.status("/health/ready") == 200 and server.engine() is not None:
+            time.sleep(fault_clients.POLL)  # or the last one's death was not noticed yet
+            if fault_clients.good(server.target).status == 200:
+                return True
         time.sleep(fault_clients.POLL)
-    answer = asyncio.run(ask(server.url, chat(server, "Say hello.", 1)))
-    return server.status("/health/live") == 503 and answer.is_refusal and not zombies(server.pid)
+    return True

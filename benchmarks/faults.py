@@ -2,10 +2,12 @@
 
     python -m benchmarks.faults --servers longwave transformers transformers_batching --out results.json
     python -m benchmarks.faults --url http://127.0.0.1:8000 --model NAME --context 32768    any running server
+    python -m benchmarks.faults --trials overload kills --out results.json    minutes of trouble, for ours alone
 
 Of each fault it says the status, whether the error has OpenAI's shape and names the field, and how long the answer
 took; after each a small good request must be answered within 30 s. A server that was started here and does not answer
-one in five minutes is started again; one that runs already is left alone, and gets no SIGTERM.
+one in five minutes is started again; one that runs already is left alone, and gets no SIGTERM. Trials (trial_list.py)
+each have servers of their own, on a CPU. What the file has from before and is not measured again is kept.
 """
 
 import argparse
@@ -20,12 +22,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import fault_clients, machine
+from benchmarks import fault_clients, machine, trial_list
 from benchmarks.fault_clients import Target
 from benchmarks.fault_list import Fault, faults
 from benchmarks.fault_outcomes import Outcome, classify, error_of, in_openai_shape, names
 from benchmarks.markdown import table
 from benchmarks.started_server import started
+from benchmarks.trial import Scale
 from models import registry
 from models.descriptions import read_config
 
@@ -154,6 +157,16 @@ def report(runs: dict[str, Row]) -> str:
     return table(header, rows) + "\n"
 
 
+def keep(out: Path | None, content: Row) -> None:
+    """Writes it to the file, beside the trials, or the servers, that are there already."""
+    if out is None:
+        return
+    before = json.loads(out.read_text()) if out.is_file() else {}
+    trials = {**before.get("trials", {}), **content.get("trials", {})}
+    in_order = {name: trials[name] for name in trial_list.TRIALS if name in trials}
+    out.write_text(json.dumps(before | content | ({"trials": in_order} if in_order else {}), indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", nargs="*", choices=SERVERS, default=[], help="started here, one after the other")
@@ -163,20 +176,37 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of the servers that are started")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--commit", help="recorded where there is no git")
+    trials, usual = parser.add_argument_group("trials"), Scale()
+    trials.add_argument("--trials", nargs="*", choices=trial_list.TRIALS, default=[])
+    trials.add_argument("--soak-minutes", type=float, default=usual.soak_seconds / 60)
+    trials.add_argument("--overload-seconds", type=float, default=usual.seconds)
+    trials.add_argument("--disconnects", type=int, default=usual.disconnects)
+    trials.add_argument("--kills", type=int, default=usual.kills)
     options = parser.parse_args()
-    if bool(options.servers) == bool(options.url):
-        parser.error("give --servers or --url")
+    if bool(options.servers or options.trials) == bool(options.url):
+        parser.error("give --servers and --trials, or --url")
+    facts = machine.facts(options.commit) | {"threads": torch.get_num_threads()}
     if options.url:
         runs = {options.url: measure_running(Target(options.url.rstrip("/"), options.model, options.context))}
     else:
         runs = {name: measure_started(name, options.model, options.device) for name in options.servers}
     for run in runs.values():
         run["counts"] = counts(run)
-    sys.stdout.write(report(runs))
-    facts = machine.facts(options.commit) | {"threads": torch.get_num_threads()}
-    if options.out:
-        content = {"machine": facts, "device": options.device, "soon_ms": SOON_MS, "servers": runs}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    if runs:
+        sys.stdout.write(report(runs))
+        keep(options.out, {"machine": facts, "device": options.device, "soon_ms": SOON_MS, "servers": runs})
+    scale = Scale(
+        options.model,
+        seconds=options.overload_seconds,
+        soak_seconds=60 * options.soak_minutes,
+        disconnects=options.disconnects,
+        kills=options.kills,
+    )
+    for name in options.trials:
+        row = trial_list.run(name, scale) | {"machine": facts}
+        sys.stdout.write(trial_list.report(row))
+        sys.stdout.flush()
+        keep(options.out, {"trials": {name: row}})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable
 
 from benchmarks import fault_clients
 from benchmarks.trial import Measure, Scale, percentile
@@ -11,7 +12,6 @@ from benchmarks.trial_server import QUEUE, SEATS, TrialServer, trial_server
 
 TOKENS = 16
 TIMES = 5
-RAMP = 10.0  # seconds until every seat is taken
 CLIENTS = SEATS + QUEUE // 2  # of the closed loop that finds the capacity: seats are never empty
 PROBES = 10.0  # a second
 
@@ -19,20 +19,26 @@ PROBES = 10.0  # a second
 def overload(scale: Scale) -> list[Measure]:
     with trial_server(scale.model) as server:
         alone = _alone_ms(server)
-        answers = asyncio.run(closed_loop(CLIENTS, scale.seconds, _sender(server, "capacity")))
-        begin = min(answer.sent for answer in answers) + min(RAMP, scale.seconds / 3)
-        capacity = rate_between(answers, begin, begin + scale.seconds - min(RAMP, scale.seconds / 3))
+        first = _capacity(server, scale.seconds / 2)
         server.idle_after()
         before = server.held()
-        flood, probes = asyncio.run(_flooded(server, TIMES * capacity, scale.seconds))
+        flood, probes = asyncio.run(_flooded(server, TIMES * first, scale.seconds))
         idle = server.idle_after()
         after = server.held()
         recovered = _recovered_after(server, alone)
+        capacity = max(first, _capacity(server, scale.seconds / 2))
         return [*_of_answers(flood, capacity, scale.seconds), *_of_server(probes, idle, recovered),
                 Measure("growth of the process, MB", after.rss_mb - before.rss_mb, 50)]  # fmt: skip
 
 
-def _sender(server: TrialServer, kind: str):  # type: ignore[no-untyped-def]
+def _capacity(server: TrialServer, seconds: float) -> float:
+    """Answers a second, when every seat is always taken."""
+    answers = asyncio.run(closed_loop(CLIENTS, seconds, _sender(server, "capacity")))
+    begin = min(answer.sent for answer in answers)
+    return rate_between(answers, begin + seconds / 4, begin + seconds)
+
+
+def _sender(server: TrialServer, kind: str) -> Callable[[int], Awaitable[Answer]]:
     numbers = itertools.count()
 
     async def send(_number: int) -> Answer:
@@ -49,7 +55,7 @@ async def _flooded(server: TrialServer, rate: float, seconds: float) -> tuple[li
 
 
 def _of_answers(flood: list[Answer], capacity: float, seconds: float) -> list[Measure]:
-    begin = min(answer.sent for answer in flood) + min(RAMP, seconds / 3)
+    begin = min(answer.sent for answer in flood) + seconds / 4
     end = max(answer.sent for answer in flood)
     whole = [answer for answer in flood if answer.is_whole]
     refused = [answer for answer in flood if answer.is_refusal]

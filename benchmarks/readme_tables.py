@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from benchmarks import attention_feature_tables, attention_tables, cpu_tables, engine_tables, fault_tables
+from benchmarks import attention_feature_tables, attention_tables, cpu_tables, engine_tables, fault_tables, trial_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "cpu": cpu_tables.cpu,
     "serving_cpu": cpu_tables.serving_cpu,
     "faults": fault_tables.faults,
+    "trials": trial_tables.trials,
 }
 
 

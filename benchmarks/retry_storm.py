@@ -14,7 +14,7 @@ from benchmarks.trial_server import TrialServer, trial_server
 
 RETRIES = 5
 TOKENS = 8
-FULL = ("--max-num-seqs", "4", "--max-queued-requests", "8", "--kv-cache-memory-bytes", str(2**28))
+FULL = ("--max-num-seqs", "4", "--max-queued-requests", "8", "--kv-cache-memory-bytes", str(2**29))
 WINDOW = 0.1  # seconds: what comes within them comes at once
 SHARE = 0.15  # of all retries that may: spread evenly over ten seconds it would be a hundredth
 ANSWERED = ("stop", "length")
@@ -52,7 +52,11 @@ class _Storm:
         begin = time.monotonic()
         async with openai.DefaultAsyncHttpxClient(event_hooks={"request": [note]}) as http:
             client = openai.AsyncOpenAI(
-                base_url=f"{self._server.url}/v1", api_key="none", max_retries=RETRIES, timeout=TIMEOUT, http_client=http
+                base_url=f"{self._server.url}/v1",
+                api_key="none",
+                max_retries=RETRIES,
+                timeout=TIMEOUT,
+                http_client=http,
             )
             asked = [asyncio.create_task(self._ask(client, number)) for number in range(clients)]
             if kill_after is not None:
@@ -100,5 +104,3 @@ def crowd(moments: list[float], window: float) -> float:
             first += 1
         largest = max(largest, last - first + 1)
     return largest / len(ordered) if ordered else 0.0
-
-

@@ -99,7 +99,7 @@ def trial_server(
 
 
 def samples(text: str) -> dict[str, float]:
-    """Of Prometheus' text: name -> value, summed over labels; also name{reason} of those that have a finished_reason."""
+    """Of Prometheus' text: name -> value, summed over labels; name{reason}, too, where there is a finished_reason."""
     sums: dict[str, float] = {}
     for name, labels, value in re.findall(r"^([\w:]+)(\{[^}]*\})? (\S+)$", text, re.MULTILINE):
         reason = re.search(r'finished_reason="(\w+)"', labels)

@@ -1,0 +1,67 @@
+"""Trial: mixed traffic for a while, after which a server holds what it held before. Design: R27."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+
+from benchmarks.mixed_traffic import MIXED, Kind
+from benchmarks.trial import Measure, Scale
+from benchmarks.trial_server import Held, TrialServer, held, trial_server
+
+CLIENTS = 6
+WARM = 0.25  # of the time, until what is held counts as before: caches fill
+GROWTH_MB = 20  # of the process, and of the engine's: a first part of a day's
+
+
+def soak(scale: Scale) -> list[Measure]:
+    with trial_server(scale.model) as server:
+        bad: Counter[str] = Counter()
+        begin = time.monotonic()
+        count = asyncio.run(_mixed(server, scale.soak_seconds * WARM, bad))
+        before = _both(server)
+        warm = time.monotonic() - begin
+        count += asyncio.run(_mixed(server, scale.soak_seconds - warm, bad))
+        idle = server.idle_after()
+        after = _both(server)
+        minutes = (time.monotonic() - begin) / 60
+        deaths = server.metrics().get("longwave:engine_deaths_total", 0.0)
+    (api, engine), (api_before, engine_before) = after, before
+    files = api.files + engine.files - api_before.files - engine_before.files
+    threads = api.threads + engine.threads - api_before.threads - engine_before.threads
+    return [
+        Measure("minutes", minutes),
+        Measure("requests", count),
+        Measure("neither answered nor refused as they must be", bad.total(), 0),
+        Measure("deaths of the engine", deaths, 0),
+        Measure("growth of the process, MB", api.rss_mb - api_before.rss_mb, GROWTH_MB),
+        Measure("growth of the engine, MB", engine.rss_mb - engine_before.rss_mb, GROWTH_MB),
+        Measure("files more than before", files, 0),
+        Measure("threads more than before", threads, 0),
+        Measure("seconds until all KV blocks are free", idle, 1),
+    ]
+
+
+def _both(server: TrialServer) -> tuple[Held, Held]:
+    """Of the server's process and its engine, with nothing to do."""
+    server.idle_after()
+    engine = server.engine()
+    assert engine is not None
+    return server.held(), held(engine)
+
+
+async def _mixed(server: TrialServer, seconds: float, bad: Counter[str]) -> int:
+    """Clients that ask one thing after the other; how many requests."""
+    end, numbers = time.monotonic() + seconds, itertools.count()
+
+    async def client() -> None:
+        while time.monotonic() < end:
+            number = next(numbers)
+            kind: Kind = MIXED[number % len(MIXED)]
+            if not await kind(server, number):
+                bad[kind.__name__] += 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(client())
+    return next(numbers)

@@ -1,0 +1,51 @@
+"""All trials by name, in the order in which they run, and a way to run one. Knows no file and no table."""
+
+import time
+
+from benchmarks.disconnects import disconnects
+from benchmarks.egress import egress
+from benchmarks.endless_template import endless_template
+from benchmarks.engine_kills import engine_kills
+from benchmarks.overload import overload
+from benchmarks.retry_storm import retry_storm
+from benchmarks.soak import soak
+from benchmarks.trial import Row, Scale, Trial
+
+TRIALS = {
+    trial.name: trial
+    for trial in (
+        Trial("overload", "five times as many requests as are answered, at their own times", overload),
+        Trial("retries", "OpenAI's client and its five retries: a full server, a restarting engine", retry_storm),
+        Trial(
+            "disconnects",
+            "clients leave: while queued, in prompts, in streams, before whole answers",
+            disconnects,
+        ),
+        Trial("kills", "SIGKILL to the engine under load", engine_kills),
+        Trial("egress", "requests of every kind, a fine-tuning job among them; who is connected to", egress),
+        Trial("template", "a chat template without an end, and one that doubles a text for ever", endless_template),
+        Trial("soak", "mixed traffic", soak),
+    )
+}
+
+
+def run(name: str, scale: Scale) -> Row:
+    """What was measured, and whether all goals were met. What raises is a trial that failed."""
+    trial, begin = TRIALS[name], time.monotonic()
+    measures = [measure.row() for measure in trial.run(scale)]
+    return {
+        "trial": trial.name,
+        "what": trial.design,
+        "seconds": round(time.monotonic() - begin, 1),
+        "met": all(row["met"] is not False for row in measures),
+        "measures": measures,
+    }
+
+
+def report(row: Row) -> str:
+    """One trial in words, a line for each measure."""
+    lines = [f"{row['trial']}: {row['what']} ({row['seconds']:.0f} s)"]
+    for one in row["measures"]:
+        goal = "" if one["goal"] is None else f" ({one['goal']}, {'met' if one['met'] else 'NOT MET'})"
+        lines.append(f"    {one['measure']}: {one['value']:g}{goal}")
+    return "\n".join([*lines, ""])
