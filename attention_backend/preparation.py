@@ -146,10 +146,10 @@ def make_ready(variants: Iterable[KernelVariant], device: torch.device) -> int:
     wanted = dict.fromkeys(variants)
     if not wanted:
         return 0
-    jit.build_variants(wanted, jit.default_cache())
+    built = jit.build_variants(wanted, jit.default_cache())
     if device.type == "cuda":
-        for variant in wanted:
-            jit.load(variant, device.index or 0)
+        for result in built:
+            jit.load(result.variant, device.index or 0, result.artefact)
     return len(wanted)
 
 

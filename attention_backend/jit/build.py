@@ -6,20 +6,30 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from attention_backend.jit.artefact import Artefact
 from attention_backend.jit.cache import KernelCache, default_cache
 from attention_backend.jit.errors import CacheDirectoryError, CompileError
 from attention_backend.jit.report import CompileReport
+from attention_backend.jit.sources import SourceSnapshot
 from attention_backend.jit.spec import ARCHS, KernelVariant
 
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """One variant, compiled or (cached) found; `seconds` is what its compilation took when it was compiled."""
+    """One variant, compiled or (cached) found."""
 
     variant: KernelVariant
-    seconds: float
     cached: bool
-    report: CompileReport
+    artefact: Artefact
+
+    @property
+    def seconds(self) -> float:
+        """What its compilation took when it was compiled."""
+        return self.artefact.seconds
+
+    @property
+    def report(self) -> CompileReport:
+        return self.artefact.report
 
 
 Progress = Callable[[BuildResult], None]
@@ -69,8 +79,10 @@ def build_variants(
     3.8 s one after another, 2.0 s on two cores with threads, 2.0 s with processes). `progress` is called in this thread
     as each is done. Every variant is tried; those that do not compile are raised together as one CompileError.
     """
+    wanted = dict.fromkeys(variants)
+    sources = {kernel: cache.snapshot(kernel) for kernel in dict.fromkeys(variant.kernel for variant in wanted)}
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0)), thread_name_prefix="nvrtc") as pool:
-        futures = {pool.submit(_build_one, variant, cache): variant for variant in dict.fromkeys(variants)}
+        futures = {pool.submit(_build_one, variant, cache, sources[variant.kernel]): variant for variant in wanted}
         try:
             failures = _report_each(futures, progress)
         except BaseException:
@@ -100,11 +112,11 @@ def check(results: Iterable[BuildResult]) -> list[str]:
     return violations
 
 
-def _build_one(variant: KernelVariant, cache: KernelCache) -> BuildResult:
-    found = cache.get(variant)
+def _build_one(variant: KernelVariant, cache: KernelCache, source: SourceSnapshot) -> BuildResult:
+    found = cache.get(variant, source)
     if not found.kept:
         raise CacheDirectoryError(f"{variant} is compiled and cannot be written: the log says why")
-    return BuildResult(variant, found.artefact.seconds, found.cached, found.artefact.report)
+    return BuildResult(variant, found.cached, found.artefact)
 
 
 def _report_each(futures: Iterable[Future[BuildResult]], progress: Progress | None) -> list[CompileError]:

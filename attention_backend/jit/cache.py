@@ -46,12 +46,12 @@ class KernelCache:
 
     def find(self, variant: KernelVariant) -> Artefact | None:
         """The variant's artefact if it is on disk; compiles nothing and writes nothing."""
-        return self._find(compiler.key(variant, self._snapshot(variant)))
+        return self._find(compiler.key(variant, self.snapshot(variant.kernel)))
 
-    def get(self, variant: KernelVariant) -> Lookup:
-        """The variant's artefact, compiled if need be; not kept, and that is logged, where the disk is full. Raises
-        CompileError, SourceError or CacheDirectoryError."""
-        source = self._snapshot(variant)
+    def get(self, variant: KernelVariant, source: SourceSnapshot | None = None) -> Lookup:
+        """The variant's artefact, compiled if need be; not kept, and that is logged, where the disk is full. `source`:
+        of its kernel, where that has been read. Raises CompileError, SourceError or CacheDirectoryError."""
+        source = source or self.snapshot(variant.kernel)
         key = compiler.key(variant, source)
         if found := self._find(key):
             return Lookup(found, cached=True)
@@ -68,8 +68,9 @@ class KernelCache:
             _LOG.warning("%s cannot be kept and will be compiled again: %s", variant, error)
         return Lookup(fresh or _compiled(variant, source, key), cached=False, kept=False)
 
-    def _snapshot(self, variant: KernelVariant) -> SourceSnapshot:
-        return snapshot(KernelSource.named(variant.kernel, self._sources))
+    def snapshot(self, kernel: str) -> SourceSnapshot:
+        """The kernel's source as it is now. Raises SourceError."""
+        return snapshot(KernelSource.named(kernel, self._sources))
 
     def _find(self, key: str) -> Artefact | None:
         if self._image is not None and (found := _read(self._image, key)):

@@ -175,8 +175,9 @@ class Kernel:
         )
 
 
-def load(variant: KernelVariant, device: int | None = None) -> Kernel:
-    """The kernel on a device (torch's current one by default), compiled and loaded once per process.
+def load(variant: KernelVariant, device: int | None = None, artefact: Artefact | None = None) -> Kernel:
+    """The kernel on a device (torch's current one by default), compiled and loaded once per process. `artefact`: the
+    variant's, where it has been read or compiled.
 
     Load before a CUDA graph is captured: loading is not allowed inside. Raises CompileError, CacheDirectoryError,
     CupyMissingError, or UnsupportedArchError when the device is of another architecture.
@@ -190,7 +191,7 @@ def load(variant: KernelVariant, device: int | None = None) -> Kernel:
         raise UnsupportedArchError(
             f"{variant} cannot run on cuda:{index}, a GPU of compute capability {capability[0]}.{capability[1]}"
         )
-    artefact = default_cache().get(variant).artefact
+    artefact = artefact or default_cache().get(variant).artefact
     with _setting_up:
         kernel = _loaded.get((variant, index))
         if kernel is None:

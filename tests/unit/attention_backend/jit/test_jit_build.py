@@ -26,6 +26,7 @@ from attention_backend.jit import (
     list_variants,
 )
 from attention_backend.jit import build as build_module
+from attention_backend.jit.artefact import Artefact
 
 VARIANTS = [KernelVariant("scale", arch, (("TIMES", times),), hot=True) for arch in ARCHS for times in (1, 2)]
 
@@ -96,6 +97,17 @@ def test_a_hot_kernel_may_neither_spill_nor_use_local_memory(cache: KernelCache)
     assert local == "local[sm_80] uses 256 bytes of local memory"
 
 
+def test_a_build_reads_the_sources_of_a_kernel_once(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's start looks up some forty variants of a dozen kernels, and nobody waits for less."""
+    read: list[str] = []
+    snapshot = cache.snapshot
+    monkeypatch.setattr(cache, "snapshot", lambda kernel: read.append(kernel) or snapshot(kernel))
+    results = build_variants([*VARIANTS, *VARIANTS], cache)
+    assert [result.variant for result in results] == VARIANTS
+    assert len(read) == len({variant.kernel for variant in VARIANTS}) < len(VARIANTS)
+    assert [result.artefact.cubin for result in results] == [cache.get(variant).artefact.cubin for variant in VARIANTS]
+
+
 def test_a_kernel_that_is_not_hot_may_spill(cache: KernelCache) -> None:
     assert check(build_variants([KernelVariant("spill", "sm_80")], cache)) == []
 
@@ -103,7 +115,8 @@ def test_a_kernel_that_is_not_hot_may_spill(cache: KernelCache) -> None:
 def test_serialised_wgmma_is_a_violation_of_any_kernel() -> None:
     line = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     report = CompileReport(128, 0, 0, 0, (), (line, "k.cuh(3): warning #177-D: never referenced"))
-    assert check([BuildResult(KernelVariant("k", "sm_90a"), 1.0, False, report)]) == [f"k[sm_90a]: {line}"]
+    built = Artefact("key", "k[sm_90a]", b"", report, 1.0)
+    assert check([BuildResult(KernelVariant("k", "sm_90a"), False, built)]) == [f"k[sm_90a]: {line}"]
 
 
 def test_all_kernels_that_do_not_compile_are_named_and_the_others_are_built(cache: KernelCache, kernels: Path) -> None:
