@@ -111,6 +111,8 @@ def serve(
     max_files: Annotated[int | None, Flag(help="Most uploaded files.")] = None,
     enable_fine_tuning: Annotated[bool | None, Flag(help="Serve /v1/fine_tuning/jobs.")] = None,
     max_fine_tuning_jobs: Annotated[int | None, Flag(help="Most fine-tuning jobs that have not ended.")] = None,
+    max_fine_tuning_events: Annotated[int | None, Flag(help="Most events of a job that are kept.")] = None,
+    fine_tuning_retention_days: Annotated[float | None, Flag(help="Days that jobs without a model are kept.")] = None,
     fine_tuning_max_length: Annotated[int | None, Flag(help="Most tokens of a training example.")] = None,
     fine_tuning_batch_tokens: Annotated[int | None, Flag(help="Tokens of one forward in training.")] = None,
     fine_tuning_checkpoint_every: Annotated[int | None, Flag(help="Steps between a job's checkpoints.")] = None,

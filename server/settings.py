@@ -99,6 +99,12 @@ class Settings(BaseSettings):
     upload_timeout: float = Field(3600.0, gt=0, le=86_400, description="Seconds a whole upload may take.")
     enable_fine_tuning: bool = Field(True, description="Serve /v1/fine_tuning/jobs.")
     max_fine_tuning_jobs: int = Field(64, ge=1, le=100_000, description="Most fine-tuning jobs that have not ended.")
+    max_fine_tuning_events: int = Field(
+        10_000, ge=1000, le=100_000, description="Most events of a job that are kept: its first ones and the newest."
+    )
+    fine_tuning_retention_days: float = Field(
+        365.0, ge=0, le=36_500, description="Days that ended jobs without a model are remembered; 0: for ever."
+    )
     fine_tuning_max_length: int | None = Field(
         None, ge=2, le=MAX_MODEL_LEN, description="Most tokens of a training example; default: the model's positions."
     )
@@ -202,6 +208,8 @@ class Settings(BaseSettings):
             deterministic=self.fine_tuning_deterministic,
             max_full_parameters=self.fine_tuning_max_full_parameters,
             max_full_models=self.max_full_models,
+            max_events=self.max_fine_tuning_events,
+            kept_days=self.fine_tuning_retention_days,
             gpu_share=self.training_gpu_share,
             max_rank=self.max_lora_rank,
         )

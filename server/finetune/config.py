@@ -1,9 +1,10 @@
-"""What a server's trainers are told beside their job: plain frozen data. Imports nothing of this room."""
+"""What a server's trainers are told beside their job: plain frozen data."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from models.training import LoraSettings
+from server.finetune.records import MAX_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class TrainerConfig:
     max_rank: int = 16  # of the adapters that the engine serves
     max_full_parameters: int = 0  # of a model that jobs may tune fully; 0: none
     max_full_models: int = 8  # tuned fully that are kept, with the jobs that make one
+    max_events: int = MAX_EVENTS  # of one job that are kept: its first ones and the newest
+    kept_days: float = 365.0  # after its end that a job without a model is remembered; 0: for ever
     lease_seconds: float = 15.0
     beat_seconds: float = 3.0  # between two looks at the lease, and at what the owner wants
     silence_limit: float = 120.0  # seconds without a word from the trainer, then it counts as hung

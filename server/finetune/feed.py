@@ -25,7 +25,7 @@ async def follow(writer: Writer, job_id: str, seen: int) -> AsyncIterator[Event 
             for event in events:
                 yield event
                 seen = event.sequence
-            if ended and len(events) < EVENTS_AT_ONCE:
+            if ended is not False and len(events) < EVENTS_AT_ONCE:
                 return
             if not events:
                 with contextlib.suppress(TimeoutError):  # other servers' news are not announced

@@ -57,9 +57,10 @@ class FineTuning:
         self._config = config
         self._max_live_jobs = max_live_jobs
         self._folders = Folders(root)
-        self._writer = Writer(root, f"server-{secrets.token_hex(8)}", config.lease_seconds, config.back_off)
+        holder = f"server-{secrets.token_hex(8)}"
+        self._writer = Writer(root, holder, config.lease_seconds, config.back_off, config.max_events)
         self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter)
-        tidying = Tidying(self._writer, self._folders, files, unload_adapter, self.stats)
+        tidying = Tidying(self._writer, self._folders, files, unload_adapter, self.stats, config.kept_days)
         self.supervisor = Supervisor(
             config, self._writer, self._folders, self._finishing, tidying, self.stats, max_model_len
         )

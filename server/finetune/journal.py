@@ -8,12 +8,20 @@ import msgspec
 
 from server.finetune.records import Checkpoint, Event, Level, Step
 
+#: How many of a job's first events are kept beside the newest.
+FIRST_EVENTS = 100
+TRIM_EVERY = 100  # events of a job: looking takes longer than writing
+TRIMMED = 1000  # events at once: a job may have had more when the limit was set
+
 
 class Journal:
     """Used inside the caller's transaction."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, max_events: int) -> None:
+        """`max_events`: of one job, more than FIRST_EVENTS and TRIM_EVERY."""
         self._connection = connection
+        self._max_events = max_events
+        self._said: dict[str, int] = {}  # of jobs, events since theirs were trimmed
 
     def say(self, job_id: str, now: float, message: str, level: Level = "info", data: Any = None) -> None:
         """An event; with `data`, one of type "metrics"."""
@@ -23,6 +31,11 @@ class Journal:
             "INSERT INTO events (id, job_id, created_at, level, message, type, data) VALUES (?, ?, ?, ?, ?, ?, ?)",
             (f"ftevent-{secrets.token_hex(16)}", job_id, now, level, message, kind, text),
         )
+        said = self._said.get(job_id, TRIM_EVERY) + 1
+        if said > TRIM_EVERY:
+            self._trim(job_id)
+            said = 1
+        self._said[job_id] = said
 
     def record(self, job_id: str, now: float, step: Step, total_steps: int) -> bool:
         """False for a step that is known already: after a crash some are trained, and reported, again."""
@@ -40,6 +53,21 @@ class Journal:
                 text += f", validation loss={step.valid_loss:.4f}"
             self.say(job_id, now, text, data={**metrics(step), "total_steps": total_steps})
         return known is None
+
+    def _trim(self, job_id: str) -> None:
+        """The first events and the newest stay."""
+        self._connection.execute(
+            """DELETE FROM events WHERE sequence IN (SELECT sequence FROM events WHERE job_id = :job
+            AND sequence > (SELECT sequence FROM events WHERE job_id = :job ORDER BY sequence LIMIT 1 OFFSET :first)
+            AND sequence < (SELECT sequence FROM events WHERE job_id = :job ORDER BY sequence DESC LIMIT 1 OFFSET :last)
+            ORDER BY sequence LIMIT :most)""",
+            {
+                "job": job_id,
+                "first": FIRST_EVENTS - 1,
+                "last": self._max_events - FIRST_EVENTS - TRIM_EVERY,
+                "most": TRIMMED,
+            },
+        )
 
     def last_step(self, job_id: str) -> int:
         (last,) = self._connection.execute("SELECT max(step) FROM steps WHERE job_id = ?", (job_id,)).fetchone()

@@ -10,6 +10,7 @@ TrainingType = Literal["lora", "full"]
 Level = Literal["info", "warn", "error"]
 
 KEPT_SECONDS = 7 * 86400.0  # after a failure, checkpoints with which a job can go on
+MAX_EVENTS = 10_000  # of one job that are kept, unless the server is told otherwise
 JOB_ID = "ftjob-"  # how the id of every job begins
 
 

@@ -11,7 +11,7 @@ import msgspec
 from server.finetune.database import connect
 from server.finetune.journal import Journal
 from server.finetune.places import Places
-from server.finetune.records import Adapter, Failure, Job, JobRequest, Status
+from server.finetune.records import MAX_EVENTS, Adapter, Failure, Job, JobRequest, Status
 
 COLUMNS = (
     "id, owner, source, request, seed, status, created_at, finished_at, estimated_finish, plan, total_steps, "
@@ -28,10 +28,10 @@ class WrongStatusError(Exception):
 
 
 class JobStore:
-    def __init__(self, path: Path) -> None:
-        """Raises DatabaseError, sqlite3.Error."""
+    def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
+        """`max_events`: of one job. Raises DatabaseError, sqlite3.Error."""
         self.connection = connect(path)
-        self.journal = Journal(self.connection)
+        self.journal = Journal(self.connection, max_events)
         self._places = Places(self.connection, self.journal)
 
     def close(self) -> None:

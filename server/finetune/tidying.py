@@ -1,4 +1,5 @@
-"""What ended jobs and crashes leave on the disk, among the files and in the engine: it goes. Knows no HTTP and no SQL.
+"""What ended jobs and crashes leave on the disk, among the files, in the engine and, after long, in the store: it goes.
+Knows no HTTP and no SQL.
 
 A job's folder goes last, and not while somebody works in it: what is cut short is done again.
 """
@@ -6,15 +7,18 @@ A job's folder goes last, and not while somebody works in it: what is cut short 
 import asyncio
 import logging
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from server.errors import FileMissing, LongwaveError, ModelNotFound
+from server.errors import FileMissing, InsufficientStorage, LongwaveError, ModelNotFound
 from server.files.store import FileStore
 from server.finetune.finishing import UnloadAdapter
 from server.finetune.folders import Folders, JobFolder
 from server.finetune.records import Job, Status
 from server.finetune.results import model_name, result_file_id
+from server.finetune.retention import forget_jobs, forget_steps
 from server.finetune.stats import FineTuningStats
 from server.finetune.store import JobStore
 from server.finetune.writer import Writer
@@ -30,17 +34,21 @@ class Tidying:
         files: FileStore,
         unload_adapter: UnloadAdapter,
         stats: FineTuningStats,
+        kept_days: float,
     ) -> None:
+        """`kept_days`: for which jobs that have ended without a model are remembered; 0: for ever."""
         self._writer = writer
         self._folders = folders
         self._files = files
         self._unload_adapter = unload_adapter
         self._stats = stats
+        self._kept_seconds = kept_days * 86400
 
     async def tidy(self) -> None:
         """Also counts the numbers of /metrics. Raises InsufficientStorage."""
         if not self._folders.root.exists():  # nobody ever asked for fine-tuning: leave no trace on the disk
             return
+        now = self._writer.clock()
         for folder, job in (await self._writer.store(self._jobs)).items():
             try:
                 if folder.is_orphan if job is None else self._has_ended(job):
@@ -51,7 +59,16 @@ class Tidying:
                 logger.warning("what %s has left cannot be removed yet: %s", folder.path.name, error)
         for path in await self._writer.store(self._strays):  # many gigabytes perhaps, and leases are renewed meanwhile
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        if self._kept_seconds:
+            models = await asyncio.to_thread(self._folders.models)
+            with suppress(InsufficientStorage):  # it is in the log, and rows can wait
+                await self._forget(lambda store: forget_jobs(store, now, self._kept_seconds, models))
         self._stats.jobs = await self._writer.store(lambda store: store.counts())
+
+    async def _forget(self, some: Callable[[JobStore], bool]) -> None:
+        """Until there is nothing more."""
+        while await self._writer.store(some):
+            pass
 
     def _jobs(self, store: JobStore) -> dict[JobFolder, Job | None]:
         return {folder: store.known(folder.path.name) for folder in self._folders.jobs()}
@@ -71,6 +88,8 @@ class Tidying:
                 if job is not None and job.status is not Status.SUCCEEDED:
                     await self._take_back(job)
                 await asyncio.to_thread(shutil.rmtree, folder.path, ignore_errors=True)
+                if job is not None:
+                    await self._forget(partial(forget_steps, job_id=job.id))
 
     async def _take_back(self, job: Job) -> None:
         """What finishing had made of it when it was cancelled, or when a crash was one too many."""

@@ -15,6 +15,7 @@ from server.files.folder import make_private
 from server.finetune.database import DatabaseError
 from server.finetune.holders import Holders
 from server.finetune.leases import Leases
+from server.finetune.records import MAX_EVENTS
 from server.finetune.store import JobStore
 
 logger = logging.getLogger("longwave")
@@ -33,9 +34,11 @@ class Writer:
         holder: str,
         lease_seconds: float,
         back_off: float,
+        max_events: int = MAX_EVENTS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.clock = clock
+        self._max_events = max_events
         self._back_off = back_off
         self._folder = folder
         self._holder = holder
@@ -115,7 +118,7 @@ class Writer:
         if self._opened is None:
             make_private(self._folder)
             self._holders.enter()
-            store = JobStore(self._folder / "jobs.sqlite3")
+            store = JobStore(self._folder / "jobs.sqlite3", self._max_events)
             leases = Leases(store, self._holder, self._lease_seconds, self._back_off, self._holders.is_gone)
             self._opened = store, leases
             self._ballast.take()
