@@ -56,7 +56,7 @@ class Settings(BaseSettings):
         gt=0,
         le=60_000,
         description="Milliseconds that a step with generating requests in it may last while prompts are computed; "
-        "by default 25, or three times what a step of one row takes if longer; on a CPU twice what such a step takes.",
+        "by default 28, or three times what a step of one row takes if longer; on a CPU twice what such a step takes.",
     )
     max_num_batched_tokens: int | None = Field(
         None, ge=1, le=1_048_576, description="Most tokens of a step; 8192 on a GPU and 2048 on a CPU if not given."
