@@ -37,6 +37,7 @@ DONE = b"data: [DONE]\n\n"
 #: In a JSON document they are inside of strings. To Python's splitlines, by which clients read lines, they end one.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 STALL_LIMIT = 60.0  # seconds that a client may take to read what fills its connection's buffers
+FEW_LOGPROBS = 4  # tokens: so many are written in 1 or 2 ms
 LOGPROBS_AT_ONCE = 64  # tokens, with all their alternatives: written in a few milliseconds
 
 logger = logging.getLogger("longwave")
@@ -128,6 +129,8 @@ async def _chunks(generation: Generation, reply: Reply, ping_interval: float) ->
         for chunk in reply.chunks(delta):
             yield chunk
             spoke = time.monotonic()
+        if len(delta.details) > FEW_LOGPROBS:  # many of them may wait here, and a client that reads holds up nobody
+            await asyncio.sleep(0)
     for chunk in reply.closing(generation.usage):
         yield chunk
 

@@ -18,7 +18,8 @@ from server.errors import LongwaveError, RequestFailedError
 from server.metrics import Metrics
 from server.patience import Patience
 from server.text.chat_template import ChatPrompt
-from server.text.choice import ChoiceText, TextDelta
+from server.text.choice import ChoiceText, TextDelta, TextFinish
+from server.text.pieces import in_pieces
 from server.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("longwave")
@@ -170,13 +171,23 @@ class Generation:
                     self._latency(choice).observe(now - last)
                     last = now
                 self._cached[index] = max(self._cached[index], delta.num_cached_tokens)
-                text = choice.feed(delta)
-                await self._put(text)
-                if text.finish_reason is not None:
+                finish_reason = await self._spell(choice, delta)
+                if finish_reason is not None:
                     break
             else:
                 raise RequestFailedError("The engine ended this request without a result.")
-        self._finished(index, text.finish_reason or "stop", time.monotonic() - arrival)
+        self._finished(index, finish_reason, time.monotonic() - arrival)
+
+    async def _spell(self, choice: ChoiceText, delta: TokenDelta) -> TextFinish | None:
+        """Why the choice has ended, if it has."""
+        for at, piece in enumerate(in_pieces(delta)):
+            if at:  # others have their turn
+                await asyncio.sleep(0)
+            text = choice.feed(piece)
+            await self._put(text)
+            if text.finish_reason is not None:
+                return text.finish_reason
+        return None
 
     def _latency(self, choice: ChoiceText) -> Histogram:
         return self._metrics.inter_token_latency if choice.num_tokens else self._metrics.time_to_first_token
