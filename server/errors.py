@@ -33,15 +33,22 @@ LongwaveError
 └── RequestFailedError        500  server_error
 """
 
+import math
 import random
 from typing import ClassVar
 
 MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1, 10  # seconds
+MAX_OBEYED = 119  # of a longer Retry-After OpenAI's client makes half a second
 
 
 def jittered_retry_after() -> int:
     """Whole seconds, spread so that refused clients do not come back all at once."""
     return random.randint(MIN_RETRY_AFTER, MAX_RETRY_AFTER)
+
+
+def retry_after_in(seconds: float) -> int:
+    """Of what is expected to be there again in so many: whole seconds, spread."""
+    return min(math.ceil(seconds), MAX_OBEYED - MAX_RETRY_AFTER) + jittered_retry_after()
 
 
 class LongwaveError(Exception):

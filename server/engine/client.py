@@ -34,7 +34,7 @@ from server.engine.process import EngineProcess
 from server.engine.reading import read_to_the_end
 from server.engine.silence import MAX_SILENCE
 from server.error_codes import from_code
-from server.errors import EngineUnavailable
+from server.errors import EngineUnavailable, retry_after_in
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class EngineClient:
         self._last_sent = 0.0  # what the engine has to work for
         self._last_stats = 0.0
         self._was_ready = False
+        self._began = 0.0  # when the engine was started that lives, or is to
+        self._start_seconds = 0.0  # that the last start took
         self._stopping = False
         self._failure = ENDED
         self._deaths = Deaths(max_deaths, death_window)
@@ -78,6 +80,7 @@ class EngineClient:
         """Spawns the engine process; its sockets are bound when this returns, its model is not loaded. Raises
         EngineUnavailable."""
         self._ready = asyncio.get_running_loop().create_future()
+        self._began = time.monotonic()
         self._engine = EngineProcess(self.config)
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
@@ -90,6 +93,11 @@ class EngineClient:
     @property
     def is_ready(self) -> bool:
         return self._ready is not None and self._ready.done() and self._ready.exception() is None
+
+    @property
+    def seconds_to_ready(self) -> float:
+        """Until an engine that restarts is expected to be ready, if that takes as long as the last time."""
+        return 0.0 if self.is_ready else max(0.0, self._began + self._start_seconds - time.monotonic())
 
     @property
     def alive(self) -> bool:
@@ -169,7 +177,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         if not self.is_ready or self._stopping or self._engine is None:
-            raise EngineUnavailable("The engine is not ready.")
+            raise EngineUnavailable("The engine is not ready.", retry_after=retry_after_in(self.seconds_to_ready))
         self._engine.send(message)
         self._last_sent = time.monotonic()
 
@@ -244,17 +252,20 @@ class EngineClient:
         except EngineUnavailable:
             return  # it ended before it was ready
         if self._ready is not None and not self._ready.done():
+            self._start_seconds = time.monotonic() - self._began
             self._ready.set_result(message)
 
     def _lose(self) -> None:
         """From now on nobody is ready, until a next engine says so; what was open has failed."""
         if self.is_ready:
             self._ready = asyncio.get_running_loop().create_future()
+            self._began = time.monotonic()
         self.stats = self._lives.end()
         if self._restoring is not None:
             self._restoring.cancel()
         self._adapters.lose()
-        self._streams.fail_all(lambda: EngineUnavailable("The engine stopped while it ran this request."))
+        message, seconds = "The engine stopped while it ran this request.", self.seconds_to_ready
+        self._streams.fail_all(lambda: EngineUnavailable(message, retry_after=retry_after_in(seconds)))
 
     def _may_restart(self) -> bool:
         """An engine that never came up will not come up the next time; one that served may."""

@@ -5,11 +5,19 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from server.engine.admission import Admission
 from server.engine.messages import AddRequest, EngineReady
 from server.engine.token_ids import TokenIds
-from server.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, LongwaveError, PayloadTooLarge
+from server.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    LongwaveError,
+    PayloadTooLarge,
+    retry_after_in,
+)
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt, Pieces, any_length, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
@@ -20,12 +28,19 @@ MOST_TOKENIZED = 2**18  # tokens that are given of a text, or as many as the con
 COUNTED_TOO_MANY = 1.25  # times what fits, counted in pieces: however they were cut, the whole does not fit
 
 
+class RestartingEngine(TokenEngine, Protocol):
+    """Which says when it is likely to be there again."""
+
+    @property
+    def seconds_to_ready(self) -> float: ...
+
+
 class Generator:
     """Opens generations and knows the open ones."""
 
     def __init__(
         self,
-        engine: TokenEngine,
+        engine: RestartingEngine,
         tokenizer: TextTokenizer,
         admission: Admission,
         metrics: Metrics,
@@ -52,7 +67,8 @@ class Generator:
         if job.n > self._max_n:
             raise InvalidRequest(f"n is {job.n}; at most {self._max_n} choices are served at once.", param="n")
         if not self._engine.is_ready:
-            raise EngineUnavailable("The engine is restarting. Try again later.")
+            again = retry_after_in(self._engine.seconds_to_ready)
+            raise EngineUnavailable("The engine is restarting. Try again later.", retry_after=again)
         with ExitStack() as stack:
             stack.enter_context(self._admission.reserve(job.num_choices))
             stack.enter_context(self._active())

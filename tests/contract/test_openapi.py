@@ -41,6 +41,7 @@ class AbsentEngine:
     stats: EngineStats | None = None
     times: Any = None
     is_ready: bool = False
+    seconds_to_ready: float = 0.0
     alive: bool = False
     heartbeat_age: float = 0.0
     num_deaths: int = 0

@@ -77,6 +77,7 @@ class ScriptedEngine:
         self.load_failure: LongwaveError | None = None
         self.sampling_defaults: dict[str, float] = {}  # of the model's files
         self.is_ready = False
+        self.seconds_to_ready = 0.0
         self.alive = True
         self.heartbeat_age = 0.0
         self.is_idle = False

@@ -95,6 +95,14 @@ def test_a_head_of_a_probe_is_its_get_without_the_body() -> None:
             assert seen == statuses
 
 
+def test_a_restarting_engine_is_to_be_asked_when_it_is_likely_to_be_there() -> None:
+    with live_server() as server, server.client() as client:
+        server.engine.is_ready, server.engine.seconds_to_ready = False, 25.0
+        refused = client.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        assert 26 <= int(refused.headers["retry-after"]) <= 35
+
+
 def test_draining_refuses_new_work_and_finishes_what_runs() -> None:
     with live_server(shutdown_timeout=LIMIT) as server, server.client() as client:
         server.engine.script = Script(hold_after=5)

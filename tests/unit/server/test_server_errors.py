@@ -44,6 +44,13 @@ def test_retry_after_is_spread() -> None:
     assert waits == set(range(1, 11))
 
 
+def test_openais_client_obeys_whatever_it_is_told() -> None:
+    """Up to two minutes, with the part of a second that is added."""
+    assert {errors.retry_after_in(0.2) for _ in range(500)} == set(range(2, 12))
+    assert {errors.retry_after_in(0) for _ in range(500)} == set(range(1, 11))
+    assert max(errors.retry_after_in(1e6) for _ in range(500)) + 1 == 120
+
+
 def test_who_was_refused_in_one_moment_does_not_come_back_in_another() -> None:
     """Nor before the seconds are over that other clients read."""
     headers = [errors.ServerOverloaded("x").headers() for _ in range(2000)]

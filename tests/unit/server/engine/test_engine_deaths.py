@@ -47,6 +47,23 @@ def test_a_dead_engine_fails_every_stream_at_once_and_comes_back(how: str) -> No
 
 
 @in_loop
+async def test_who_is_refused_while_it_restarts_is_told_to_wait_as_long_as_that_took() -> None:
+    async with engine() as client:
+        assert client.seconds_to_ready == 0
+        client._start_seconds = 40.0  # as a large model's
+        stream = client.generate(request("a", [1], FOREVER))
+        await anext(stream)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        broken, refused = await outcome(drain(stream)), await outcome(collect(client, request("b", [1])))
+        assert all(isinstance(error, EngineUnavailable) for error in (broken, refused))
+        assert all(30 < (error.retry_after or 0) <= 50 for error in (broken, refused))
+        assert 0 < client.seconds_to_ready <= 40
+        await client.ready()
+        assert client.seconds_to_ready == 0
+
+
+@in_loop
 async def test_the_next_engine_has_as_many_blocks_though_less_memory_is_free(tmp_path: Path) -> None:
     room = tmp_path / "room"
     room.write_text("300")
