@@ -32,10 +32,10 @@ def overload(scale: Scale) -> list[Measure]:
 
 
 def _capacity(server: TrialServer, seconds: float) -> float:
-    """Answers a second, when every seat is always taken."""
+    """Answers a second, when every seat is always taken (but for the last ones')."""
     answers = asyncio.run(closed_loop(CLIENTS, seconds, _sender(server, "capacity")))
-    begin = min(answer.sent for answer in answers)
-    return rate_between(answers, begin + seconds / 4, begin + seconds)
+    first, last = min(answer.sent for answer in answers), max(answer.ended for answer in answers)
+    return sum(answer.is_whole for answer in answers) / (last - first)
 
 
 def _sender(server: TrialServer, kind: str) -> Callable[[int], Awaitable[Answer]]:

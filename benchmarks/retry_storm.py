@@ -42,6 +42,7 @@ class _Storm:
         self._server = server
         self._attempts: list[float] = []
         self._succeeded = self._clients = 0
+        self._served = 0.0
         self._seconds = 0.0
         self._before = self._answered()
 
@@ -66,16 +67,16 @@ class _Storm:
                 os.kill(engine, signal.SIGKILL)
             answered = await asyncio.gather(*asked)
         self._clients, self._succeeded, self._seconds = clients, sum(answered), time.monotonic() - begin
+        self._served = self._answered() - self._before
 
     def measures(self, name: str) -> list[Measure]:
         retries = sorted(self._attempts)[self._clients :]
-        served = self._answered() - self._before
         return [
             Measure(f"{name}: clients", self._clients),
             Measure(f"{name}: clients without an answer", self._clients - self._succeeded, 0),
             Measure(f"{name}: retries", len(retries)),
             Measure(f"{name}: largest share of retries in {WINDOW:g} s", crowd(retries, WINDOW), SHARE),
-            Measure(f"{name}: answers that nobody got", served - self._succeeded, 0),
+            Measure(f"{name}: answers that nobody got", self._served - self._succeeded, 0),
             Measure(f"{name}: seconds until the last answer", self._seconds),
         ]
 

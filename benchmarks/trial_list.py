@@ -1,6 +1,7 @@
 """All trials by name, in the order in which they run, and a way to run one. Knows no file and no table."""
 
 import time
+import traceback
 
 from benchmarks.disconnects import disconnects
 from benchmarks.egress import egress
@@ -32,12 +33,18 @@ TRIALS = {
 def run(name: str, scale: Scale) -> Row:
     """What was measured, and whether all goals were met. What raises is a trial that failed."""
     trial, begin = TRIALS[name], time.monotonic()
-    measures = [measure.row() for measure in trial.run(scale)]
+    failure, measures = None, []
+    try:
+        measures = [measure.row() for measure in trial.run(scale)]
+    except (Exception, SystemExit) as error:  # the latter: a server that was not ready in time
+        traceback.print_exc()
+        failure = f"{type(error).__name__}: {error}"
     return {
         "trial": trial.name,
         "what": trial.design,
         "seconds": round(time.monotonic() - begin, 1),
-        "met": all(row["met"] is not False for row in measures),
+        "met": failure is None and all(row["met"] is not False for row in measures),
+        "failure": failure,
         "measures": measures,
     }
 
@@ -48,4 +55,4 @@ def report(row: Row) -> str:
     for one in row["measures"]:
         goal = "" if one["goal"] is None else f" ({one['goal']}, {'met' if one['met'] else 'NOT MET'})"
         lines.append(f"    {one['measure']}: {one['value']:g}{goal}")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *filter(None, [row["failure"]]), ""])

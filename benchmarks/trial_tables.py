@@ -37,6 +37,8 @@ def _sign(goal: str) -> str:
 
 
 def _met(row: Facts) -> str:
+    if row["failure"] is not None:
+        return f"it failed: {row['failure']}"
     goals = [one["met"] for one in row["measures"] if one["met"] is not None]
     missed = [one["measure"] for one in row["measures"] if one["met"] is False]
     return f"{sum(goals)} of {len(goals)}" + (f"; not: {', '.join(missed)}" if missed else "")

@@ -177,5 +177,15 @@ def test_a_trial_is_kept_beside_what_the_file_has(tmp_path: Path, monkeypatch: p
     assert json.loads(out.read_text())["trials"].keys() == {"soak"}
 
 
+def test_a_trial_that_raises_has_failed_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(_scale: Scale) -> list[Measure]:
+        raise SystemError("no server")
+
+    monkeypatch.setitem(trial_list.TRIALS, "soak", Trial("soak", "traffic", raises))
+    row = trial_list.run("soak", Scale())
+    assert (row["met"], row["failure"], row["measures"]) == (False, "SystemError: no server", [])
+    assert "SystemError: no server" in trial_list.report(row)
+
+
 def test_every_kind_of_request_is_in_the_mix_but_for_jobs() -> None:
     assert set(EVERY_KIND) - set(MIXED) == {EVERY_KIND[-1]}
