@@ -38,7 +38,7 @@ class ModelInfo(WireModel):
             lora_alpha=model.create.alpha,
             created_at=model.created_at,
             step=model.steps,
-            next_seq_id=model.sequence.next_seq_id,
+            next_seq_id=model.sequence.free_seq_id,
             status="live" if model.end is None else "ended",
             last_saved=None if model.last_saved is None else model.last_saved.path,
         )

@@ -43,6 +43,14 @@ class CallSequence:
         """Those that have not ended, in their order."""
         return [self._futures[seq] for seq in sorted(self._futures) if self._futures[seq].outcome is None]
 
+    @property
+    def free_seq_id(self) -> int:
+        """The lowest number that no call has had: with it, whoever has lost count goes on."""
+        free = self.next_seq_id
+        while free in self._futures:
+            free += 1
+        return free
+
     def find(self, seq_id: int) -> Future | None:
         return self._futures.get(seq_id)
 
@@ -107,9 +115,7 @@ class CallSequence:
         self._fail_behind_gap("before the server was shut down")
 
     def _fail_behind_gap(self, limit: str) -> None:
-        missing = self.next_seq_id
-        while missing in self._futures:
-            missing += 1
+        missing = self.free_seq_id
         for future in self.pending:
             if future.seq_id > missing:
                 text = f"The call waited for the one with seq_id {missing}, which has not come {limit}."

@@ -91,6 +91,24 @@ def test_without_a_number_a_call_is_the_last_one() -> None:
     run(main())
 
 
+def test_who_lost_count_goes_on_with_the_lowest_number_that_no_call_has_had() -> None:
+    """Not with that of the call that runs, or waits."""
+
+    async def main() -> None:
+        calls = sequence()
+        assert calls.free_seq_id == 1
+        calls.submit(1, call())
+        assert (calls.next_seq_id, calls.free_seq_id) == (1, 2)
+        calls.submit(3, call())
+        assert calls.free_seq_id == 2
+        calls.submit(calls.free_seq_id, call())
+        assert calls.free_seq_id == 4
+        assert await run_all(calls, 3) == [1, 2, 3]
+        assert calls.free_seq_id == 4
+
+    run(main())
+
+
 def test_calls_behind_one_that_never_comes_fail_and_it_may_still_come() -> None:
     async def main() -> None:
         calls = sequence()
