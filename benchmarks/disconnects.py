@@ -7,7 +7,7 @@ from benchmarks.trial import Measure, Scale
 from benchmarks.trial_client import Answer, Leave, ask, chat
 from benchmarks.trial_server import QUEUE, SEATS, SMALL, TrialServer, trial_server
 
-TOKENS = 400  # of answers that nobody wants: what leaks would be seen for long
+TOKENS = 2000  # of answers that nobody wants: what leaks would be seen for long
 AT_ONCE = SEATS + QUEUE // 4  # so that some of them are still queued
 LONG = "wave " * 500
 WHOLE_LIMIT = 0.5  # seconds, at most, that who wants no stream waits

@@ -1,14 +1,11 @@
 """Trial: a model whose chat template does not end with some messages, or makes texts without end. Design: S8, S6."""
 
 import asyncio
-import tempfile
 from collections.abc import Awaitable
-from pathlib import Path
 
 from benchmarks.trial import Measure, Scale, percentile
-from benchmarks.trial_client import Answer, ask, chat, open_loop
-from benchmarks.trial_server import TrialServer, trial_server
-from models import registry
+from benchmarks.trial_client import Answer, ask, chat, closed_loop, open_loop
+from benchmarks.trial_server import LITTLE, TrialServer, trial_server
 
 LOOP = "{% for i in range(100000) %}HERE{% endfor %}"
 ENDLESS = LOOP.replace("HERE", LOOP.replace("HERE", LOOP))
@@ -20,16 +17,15 @@ TEMPLATE = (
 BOTH = ("loop", "grow")
 ENDED = 4.0  # seconds until it is refused: 2 of a CPU, which others use as well
 EVERY = 4.0  # seconds between two such requests
-BESIDE = 5.0  # good requests, and probes, a second
+PROBES = 5.0  # a second
+CLIENTS = 2  # that ask what is good, one thing after the other
 
 
 def endless_template(scale: Scale) -> list[Measure]:
-    with tempfile.TemporaryDirectory() as parent:
-        folder = _with_template(registry.resolve(scale.model).fetch(), Path(parent))
-        with trial_server(str(folder)) as server:
-            before = server.held()
-            bad, probes, good = asyncio.run(_troubled(server, scale.seconds / 2))
-            after = server.held()
+    with trial_server(LITTLE, template=TEMPLATE) as server:
+        before = server.held()
+        bad, probes, good = asyncio.run(_troubled(server, scale.seconds / 2))
+        after = server.held()
     return [
         Measure("requests of such messages", len(bad)),
         Measure("not refused with 400", sum(answer.status != 400 for answer in bad), 0),
@@ -54,17 +50,7 @@ async def _troubled(server: TrialServer, seconds: float) -> tuple[list[Answer], 
     def probe(_number: int) -> Awaitable[Answer]:
         return ask(server.url, None, "/health/live")
 
-    loads = (open_loop(1 / EVERY, seconds, bad), open_loop(BESIDE, seconds, probe), open_loop(BESIDE, seconds, good))
-    of_bad, of_probes, of_good = await asyncio.gather(*loads)
+    of_bad, of_probes, of_good = await asyncio.gather(
+        open_loop(1 / EVERY, seconds, bad), open_loop(PROBES, seconds, probe), closed_loop(CLIENTS, seconds, good)
+    )
     return of_bad, of_probes, of_good
-
-
-def _with_template(model: Path, parent: Path) -> Path:
-    """The same model with TEMPLATE."""
-    folder = parent / "model"
-    folder.mkdir()
-    for file in model.iterdir():
-        if file.name != "chat_template.jinja":
-            (folder / file.name).symlink_to(file.resolve())
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder

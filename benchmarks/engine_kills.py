@@ -13,7 +13,7 @@ from benchmarks.trial_server import TrialServer, held, trial_server, zombies
 
 DEATHS = 3  # within five minutes, after which a server starts its engine again; the next is final
 CLIENTS = 8
-TOKENS = 64
+TOKENS = 512
 LOADED = 2.0  # seconds of load before a kill
 AFTER = 1.0  # and after it: who comes meanwhile is refused
 TOLD = 1.0  # seconds within which an open stream is told

@@ -196,7 +196,6 @@ def main() -> None:
         sys.stdout.write(report(runs))
         keep(options.out, {"machine": facts, "device": options.device, "soon_ms": SOON_MS, "servers": runs})
     scale = Scale(
-        options.model,
         seconds=options.overload_seconds,
         soak_seconds=60 * options.soak_minutes,
         disconnects=options.disconnects,

@@ -1,17 +1,15 @@
 """Trial: five times as many requests as the server can answer, at their own times. Design: R4, and R21's probes."""
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable
 
 from benchmarks import fault_clients
 from benchmarks.trial import Measure, Scale, percentile
-from benchmarks.trial_client import Answer, ask, chat, closed_loop, open_loop, rate_between
+from benchmarks.trial_client import Answer, ask, capacity_of, open_loop, rate_between, sender
 from benchmarks.trial_server import QUEUE, SEATS, TrialServer, trial_server
 
-TOKENS = 16
-TIMES = 5
+TOKENS = 128  # of which a server of a little model has some thousand a second
+TIMES, ENOUGH = 5, 4  # of what was answered a second before, and of that or what is afterwards, if more
 CLIENTS = SEATS + QUEUE // 2  # of the closed loop that finds the capacity: seats are never empty
 PROBES = 10.0  # a second
 
@@ -19,37 +17,21 @@ PROBES = 10.0  # a second
 def overload(scale: Scale) -> list[Measure]:
     with trial_server(scale.model) as server:
         alone = _alone_ms(server)
-        first = _capacity(server, scale.seconds / 2)
+        first = asyncio.run(capacity_of(server, CLIENTS, TOKENS, scale.seconds / 2))
         server.idle_after()
         before = server.held()
         flood, probes = asyncio.run(_flooded(server, TIMES * first, scale.seconds))
         idle = server.idle_after()
         after = server.held()
         recovered = _recovered_after(server, alone)
-        capacity = max(first, _capacity(server, scale.seconds / 2))
+        capacity = max(first, asyncio.run(capacity_of(server, CLIENTS, TOKENS, scale.seconds / 2)))
         return [*_of_answers(flood, capacity, scale.seconds), *_of_server(probes, idle, recovered),
                 Measure("growth of the process, MB", after.rss_mb - before.rss_mb, 50)]  # fmt: skip
 
 
-def _capacity(server: TrialServer, seconds: float) -> float:
-    """Answers a second, when every seat is always taken (but for the last ones')."""
-    answers = asyncio.run(closed_loop(CLIENTS, seconds, _sender(server, "capacity")))
-    first, last = min(answer.sent for answer in answers), max(answer.ended for answer in answers)
-    return sum(answer.is_whole for answer in answers) / (last - first)
-
-
-def _sender(server: TrialServer, kind: str) -> Callable[[int], Awaitable[Answer]]:
-    numbers = itertools.count()
-
-    async def send(_number: int) -> Answer:
-        return await ask(server.url, chat(server, f"Say hello {kind} {next(numbers)}.", TOKENS, stream=True))
-
-    return send
-
-
 async def _flooded(server: TrialServer, rate: float, seconds: float) -> tuple[list[Answer], list[Answer]]:
     """The answers of the flood, and those of probes beside it."""
-    flood = asyncio.create_task(open_loop(rate, seconds, _sender(server, "flood")))
+    flood = asyncio.create_task(open_loop(rate, seconds, sender(server, TOKENS)))
     probes = await open_loop(PROBES, seconds, lambda _number: ask(server.url, None, "/health/live"))
     return await flood, probes
 
@@ -64,6 +46,7 @@ def _of_answers(flood: list[Answer], capacity: float, seconds: float) -> list[Me
     return [
         Measure("requests", len(flood)),
         Measure("capacity, answers a second", capacity),
+        Measure("requests of what is answered in that time", len(flood) / seconds / capacity, ENOUGH, at_least=True),
         Measure("goodput of the capacity", goodput / capacity, 0.9, at_least=True),
         Measure("refused with Retry-After", len(refused)),
         Measure("neither answered nor refused so", len(flood) - len(whole) - len(refused), 0),

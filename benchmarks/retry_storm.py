@@ -10,11 +10,16 @@ from typing import Any
 import openai
 
 from benchmarks.trial import Measure, Scale
-from benchmarks.trial_server import TrialServer, trial_server
+from benchmarks.trial_client import capacity_of
+from benchmarks.trial_server import BLOCKS, TrialServer, trial_server
 
 RETRIES = 5
-TOKENS = 8
-FULL = ("--max-num-seqs", "4", "--max-queued-requests", "8", "--kv-cache-memory-bytes", str(2**29))
+TOKENS = 64
+SEATS, QUEUE = 4, 8
+PLACES = SEATS + QUEUE
+MEASURED = 20.0  # seconds, in which the capacity is
+SERVABLE = 15.0  # seconds, in which all clients can be answered: five retries are over after thirty, more or less
+FULL = ("--max-num-seqs", str(SEATS), "--max-queued-requests", str(QUEUE), *BLOCKS)
 WINDOW = 0.1  # seconds: what comes within them comes at once
 SHARE = 0.15  # of all retries that may: spread evenly over ten seconds it would be a hundredth
 ANSWERED = ("stop", "length")
@@ -23,12 +28,15 @@ TIMEOUT = 300.0
 
 def retry_storm(scale: Scale) -> list[Measure]:
     with trial_server(scale.model, FULL) as server:
+        capacity = asyncio.run(capacity_of(server, PLACES, TOKENS, MEASURED))
+        clients = max(PLACES + 1, min(scale.clients, int(SERVABLE * capacity)))
         full = _Storm(server)
-        asyncio.run(full.ask(scale.clients))
+        asyncio.run(full.ask(clients))
         restarting = _Storm(server)
-        asyncio.run(restarting.ask(scale.clients, kill_after=0.3))
+        asyncio.run(restarting.ask(clients, kill_after=0.3))
         idle = server.idle_after()
         return [
+            Measure("capacity, answers a second", capacity),
             *full.measures("full server"),
             *restarting.measures("restarting engine"),
             Measure("seconds until all KV blocks are free", idle, 1),

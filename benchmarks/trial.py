@@ -33,12 +33,12 @@ class Measure:
 class Scale:
     """How long and how much: the recorded run's, or less to try a script."""
 
-    model: str = "bundled"
+    model: str = "little"  # trial_server.LITTLE
     seconds: float = 60.0  # of an overload
     soak_seconds: float = 600.0
     disconnects: int = 1000
     kills: int = 20
-    clients: int = 64  # that retry
+    clients: int = 64  # that retry, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ no server."""
 import asyncio
 import json
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -123,6 +124,22 @@ async def closed_loop(clients: int, seconds: float, send: Callable[[int], Awaita
         for number in range(clients):
             group.create_task(client(number))
     return answers
+
+
+def sender(server: TrialServer, tokens: int) -> Callable[[int], Awaitable[Answer]]:
+    """Of streams of so many tokens, no two of which ask the same."""
+
+    async def send(_number: int) -> Answer:
+        return await ask(server.url, chat(server, f"Say hello {secrets.token_hex(4)}.", tokens, stream=True))
+
+    return send
+
+
+async def capacity_of(server: TrialServer, clients: int, tokens: int, seconds: float) -> float:
+    """Answers a second, when every seat is always taken (but for the last ones')."""
+    answers = await closed_loop(clients, seconds, sender(server, tokens))
+    first, last = min(answer.sent for answer in answers), max(answer.ended for answer in answers)
+    return sum(answer.is_whole for answer in answers) / (last - first)
 
 
 def rate_between(answers: Sequence[Answer], begin: float, end: float) -> float:

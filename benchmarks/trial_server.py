@@ -1,8 +1,10 @@
 """A server of ours that a trial has to itself, and what its processes hold: memory, files, threads, KV blocks. Sends
 nothing but probes."""
 
+import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -20,7 +22,13 @@ from models.descriptions import read_config
 
 ENGINE = "server.engine.worker"
 SEATS, QUEUE = 16, 32  # that run, and that wait
-SMALL = ("--max-num-seqs", str(SEATS), "--max-queued-requests", str(QUEUE), "--kv-cache-memory-bytes", str(2**29))
+BLOCKS = ("--num-gpu-blocks-override", "400")  # of 32 tokens: what the model can take, and half as much again
+SMALL = ("--max-num-seqs", str(SEATS), "--max-queued-requests", str(QUEUE), *BLOCKS)
+LITTLE = "little"  # a model that knows nothing and costs little: it is the server that is tried
+SHAPE = {
+    "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 IDLE_LIMIT = 120.0
 POLL = 0.02
@@ -85,17 +93,35 @@ class TrialServer:
 
 @contextmanager
 def trial_server(
-    model: str, flags: Sequence[str] = SMALL, environment: Mapping[str, str] | None = None
+    model: str,
+    flags: Sequence[str] = SMALL,
+    environment: Mapping[str, str] | None = None,
+    template: str | None = None,
 ) -> Iterator[TrialServer]:
-    """On a CPU and with a data folder of its own."""
-    folder = registry.resolve(model).fetch()
-    context = read_config(folder).max_position_embeddings
-    with tempfile.TemporaryDirectory() as data:
-        command = [sys.executable, "-m", "server", "serve", "--model", str(folder), "--device", "cpu"]
-        command += ["--data-dir", data, "--log-level", "critical", *flags]
+    """On a CPU and with a data folder of its own. `model`: LITTLE, which may have another chat template, or what a
+    server takes."""
+    with tempfile.TemporaryDirectory() as parent:
+        random = ["--load-format", "dummy"] if model == LITTLE else []
+        folder = little_model(Path(parent), template) if model == LITTLE else registry.resolve(model).fetch()
+        command = [sys.executable, "-m", "server", "serve", "--model", str(folder), "--device", "cpu", *random]
+        command += ["--data-dir", str(Path(parent) / "data"), "--log-level", "critical", *flags]
         whole = {**os.environ, "HF_HUB_OFFLINE": "1"} if environment is None else dict(environment)
         with started(command, "/health/ready", whole) as (url, process):
-            yield TrialServer(Target(url, str(folder), context, process))
+            yield TrialServer(Target(url, str(folder), read_config(folder).max_position_embeddings, process))
+
+
+def little_model(parent: Path, template: str | None) -> Path:
+    """The bundled one's tokenizer, template and family, of SHAPE; no weights: they are drawn at random."""
+    folder = parent / LITTLE
+    folder.mkdir()
+    for file in registry.resolve("bundled").fetch().iterdir():
+        if file.suffix != ".safetensors" and file.name != "manifest.json":
+            shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SHAPE))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
 
 
 def samples(text: str) -> dict[str, float]:
