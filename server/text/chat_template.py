@@ -10,12 +10,13 @@ from typing import Any
 import jinja2
 
 from server.errors import InvalidRequest, NoChatTemplate
-from server.text.limited_templates import RenderingTooLongError, render
+from server.text.limited_templates import LEAST_CHARACTERS, RenderingTooLongError, render
 from server.text.tokenizer import TextTokenizer
 
 MESSAGE_FRAME = 32  # characters that a template puts around a message, more or less
 QUICK_SECONDS = 0.05  # that a template may take where others wait for it: most take less than a thousandth
 RENDER_SECONDS = 2.0  # that it may take at all
+COPIES = 8  # of all messages, with what is around them, that one text of a template may have room for
 #: What its expressions raise on messages that it was not written for, `content + 1`.
 TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
@@ -136,10 +137,12 @@ def render_chat(
     source = tokenizer.source
     if not source.chat_template:
         raise NoChatTemplate("This model has no chat template. Use /v1/completions.")
+    said = sum(len(message.content) + MESSAGE_FRAME for message in messages)
     try:
         return render(
             source.get_chat_template(),
             seconds,
+            LEAST_CHARACTERS + COPIES * said,
             messages=[message.fields() for message in messages],
             tools=None,
             documents=None,
@@ -152,5 +155,5 @@ def render_chat(
         message = f"The model's chat template does not end with these messages within {RENDER_SECONDS:g} s."
         raise InvalidRequest(message, param="messages") from error
     except (jinja2.TemplateError, *TEMPLATE_ERRORS) as error:
-        said = error if isinstance(error, jinja2.TemplateError) else repr(error)
-        raise InvalidRequest(f"The model's chat template refuses these messages: {said}", param="messages") from error
+        why = error if isinstance(error, jinja2.TemplateError) else repr(error)
+        raise InvalidRequest(f"The model's chat template refuses these messages: {why}", param="messages") from error

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, Template, TemplateRuntimeError, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MOST_CHARACTERS = 2**26  # of one text, or values of one list, that a template puts together: bodies have 2**24 bytes
+LEAST_CHARACTERS = 2**20  # of one text, or values of one list, that any template may put together
 MOST_DIGITS = 4096  # binary ones of a power
 
 
@@ -20,9 +20,9 @@ class RenderingTooLongError(Exception):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """`with environment.seconds(2): template.render(...)`: the seconds are those of this thread's CPU, so that a busy
-    machine refuses nobody. They are looked at in every round of a loop and at every call: nothing else takes long, as
-    long as texts do not grow without bounds."""
+    """`with environment.limits(2, 10_000): template.render(...)`. The seconds are those of this thread's CPU, so that a
+    busy machine refuses nobody; they are looked at in every round of a loop and at every call. Nothing else takes long,
+    as no text, or list, that is put together has more than those characters, or values."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -33,16 +33,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update(model.filters)
         self.tests.update(model.tests)
         self.globals.update(model.globals)
-        self._ends = threading.local()
+        self._limits = threading.local()
 
     @contextmanager
-    def seconds(self, limit: float) -> Iterator[None]:
-        """Raises RenderingTooLongError from what is rendered inside."""
-        self._ends.at = time.thread_time() + limit
+    def limits(self, seconds: float, characters: int) -> Iterator[None]:
+        """Raises RenderingTooLongError, TemplateRuntimeError from what is rendered inside. Not to be nested."""
+        self._limits.end, self._limits.characters = time.thread_time() + seconds, characters
         try:
             yield
         finally:
-            del self._ends.at
+            del self._limits.end, self._limits.characters
 
     @property
     def goes_on(self) -> bool:
@@ -57,20 +57,36 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and isinstance(left, str) and isinstance(right, str):  # nearly always
-            _check_characters(len(left) + len(right))
+            self._check_characters(len(left) + len(right))
             return left + right
-        _check_size(operator, left, right)
+        self._check_size(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def joined(self, *parts: Any) -> str:
         """What `~` gives."""
         texts = [str(part) for part in parts]
-        _check_characters(sum(map(len, texts)))
+        self._check_characters(sum(map(len, texts)))
         return "".join(texts)
 
     def _check_time(self) -> None:
-        if time.thread_time() > getattr(self._ends, "at", float("inf")):
+        if time.thread_time() > self._limits.end:
             raise RenderingTooLongError
+
+    def _check_size(self, operator: str, left: Any, right: Any) -> None:
+        if operator == "**":
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_DIGITS:
+                raise TemplateRuntimeError("it computes a number that is too large")
+            return
+        lengths = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
+        if operator == "+":
+            self._check_characters(sum(lengths))
+        elif lengths:
+            times = next((one for one in (left, right) if isinstance(one, int)), 1)
+            self._check_characters(lengths[0] * times)
+
+    def _check_characters(self, count: int) -> None:
+        if count > self._limits.characters:
+            raise TemplateRuntimeError(f"it puts together more than {self._limits.characters} characters")
 
     def limited(self, source: str) -> Template:
         """Raises jinja2.TemplateSyntaxError."""
@@ -94,12 +110,13 @@ def compiled(source: str) -> Template:
     return LimitedEnvironment(theirs).limited(source)
 
 
-def render(source: str, seconds: float, **variables: Any) -> str:
-    """Raises RenderingTooLongError, jinja2.TemplateError, and whatever the template's expressions do."""
+def render(source: str, seconds: float, characters: int, **variables: Any) -> str:
+    """Within these limits. Raises RenderingTooLongError, jinja2.TemplateError, and whatever the template's expressions
+    do."""
     template = compiled(source)
     environment = template.environment
     assert isinstance(environment, LimitedEnvironment)
-    with environment.seconds(seconds):
+    with environment.limits(seconds, characters):
         return template.render(**variables)
 
 
@@ -120,21 +137,3 @@ def _without_join(value: Any) -> Any:
         return value
     joined = nodes.EnvironmentAttribute("joined", lineno=value.lineno)
     return nodes.Call(joined, value.nodes, [], None, None, lineno=value.lineno)
-
-
-def _check_size(operator: str, left: Any, right: Any) -> None:
-    if operator == "**":
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_DIGITS:
-            raise TemplateRuntimeError("it computes a number that is too large")
-        return
-    lengths = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
-    if operator == "+":
-        _check_characters(sum(lengths))
-    elif lengths:
-        times = next((one for one in (left, right) if isinstance(one, int)), 1)
-        _check_characters(lengths[0] * times)
-
-
-def _check_characters(count: int) -> None:
-    if count > MOST_CHARACTERS:
-        raise TemplateRuntimeError(f"it puts together more than {MOST_CHARACTERS} characters")

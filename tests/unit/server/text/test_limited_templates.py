@@ -8,8 +8,8 @@ from scripted_engine import tiny_tokenizer
 
 from server.errors import InvalidRequest
 from server.text import chat_template
-from server.text.chat_template import ChatPrompt, Message, encode_chat
-from server.text.limited_templates import MOST_CHARACTERS, RenderingTooLongError, compiled, render
+from server.text.chat_template import ChatPrompt, Message, encode_chat, render_chat
+from server.text.limited_templates import LEAST_CHARACTERS, RenderingTooLongError, compiled, render
 from server.text.tokenizer import TextTokenizer
 
 LOOP = "{% for i in range(100000) %}HERE{% endfor %}"
@@ -42,7 +42,7 @@ def tokenizer_of(template: str) -> TextTokenizer:
 def test_what_has_no_end_is_ended(kind: str) -> None:
     begin = time.thread_time()
     with pytest.raises(RenderingTooLongError):
-        render(ENDLESS[kind], 0.05)
+        render(ENDLESS[kind], 0.05, LEAST_CHARACTERS)
     assert time.thread_time() - begin < 2, "a hundred times what was given, and less than for ever"
 
 
@@ -53,9 +53,10 @@ def test_what_grows_without_bounds_is_refused(kind: str) -> None:
     assert (failure.value.status, failure.value.param) == (400, "messages")
 
 
-def test_a_text_as_long_as_a_body_may_be_is_put_together() -> None:
-    text = "x" * (MOST_CHARACTERS // 4)
-    assert len(render("{{ 'a' ~ text + text * 2 }}", 2.0, text=text)) == 1 + 3 * len(text)
+def test_a_text_as_long_as_all_messages_and_more_is_put_together() -> None:
+    tokenizer = tokenizer_of("{{ 'a' ~ messages[0]['content'] + messages[0]['content'] * 2 }}")
+    long = Message("user", "x" * LEAST_CHARACTERS)
+    assert len(render_chat(tokenizer, [long], add_generation_prompt=True)) == 1 + 3 * LEAST_CHARACTERS
 
 
 def test_others_go_on_while_a_template_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_a_template_that_takes_longer_than_most_is_rendered_all_the_same(monkeyp
 )
 def test_templates_render_as_transformers_renders_them(template: str, rendered: str) -> None:
     theirs = tiny_tokenizer().apply_chat_template([{"role": "user"}], chat_template=template, tokenize=False)
-    assert render(template, 2.0, messages=[{"role": "user"}]) == theirs == rendered
+    assert render(template, 2.0, LEAST_CHARACTERS, messages=[{"role": "user"}]) == theirs == rendered
 
 
 def test_a_template_is_compiled_once() -> None:
