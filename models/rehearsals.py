@@ -9,7 +9,7 @@ from models.shared_runs import SharedRun, StepSharing
 
 #: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
 _CPU_TOKENS = 32
-#: Keys before the rows of a step of many. The memory that such a step takes does not grow with more of them, its time
+#: Keys before the rows of a step of many. The memory that such a step takes hardly grows with more of them, its time
 #: does: 8,192 rows of an 8B model after 122,880 keys are half a second.
 _CONTEXT = 16_384
 #: Few rows are served by a decode kernel, compiled for different numbers of them (parts of short prompts, prefix hits).
@@ -26,7 +26,7 @@ class Rehearsals:
     block_size: int
     on_gpu: bool
     shares: bool  # steps may name pages that sequences share
-    copies: bool = False  # prefills copy as many pages as their context has: memory grows with it
+    copies: bool = False  # as many pages as a context has are copied: memory grows with it
     adapter_slot: int = NO_ADAPTER
 
     def steps(self) -> Iterator[StepBatch]:
@@ -60,7 +60,7 @@ class Rehearsals:
     def _full_decode(self) -> StepBatch:
         """One token of as many sequences as there may be, each at the end of a long context."""
         num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens) if self.on_gpu else 1
-        computed = max(1, self._context(1))
+        computed = max(1, self._context(1, whole=self.copies))
         return StepBatch(tuple(self._sequence(slot, 1, computed) for slot in range(num_seqs)))
 
     def _context(self, new: int, *, whole: bool = False) -> int:

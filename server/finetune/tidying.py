@@ -87,9 +87,9 @@ class Tidying:
             if alone:
                 if job is not None and job.status is not Status.SUCCEEDED:
                     await self._take_back(job)
-                await asyncio.to_thread(shutil.rmtree, folder.path, ignore_errors=True)
                 if job is not None:
                     await self._forget(partial(forget_steps, job_id=job.id))
+                await asyncio.to_thread(shutil.rmtree, folder.path, ignore_errors=True)
 
     async def _take_back(self, job: Job) -> None:
         """What finishing had made of it when it was cancelled, or when a crash was one too many."""

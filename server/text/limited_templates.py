@@ -21,8 +21,10 @@ class RenderingTooLongError(Exception):
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """`with environment.limits(2, 10_000): template.render(...)`. The seconds are those of this thread's CPU, so that a
-    busy machine refuses nobody; they are looked at in every round of a loop and at every call. Nothing else takes long,
-    as no text, or list, that is put together has more than those characters, or values."""
+    busy machine refuses nobody; they are looked at in every round of a loop and at every call. No text, or list, that
+    operators put together has more than those characters, or values. That holds for templates as people write them by
+    mistake, and not for those made to do harm: filters are neither timed nor measured (`select` in a long list, `join`,
+    `slice`), nor are compiling, `%` and what blocks and macros give. A model's files are its operator's to trust."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 

@@ -112,9 +112,9 @@ class Saving:
             created_at=int(time.time()),
         )
         done = await ask(_command(folder, label, beside=always))
-        if done.steps != label.steps:  # a step that was being taken came first
+        while done.steps != label.steps:  # steps that were waiting came first: no more than calls may wait
             label = msgspec.structs.replace(label, steps=done.steps)
-            await ask(_command(folder, label, beside=always))
+            done = await ask(_command(folder, label, beside=always))
         if call.serve:
             await self._serve(path, folder, model.owner, keep=before is not None)
         elif before is not None and before.label.served:

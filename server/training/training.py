@@ -5,7 +5,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Training:
         self._runners: dict[str, tuple[Runner, asyncio.Task[None]]] = {}
         self._keys: dict[tuple[str, str], str] = {}  # idempotency keys of an owner -> model
         self._num_leaving = 0  # models that are being saved or removed
-        self._last_saves: set[asyncio.Task[None]] = set()  # of those
+        self._last_saves: set[asyncio.Future[None]] = set()  # of those, until they have ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._mending: asyncio.Task[None] | None = None
 
@@ -65,10 +66,9 @@ class Training:
     async def drain(self) -> None:
         """Lets the calls that were taken end, and saves each model when its own have; until then what it has learnt
         before them is saved. No call comes meanwhile."""
-        leaving = list(self._last_saves)  # of models that were unloaded just before
         await asyncio.gather(*(self._drain(model) for model in self.live()))
-        if leaving:
-            await asyncio.wait(leaving)
+        while self._last_saves:  # of models that were unloaded just before, or meanwhile
+            await asyncio.wait(self._last_saves)
 
     async def close(self) -> None:
         """Ends everything, at once."""
@@ -230,10 +230,11 @@ class Training:
             return
         self._num_leaving += 1
         try:
-            task.cancel()
-            await asyncio.wait([task])
-            if save:
-                await self._save_last(runner)
+            with self._awaited_by_drain() if save else nullcontext():
+                task.cancel()
+                await asyncio.wait([task])
+                if save:
+                    await self._save_last(runner)
                 save = False
             await runner.remove()
             await self._snapshots.forget(model.id)
@@ -248,16 +249,22 @@ class Training:
         await self._end_child_if_idle()
 
     async def _save_last(self, runner: Runner) -> None:
-        model = runner.model
-        saving = asyncio.create_task(runner.autosave(), name=f"{model.id}-last")
-        self._last_saves.add(saving)
         try:
-            await saving
+            await runner.autosave()
         except Exception:
-            logger.exception("%s could not be saved", model.id)
-            model.end = model.unsaved()
+            logger.exception("%s could not be saved", runner.model.id)
+            runner.model.end = runner.model.unsaved()
+
+    @contextmanager
+    def _awaited_by_drain(self) -> Iterator[None]:
+        """What is inside, from the moment on in which the model is none of the live ones any more."""
+        ended = asyncio.get_running_loop().create_future()
+        self._last_saves.add(ended)
+        try:
+            yield
         finally:
-            self._last_saves.discard(saving)
+            self._last_saves.discard(ended)
+            ended.set_result(None)
 
     async def _tidy(self) -> None:
         for turn in count(1):

@@ -64,6 +64,37 @@ def test_all_that_was_learnt_is_saved_whatever_one_call_does(run: Run, caplog: p
     run(main, scripted={"hold": "Compute"})
 
 
+def test_a_shutdown_waits_for_a_model_that_is_being_unloaded(run: Run) -> None:
+    """Whose runner still gives back what it holds; the model itself is none of the live ones any more."""
+
+    async def main(work: Work) -> None:
+        model = await work.create()
+        await work.do(model, STEP)
+        gives_back = asyncio.Event()
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await gives_back.wait()
+
+        runner, real = work.training._runners[model.id]
+        slow = asyncio.create_task(slow_to_end())
+        await asyncio.sleep(0)
+        work.training._runners[model.id] = runner, slow
+        leaving = asyncio.create_task(work.training._put_away(model, "There was no call."))
+        await until(lambda: model.end is not None)
+        draining = asyncio.create_task(work.training.drain())
+        await asyncio.sleep(0)
+        gives_back.set()
+        await draining
+        assert await steps_saved(work, model) == [1]
+        await leaving
+        real.cancel()
+
+    run(main)
+
+
 def test_calls_that_end_in_time_are_in_what_is_saved(run: Run, tmp_path: Path) -> None:
     async def main(work: Work) -> None:
         model = await work.create()
