@@ -20,16 +20,20 @@ def trials(results: Path) -> str | None:
 
 def _place(machine: Facts) -> str:
     at = f"commit {short(machine['commit'])}, {machine['date'][:10]}"
-    return f"{machine['cores']} cores of an {machine['cpu']}, {at}"
+    return f"{machine['cores']} cores, {machine['cpu']}, {at}"
 
 
 def _numbers(row: Facts) -> str:
     """Counts that say how much was done, and what has a goal."""
     said = [
-        f"{one['measure']} {one['value']:.4g}" + ("" if one["goal"] is None else f" ({_sign(one['goal'])})")
+        f"{one['measure']} {_number(one['value'])}" + ("" if one["goal"] is None else f" ({_sign(one['goal'])})")
         for one in row["measures"]
     ]
     return "; ".join(said)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _sign(goal: str) -> str:

@@ -156,7 +156,7 @@ def test_what_python_connects_sends_and_looks_up_is_noted(tmp_path: Path) -> Non
 
 
 def test_a_trial_is_kept_beside_what_the_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measures = [Measure("answers", 7), Measure("lost", 0, 0), Measure("share", 0.85, 0.9, at_least=True)]
+    measures = [Measure("answers", 7000), Measure("lost", 0, 0), Measure("share", 0.85, 0.9, at_least=True)]
     monkeypatch.setitem(trial_list.TRIALS, "soak", Trial("soak", "traffic", lambda _scale: measures))
     machine = {"cores": 2, "cpu": "CPU", "commit": "0123456789abc", "date": "2026-11-28T00:00:00"}
     out = tmp_path / trial_tables.FILE
@@ -169,8 +169,8 @@ def test_a_trial_is_kept_beside_what_the_file_has(tmp_path: Path, monkeypatch: p
     assert not row["met"]
     assert json.loads(out.read_text()).keys() == {"servers", "trials"}
     text = trial_tables.trials(tmp_path) or ""
-    assert "2 cores of an CPU, commit 0123456789, 2026-11-28" in text
-    assert "| soak | traffic | answers 7; lost 0 (0); share 0.85 (≥ 0.9) | 1 of 2; not: share |" in text
+    assert "2 cores, CPU, commit 0123456789, 2026-11-28" in text
+    assert "| soak | traffic | answers 7,000; lost 0 (0); share 0.85 (≥ 0.9) | 1 of 2; not: share |" in text
     assert "share: 0.85 (>= 0.9, NOT MET)" in trial_list.report(row)
 
     faults.keep(out, {"servers": {"longwave": {"faults": []}}})
