@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.mixed_traffic import EVERY_KIND
+from benchmarks.process_tree import family
 from benchmarks.trial import Measure, Scale
-from benchmarks.trial_server import SMALL, TrialServer, family, trial_server
+from benchmarks.trial_server import SMALL, TrialServer, trial_server
 
 #: Begins every Python process of the server.
 HOOK = """

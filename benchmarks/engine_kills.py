@@ -7,9 +7,10 @@ import signal
 import time
 
 from benchmarks import fault_clients
+from benchmarks.process_tree import zombies
 from benchmarks.trial import Measure, Scale, percentile
 from benchmarks.trial_client import Answer, ask, chat, closed_loop
-from benchmarks.trial_server import TrialServer, held, trial_server, zombies
+from benchmarks.trial_server import TrialServer, held, trial_server
 
 DEATHS = 3  # within five minutes, after which a server starts its engine again; the next is final
 CLIENTS = 8

@@ -48,7 +48,7 @@ def _of_answers(flood: list[Answer], capacity: float, seconds: float) -> list[Me
         Measure("capacity, answers a second", capacity),
         Measure("requests of what is answered in that time", len(flood) / seconds / capacity, ENOUGH, at_least=True),
         Measure("goodput of the capacity", goodput / capacity, 0.9, at_least=True),
-        Measure("refused with Retry-After", len(refused)),
+        Measure("refused with Retry-After", len(refused), 1, at_least=True),
         Measure("neither answered nor refused so", len(flood) - len(whole) - len(refused), 0),
         Measure("refusals, p50 ms", percentile([answer.ms for answer in refused], 50)),
         Measure("refusals, p99 ms", percentile([answer.ms for answer in refused], 99), 20),

@@ -26,6 +26,7 @@ import typer
 
 from benchmarks import machine, model_folder
 from benchmarks.paced_engine import FIRST_TOKEN, PACE, engine_config
+from benchmarks.process_tree import children
 from benchmarks.started_server import started
 from server.bench.offline import offline_engine
 from server.bench.outcome import Outcome
@@ -57,18 +58,6 @@ def write_folder(folder: Path, vocabulary: str, slower: float) -> Path:
         tokenizer["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     path.write_text(json.dumps(tokenizer))
     return folder
-
-
-def children(pid: int) -> set[int]:
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
-            continue
-        if parent == pid:
-            found.add(int(stat.parent.name))
-    return found
 
 
 def cpu_seconds(pid: int) -> float:
@@ -110,9 +99,9 @@ async def measure(
     """Both ways in each round; which goes first changes from round to round."""
     rows: list[Row] = []
     http = StreamClient(Target(url, str(folder)))
-    before = children(os.getpid())
+    before = set(children(os.getpid()))
     async with offline_engine(engine_config(EngineConfig(model=str(folder), device="cpu"))) as engine:
-        own = {"client": os.getpid(), "engine": (children(os.getpid()) - before).pop()}
+        own = {"client": os.getpid(), "engine": (set(children(os.getpid())) - before).pop()}
         other = {"client": os.getpid(), "server": server, "engine": children(server).pop()}
         ways = [Way("alone", engine.complete, own), Way("http", http.complete, other)]
         for way in ways:  # first calls are not measured

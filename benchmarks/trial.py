@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.bench import metrics
+
 Row = dict[str, Any]
 
 
@@ -49,6 +51,5 @@ class Trial:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of them do not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * int(percent * 10) // 1000) - 1)] if ordered else 0.0
+    """As `longwave bench` has it, and of values in any order; 0 of none."""
+    return metrics.percentile(sorted(values), percent) if values else 0.0

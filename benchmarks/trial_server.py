@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.fault_clients import Target
+from benchmarks.process_tree import children
 from benchmarks.started_server import started
 from models import registry
 from models.descriptions import read_config
@@ -139,37 +140,6 @@ def held(pid: int) -> Held:
     status = Path(f"/proc/{pid}/status").read_text()
     rss, threads = (int(_field(status, name)) for name in ("VmRSS", "Threads"))
     return Held(rss * 1024 / MB, len(list(Path(f"/proc/{pid}/fd").iterdir())), threads)
-
-
-def children(pid: int) -> list[int]:
-    """By /proc/PID/stat: not every kernel lists them."""
-    return [other for other, (parent, _) in _processes().items() if parent == pid]
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that come from it."""
-    processes = _processes()
-    found = [pid]
-    for one in found:
-        found += [other for other, (parent, _) in processes.items() if parent == one]
-    return found
-
-
-def zombies(pid: int) -> int:
-    """Children that have ended and that nobody has asked for their end."""
-    return sum(parent == pid and state == "Z" for parent, state in _processes().values())
-
-
-def _processes() -> dict[int, tuple[int, str]]:
-    """Each one's parent and state."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it ended meanwhile
-            continue
-        found[int(path.parent.name)] = (int(parent), state)
-    return found
 
 
 def _command(pid: int) -> bytes:
