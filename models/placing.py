@@ -4,8 +4,10 @@ would rename, convert, cast or tie in another way is left to it."""
 from collections.abc import Mapping
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from models.errors import WRONG_CONFIG
 from models.fusing.families import family_of
@@ -17,7 +19,7 @@ def place(
 ) -> PreTrainedModel | None:
     """The model over these very tensors, which are on `device`; None when they are not exactly its weights."""
     try:
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         family_of(model)
     except (*WRONG_CONFIG, NotFusedError):  # loading it will say what is wrong
@@ -28,7 +30,7 @@ def place(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers' own word for "leave it"
     for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta:
+        if buffer.device != device:
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, torch.empty_like(buffer, device=device))
     with torch.no_grad():

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from models.compiler_stand_in import stand_in
+
 _NOT_HERE: Any = None  # as a value of sys.modules: importing that name fails
 
 
@@ -16,9 +18,12 @@ def leave_out(folder: Path | None = None) -> None:
 
     Assisted generation, whose candidates we do not make, compares them by sklearn, which brings scipy and pandas: 1.1 s
     of an engine's 6 s of imports with transformers 5.17. Later ones wait until it is used. torchao takes 0.4 s, and
-    on a CPU warns of each library that it cannot load: only for models that it quantised.
+    on a CPU warns of each library that it cannot load: only for models that it quantised. torch's compiler, and tensors
+    that lie on several devices, take a third of what is left.
     """
+    stand_in()
     _hide("is_sklearn_available")
+    _hide("is_torch_distributed_available")
     imported = "transformers.quantizers" in sys.modules  # what is imported stays
     if folder is not None and not imported and b'"torchao"' not in (folder / "config.json").read_bytes():
         _hide("is_torchao_available")

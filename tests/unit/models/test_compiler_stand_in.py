@@ -1,0 +1,93 @@
+"""Each in a process of its own: what is imported stays imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.registry import ModelSource
+
+ROOT = Path(__file__).parents[3]
+BEFORE = """
+import sys
+import torch
+from models.compiler_stand_in import stand_in
+stand_in()
+import torch._dynamo
+"""
+
+
+def is_real(program: str, *arguments: str) -> bool:
+    """Whether torch._dynamo was imported after the program."""
+    says = "\nprint(sys.modules['torch._dynamo'].__name__, 'torch._dynamo.convert_frame' in sys.modules)"
+    command = [sys.executable, "-c", BEFORE + program + says, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    name, real = done.stdout.splitlines()[-1].split()
+    assert name == "torch._dynamo"
+    return real == "True"
+
+
+DECORATED = """
+def double(number):
+    return 2 * number
+for decorate in (torch.compiler.disable, torch.compiler.disable(recursive=False), torch._dynamo.disable,
+                 torch._dynamo.allow_in_graph, torch._dynamo.assume_constant_result):
+    assert decorate(double)(3) == 6
+class Layer(torch.nn.Linear):
+    @torch.compiler.disable
+    def forward(self, rows):
+        return super().forward(rows)
+assert Layer(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+with torch.device("meta"):
+    torch.nn.Linear(2, 2)  # torch's own mark, which imports torch._dynamo when it is called
+assert not hasattr(torch._dynamo, "__wrapped__")
+"""
+
+
+def test_decorators_do_without_the_compiler() -> None:
+    assert not is_real(DECORATED)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "torch._dynamo.reset()",
+        "from torch._dynamo.utils import counters\nimport torch._dynamo.utils\n"
+        "assert torch._dynamo.utils.counters is counters is sys.modules['torch._dynamo.utils'].counters",
+        "from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex\n"
+        "with TransformGetItemToIndex():\n    pass\n"
+        "from torch._dynamo import _trace_wrapped_higher_order_op as real\n"
+        "assert TransformGetItemToIndex is not real.TransformGetItemToIndex",
+        "double = torch.compile(lambda x: 2 * x, backend='eager')\nassert double(torch.ones(1)).item() == 2\n"
+        "assert torch._dynamo.utils.counters['frames']['ok'] == 1",
+        "assert torch._dynamo.disable(lambda: 3)() == 3\nimport torch._dynamo.config as one\n"
+        "from torch._dynamo import config\nassert one is config and torch._dynamo.disable(lambda: 3)() == 3",
+    ],
+    ids=["attribute", "submodule", "class for masks", "compile", "submodule after a decorator"],
+)
+def test_who_wants_the_compiler_gets_it(program: str) -> None:
+    assert is_real(program)
+
+
+@pytest.mark.thorough
+def test_one_that_is_imported_stays() -> None:
+    program = "import sys, torch\nimport torch._dynamo as real\nfrom models.compiler_stand_in import stand_in\nstand_in()\n"
+    command = [sys.executable, "-c", program + "assert sys.modules['torch._dynamo'] is real"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
+ENGINE = """
+from models.stages import Stages
+from server.engine.config import EngineConfig
+from server.engine.loading import load
+import time
+loaded = load(EngineConfig(model=sys.argv[1], device="cpu", max_model_len=256, enable_lora=True), Stages(time.monotonic()))
+loaded.runner.warm_up()
+"""
+
+
+def test_an_engine_starts_without_the_compiler(bundled_source: ModelSource) -> None:
+    assert not is_real(ENGINE, str(bundled_source.fetch()))
