@@ -18,12 +18,14 @@ def leave_out(folder: Path | None = None) -> None:
 
     Assisted generation, whose candidates we do not make, compares them by sklearn, which brings scipy and pandas: 1.1 s
     of an engine's 6 s of imports with transformers 5.17. Later ones wait until it is used. torchao takes 0.4 s, and
-    on a CPU warns of each library that it cannot load: only for models that it quantised. torch's compiler, and tensors
-    that lie on several devices, take a third of what is left.
+    on a CPU warns of each library that it cannot load: only for models that it quantised. Of what is left torch's
+    compiler and tensors that lie on several devices take a third, and torchvision and scipy, which losses of models that
+    look for things in pictures import, as much again.
     """
     stand_in()
-    _hide("is_sklearn_available")
-    _hide("is_torch_distributed_available")
+    for asked in ("is_sklearn_available", "is_torch_distributed_available", "is_torchvision_available",
+                  "is_scipy_available"):  # fmt: skip
+        _hide(asked)
     imported = "transformers.quantizers" in sys.modules  # what is imported stays
     if folder is not None and not imported and b'"torchao"' not in (folder / "config.json").read_bytes():
         _hide("is_torchao_available")
