@@ -60,7 +60,7 @@ class _Compiler(ModuleType):
 class _Submodules(MetaPathFinder):
     """A module below torch._dynamo is the real one's."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
         if not fullname.startswith(f"{NAME}."):
             return None
         _real()

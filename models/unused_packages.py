@@ -19,8 +19,8 @@ def leave_out(folder: Path | None = None) -> None:
     Assisted generation, whose candidates we do not make, compares them by sklearn, which brings scipy and pandas: 1.1 s
     of an engine's 6 s of imports with transformers 5.17. Later ones wait until it is used. torchao takes 0.4 s, and
     on a CPU warns of each library that it cannot load: only for models that it quantised. Of what is left torch's
-    compiler and tensors that lie on several devices take a third, and torchvision and scipy, which losses of models that
-    look for things in pictures import, as much again.
+    compiler and tensors that lie on several devices take a third, and as much again torchvision and scipy, which losses
+    of models that look for things in pictures import.
     """
     stand_in()
     for asked in ("is_sklearn_available", "is_torch_distributed_available", "is_torchvision_available",

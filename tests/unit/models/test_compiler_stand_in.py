@@ -74,7 +74,8 @@ def test_who_wants_the_compiler_gets_it(program: str) -> None:
 
 @pytest.mark.thorough
 def test_one_that_is_imported_stays() -> None:
-    program = "import sys, torch\nimport torch._dynamo as real\nfrom models.compiler_stand_in import stand_in\nstand_in()\n"
+    before = "import sys, torch\nimport torch._dynamo as real\n"
+    program = before + "from models.compiler_stand_in import stand_in\nstand_in()\n"
     command = [sys.executable, "-c", program + "assert sys.modules['torch._dynamo'] is real"]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
@@ -84,7 +85,8 @@ from models.stages import Stages
 from server.engine.config import EngineConfig
 from server.engine.loading import load
 import time
-loaded = load(EngineConfig(model=sys.argv[1], device="cpu", max_model_len=256, enable_lora=True), Stages(time.monotonic()))
+config = EngineConfig(model=sys.argv[1], device="cpu", max_model_len=256, enable_lora=True)
+loaded = load(config, Stages(time.monotonic()))
 loaded.runner.warm_up()
 """
 
