@@ -9,7 +9,6 @@ from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 DECODE_ROWS = 64
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
-WORK_BYTES = 80  # what flash_decode_sm90's warps are told of a segment: a multiple of 16
 
 
 def _merge_bytes(num_warps: int, rows: int, width: int) -> int:
@@ -58,11 +57,9 @@ class HopperDecodeConfig:
 
     def smem_bytes(self, tile: int, tile_v: int, batch: int, kv_bytes: int = 2) -> int:
         ring = self.stages * hopper_stage_bytes(tile, tile_v, kv_bytes)
-        queries = self.rows * ((2 if kv_bytes > 1 else 1) * (2 * tile + ROW_PAD) + 4)
+        queries = self.rows * (2 * tile + ROW_PAD + 4)
         merge = _merge_bytes(self.num_warps, self.rows, self.merge_width)
-        told = 2 * (WORK_BYTES + 16)  # and barriers
-        aligned = 1024  # the ring starts at a multiple
-        return aligned + ring + queries + merge + 16 * self.stages + told + 4 * (batch + 1)
+        return 1024 + ring + queries + merge + 16 * self.stages + 4 * (batch + 1)  # the ring starts at a multiple
 
 
 def hopper_stage_bytes(tile: int, tile_v: int, kv_bytes: int) -> int:

@@ -6,7 +6,6 @@ import torch
 
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.decode import (
-    WORK_BYTES,
     DecodeConfig,
     HopperDecodeConfig,
     decode_config,
@@ -54,7 +53,6 @@ def hopper_decode_variant(
         ("STAGES", config.stages),
         ("MERGE_WIDTH", config.merge_width),
         ("PAGE_ROWS", key_rows),
-        ("WORK_BYTES", WORK_BYTES),
         ("WHOLE_ROWS", int(copies_whole_rows(options, fp8_kv))),
     )
     return KernelVariant("flash_decode_sm90", "sm_90a", defines, hot=not options.extras), config, key_rows

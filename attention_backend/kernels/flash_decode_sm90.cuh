@@ -1,7 +1,6 @@
 // flash_decode for Hopper: one warp streams tiles of 64 keys by TMA into a ring of STAGES, through all segments of its
 // block without a break, while NUM_WARPS warps compute. Four of them share a tile, a slice of 16 keys each; each four
-// take turns. What ends a segment (parts/decode_merge.cuh) hides behind the tiles that are on their way meanwhile, and what
-// the next one begins with is there by then: the loading warp looks up what it is and brings its queries.
+// take turns. What ends a segment (parts/decode_merge.cuh) hides behind the tiles that are on their way meanwhile.
 //
 // A tile is made of lines of 128 bytes, as the TMA's 128-byte swizzle wants them: 16-byte chunk c of line i stands at chunk
 // c ^ (i & 7), so that ldmatrix meets few banks twice. With WHOLE_ROWS the lines of a row follow each other, and a copy
@@ -10,9 +9,9 @@
 //
 // Compile-time: BF16, HEAD_DIM, HEAD_DIM_V, NUM_WARPS (4, 8 or 12), ROWS (8, 16 or 32), STAGES, MERGE_WIDTH, PAGED
 // (PAGE_ROWS keys a copy), WHOLE_ROWS, FP8_KV, SOFTCAP, ALIBI, BIAS. KEY_MASK must be 0.
-#include "parts/bulk_copies.cuh"
 #include "parts/decode_merge.cuh"
 #include "parts/dependent_launch.cuh"
+#include "parts/tma.cuh"
 
 constexpr int kTile = 64;
 constexpr int kTeam = NUM_WARPS * 32;   // threads that compute
@@ -28,15 +27,6 @@ static_assert(kCopies <= 32, "a lane makes at most one copy");
 // Copies land in any order. A warp that comes to a stage two fillings after its last one could find the filling between
 // still on its way, and that barrier's parity is the one it waits for: it would read a tile that is not there.
 static_assert(STAGES % kTurns == 0, "a stage is always filled for the same four warps");
-
-// What the loading warp tells the others: batch is -1 when there is no more. Two of them are under way, with their queries;
-// those of FP8_KV, which have to be converted, are the others' to load.
-struct Work {
-  Segment segment;
-  Sequence seq;
-};
-static_assert(sizeof(Work) <= WORK_BYTES, "WORK_BYTES in heuristics/decode.py");
-constexpr int kQueryBytes = ROWS * kPitchQ, kQueryBuffers = FP8_KV ? 1 : 2;
 
 struct TeamSync {
   static __device__ __forceinline__ void sync() { named_sync(1, kTeam); }
@@ -89,13 +79,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   char* const shared = unaligned + (-shared_address(unaligned) & 1023u);
   const uint32 ring = shared_address(shared);
   char* const after = shared + STAGES * kStageBytes;
-  float* const factor = reinterpret_cast<float*>(after + kQueryBuffers * kQueryBytes);
+  const uint32 tile_q = shared_address(after);
+  float* const factor = reinterpret_cast<float*>(after + ROWS * kPitchQ);
   float* const merge = factor + ROWS;
   const uint32 full = shared_address(merge + End::kMergeFloats), empty = full + 8 * STAGES;
-  const uint32 work_full = empty + 8 * STAGES, work_empty = work_full + 16;
-  char* const works = reinterpret_cast<char*>(merge + End::kMergeFloats + 4 * STAGES + 8);
-  int* const prefix = reinterpret_cast<int*>(works + 2 * WORK_BYTES);
-  auto work_of = [&](uint32 count) -> Work& { return *reinterpret_cast<Work*>(works + count % 2 * WORK_BYTES); };
+  int* const prefix = reinterpret_cast<int*>(merge + End::kMergeFloats + 4 * STAGES);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (threadIdx.x == kTeam) {
@@ -106,18 +94,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      barrier_init(work_full + 8 * i, 1);
-      barrier_init(work_empty + 8 * i, 1);
-    }
     barrier_init_fence();
   }
-#if !FP8_KV  // rows that are not there, and columns past head_dim
-  for (int i = threadIdx.x; i < kQueryBuffers * kQueryBytes / 16; i += kThreads)
-    *reinterpret_cast<uint4*>(after + i * 16) = make_uint4(0, 0, 0, 0);
-  fence_async_proxy();
-#endif
   let_next_start();
   wait_for_previous();  // it may have written anything that is read from here on
 #if PAGED
@@ -127,8 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   plan.build<kThreads, kTile>(p.sequence, p.batch, p.min_tiles, prefix);
 
   uint32 tile = 0;  // tiles of this block so far
-  const int row_begin = blockIdx.z * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
-  const int rows = min(ROWS, p.group_rows - row_begin);
+  Segment segment;
 
   if (warp == NUM_WARPS) {
     const int piece = lane / (kBoxesK + kBoxesV), box = lane % (kBoxesK + kBoxesV);
@@ -141,32 +118,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint32 place = box * kSlabBytes + piece * PAGE_ROWS * 128;
 #endif
     const uint64 policy = gridDim.z > 1 ? kEvictNormal : kEvictFirst;  // other rows' blocks read the same keys
-    Segment segment;
-    uint32 count = 0;
-    for (; plan.next(segment); count++) {
+    while (plan.next(segment)) {
       const Sequence seq(p.sequence, segment.batch);
       int first_tile, end_tile;
       DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
       const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
       const bool sees = any_high > any_low;
-      const uint32 told = work_full + count % 2 * 8;
-      barrier_wait(work_empty + count % 2 * 8, (count / 2 & 1) ^ 1);
-      if (lane == 0) work_of(count) = Work{segment, seq};
-#if FP8_KV
-      if (lane == 0) barrier_arrive(told);
-#else
-      // Rows of queries that are there: the first ones.
-      const int there = max(min(p.group * seq.seqlen_q - row_begin, rows), 0);
-      if (lane == 0) barrier_expect(told, there * p.head_dim * 2);
-      __syncwarp();
-      const element* const q = p.q + (p.sequence.cu_seqlens_q ? 0 : segment.batch * p.q_batch);
-      for (int r = lane; r < there; r += 32) {
-        const int query = p.query_of(row_begin + r), head = segment.kv_head * p.group + p.head_of(row_begin + r);
-        bulk_load(shared_address(after) + count % 2 * kQueryBytes + r * kPitchQ,
-                  q + (seq.q_begin + static_cast<int64>(query)) * p.q_row + head * p.q_head, p.head_dim * 2, told,
-                  kEvictNormal);
-      }
-#endif
       int key = (first_tile + segment.begin) * kTile + piece * PAGE_ROWS;
 #if PAGED
       const int* table = p.sequence.block_table + segment.batch * p.sequence.block_table_stride;
@@ -205,33 +162,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #endif
       }
     }
-    barrier_wait(work_empty + count % 2 * 8, (count / 2 & 1) ^ 1);
-    if (lane == 0) {
-      work_of(count).segment.batch = -1;
-      barrier_arrive(work_full + count % 2 * 8);
-    }
     return;
   }
 
+  const int row_begin = blockIdx.z * ROWS;  // of the group's rows: row r is query i = r / group of head r % group
+  const int rows = min(ROWS, p.group_rows - row_begin);
   const int turn = warp / 4, slice = warp % 4;
-  for (uint32 count = 0;; count++) {
-    barrier_wait(work_full + count % 2 * 8, count / 2 & 1);
-    const Segment segment = work_of(count).segment;
-    if (segment.batch < 0) return;
-    const Sequence seq = work_of(count).seq;
-    const uint32 tile_q = shared_address(after) + count % kQueryBuffers * kQueryBytes;
+  while (plan.next(segment)) {
+    const Sequence seq(p.sequence, segment.batch);
     int first_tile, end_tile;
     DecodePlan::tile_range<kTile>(seq, first_tile, end_tile);
     const int any_low = seq.low(0), any_high = seq.high(seq.seqlen_q - 1);
     const int all_low = seq.low(seq.seqlen_q - 1), all_high = seq.high(0);
     const int first_head = segment.kv_head * p.group;
-#if FP8_KV
     load_queries<NUM_WARPS>(p, seq, segment.batch, segment.kv_head, row_begin, rows, after, factor, threadIdx.x);
-    TeamSync::sync();  // every warp's share of the query rows is there
-#endif
     WarpRows state;
     state.clear();
     const Score score(p.score, segment.batch, first_head);
+    copy_wait<0>();
+    TeamSync::sync();  // every warp's share of the query rows has arrived
 
     const int steps = segment.end - segment.begin;
 #pragma unroll 1
@@ -253,6 +202,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     tile += steps;
     End(p, seq, segment, row_begin, rows, merge, threadIdx.x).finish(state, score.scale_log2);
-    if (threadIdx.x == 0) barrier_arrive(work_empty + count % 2 * 8);  // finish() has a barrier behind the last reading
   }
 }

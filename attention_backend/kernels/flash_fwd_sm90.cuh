@@ -17,7 +17,6 @@
 // its own rows sees), CLUSTER (blocks that load keys for each other; 1: none do), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
 // copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
 // one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
-#include "parts/dependent_launch.cuh"
 #include "parts/element.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
@@ -336,10 +335,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   cluster_sync();
 #else
   __syncthreads();
-#endif
-#if SPLIT  // one of several launches of an attention, in a row
-  let_next_start();
-  wait_for_previous();
 #endif
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();

@@ -199,7 +199,6 @@ def _launch(
         (layout.config.threads, 1, 1),
         (queries, *_key_maps(args, layout), params),
         smem_bytes,
-        early=split and torch.cuda.is_current_stream_capturing(),
     )
     del sinks, counters, scales  # kept alive until the launch was queued; the allocator is ordered by stream after that
 

@@ -5,7 +5,6 @@
 // kLanes lanes serve one (row, head), kVector elements each. A state of weight zero is not read: its output may be NaN.
 //
 // Compile-time: BF16 or FP32, HEAD_DIM (32, 64, 128 or 256; head_dim is a multiple of 8 up to it).
-#include "parts/dependent_launch.cuh"
 #include "parts/element.cuh"
 
 constexpr int kMaxSets = 8;
@@ -114,8 +113,6 @@ __device__ __forceinline__ void write(element* to, const float (&acc)[kVector], 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 8) flash_merge(const __grid_constant__ MergeParams p) {
-  let_next_start();
-  wait_for_previous();
   const int lane = threadIdx.x % kLanes, column = lane * kVector;
   const int64 wanted = static_cast<int64>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   // Lanes past the end repeat the last pair up to the shuffles, which take whole warps.

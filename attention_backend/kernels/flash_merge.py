@@ -161,8 +161,7 @@ def launch(sets: Sequence[StateSet], out: Tensor, lse: Tensor, sinks: Tensor | N
     p.sinks = pointer(floats)
     _, p.num_heads, p.head_dim = out.shape[-3:]
     kernel, block_pairs = _kernel(out.dtype, p.head_dim, out.device.index)
-    early = torch.cuda.is_current_stream_capturing()
-    kernel((-(-pairs // block_pairs), 1, 1), (_THREADS, 1, 1), p, early=early)
+    kernel((-(-pairs // block_pairs), 1, 1), (_THREADS, 1, 1), p)
     del floats  # kept alive until the launch was queued; the allocator is ordered by stream after that
 
 

@@ -4,16 +4,6 @@
 
 #include "parts/tma.cuh"
 
-// One contiguous copy to shared memory; its bytes count on `barrier`.
-__device__ __forceinline__ void bulk_load(uint32 destination, const void* source, uint32 bytes, uint32 barrier,
-                                          uint64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          destination),
-      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
 // Starts the copy of `bytes` of shared memory to global memory, as a group of bulk copies of its own.
 __device__ __forceinline__ void bulk_store(void* destination, uint32 source, uint32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)

@@ -3,8 +3,8 @@
 // Compile-time: BF16, HEAD_DIM, BLOCK_M, BLOCK_N.
 #pragma once
 
-#include "parts/bulk_copies.cuh"
 #include "parts/element.cuh"
+#include "parts/tma.cuh"
 #include "parts/uniform.cuh"
 #include "parts/wgmma_fp8_sm90.cuh"
 
@@ -34,6 +34,16 @@ constexpr int kSteps = BLOCK_N / 32;  // k-steps of the second product
 constexpr int kSumColumns = HEAD_DIM == 64 ? 64 : HEAD_DIM / 2;  // of the output, added up at a time
 constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "registers of a multiprocessor");
+
+// One contiguous copy to shared memory; its bytes count on `barrier`.
+__device__ __forceinline__ void bulk_load(uint32 destination, const uint8* source, uint32 bytes, uint32 barrier,
+                                          uint64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          destination),
+      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
 
 // Starts s = q k^T of one tile.
 __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint32 q, uint32 k) {
