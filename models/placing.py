@@ -19,6 +19,7 @@ def place(
 ) -> PreTrainedModel | None:
     """The model over these very tensors, which are on `device`; None when they are not exactly its weights."""
     try:
+        # Not on the meta device: each call would go through torch's references in Python, which import sympy.
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         family_of(model)
@@ -32,7 +33,7 @@ def place(
     for name, buffer in list(model.named_buffers()):
         if buffer.device != device:
             module, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module), attribute, torch.empty_like(buffer, device=device))
+            setattr(model.get_submodule(module), attribute, buffer.to(device))
     with torch.no_grad():
         model.init_weights()  # the buffers that no checkpoint holds (rotary frequencies); and ties what is tied
     return model

@@ -80,6 +80,28 @@ def test_one_that_is_imported_stays() -> None:
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
+PLACE = """
+from pathlib import Path
+from models.unused_packages import leave_out
+folder = Path(sys.argv[1])
+leave_out(folder)
+from models import patching
+from models.descriptions import read_config
+from models.placing import place
+from models.stored_weights import readable
+from models.weight_reading import WeightReading
+patching.register()
+cpu = torch.device("cpu")
+reading = WeightReading(readable(folder), cpu)
+assert place(reading.finish(), read_config(folder), torch.bfloat16, cpu, patching.LONGWAVE_PAGED) is not None
+assert "sympy" not in sys.modules
+"""
+
+
+def test_a_model_is_made_without_the_compiler_and_what_it_brings(bundled_source: ModelSource) -> None:
+    assert not is_real(PLACE, str(bundled_source.fetch()))
+
+
 ENGINE = """
 from models.stages import Stages
 from server.engine.config import EngineConfig
