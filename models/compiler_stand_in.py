@@ -5,7 +5,7 @@ Whoever wants anything else of it gets the real one, imported then.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,7 +20,7 @@ def stand_in() -> None:
     """For a process that compiles nothing with torch.compile; where torch._dynamo is imported already, it stays."""
     if NAME in sys.modules:
         return
-    sys.modules[NAME] = _Compiler(NAME)
+    sys.modules[NAME] = _Compiler()
     masks: Any = ModuleType(MASKS)
     masks.TransformGetItemToIndex = _transform_get_item_to_index
     sys.modules[MASKS] = masks
@@ -36,7 +36,9 @@ def _real() -> ModuleType:
 
 
 class _Compiler(ModuleType):
-    __path__: Sequence[str] = ()  # it has modules of its own: _Submodules finds them
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self.__path__ = []  # it has modules of its own: _Submodules finds them
 
     @staticmethod
     def disable(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
