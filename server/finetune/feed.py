@@ -13,9 +13,9 @@ EVENTS_AT_ONCE = 100
 NEWS_SECONDS = 1.0
 
 
-async def follow(writer: Writer, job_id: str, seen: int) -> AsyncIterator[Event | None]:
-    """Those behind the sequence number `seen`, the oldest first. None now and then: no news. Raises
-    InsufficientStorage."""
+async def follow(writer: Writer, job_id: str, seen: float) -> AsyncIterator[Event | None]:
+    """Those behind the place `seen` (a sequence number, or one between two), the oldest first. None now and then: no
+    news. Raises InsufficientStorage."""
     changed = writer.listen(news=True)
     try:
         while True:
@@ -36,5 +36,5 @@ async def follow(writer: Writer, job_id: str, seen: int) -> AsyncIterator[Event 
         writer.forget(changed)
 
 
-def _events_after(job_id: str, seen: int, store: JobStore) -> list[Event]:
+def _events_after(job_id: str, seen: float, store: JobStore) -> list[Event]:
     return store.journal.events(job_id, after=seen, before=None, limit=EVENTS_AT_ONCE)

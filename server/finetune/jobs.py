@@ -157,13 +157,13 @@ class FineTuning:
     async def events(self, job_id: str, owner: str, after: str | None, limit: int) -> list[Event]:
         """The newest first, older than the event `after`."""
         job = await self.get(job_id, owner)
-        before = None if after is None else await self._event_sequence(job, after)
+        before = None if after is None else await self._event_place(job, after)
         return await self._store(lambda store: store.journal.events(job.id, after=None, before=before, limit=limit))
 
     async def follow(self, job: Job, after: str | None) -> AsyncIterator[Event | None]:
         """The job's events behind `after`, the oldest first, as they come, until it has ended. None now and then: no
         news. Raises JobMissing for an `after` that is no event of the job."""
-        seen = 0 if after is None else await self._event_sequence(job, after)
+        seen = 0 if after is None else await self._event_place(job, after)
         return follow(self._writer, job.id, seen)
 
     async def checkpoints(self, job_id: str, owner: str, after: str | None, limit: int) -> tuple[Job, list[Checkpoint]]:
@@ -215,11 +215,11 @@ class FineTuning:
         self._changed()
         return steered
 
-    async def _event_sequence(self, job: Job, event_id: str) -> int:
-        sequence = await self._store(lambda store: store.journal.event_sequence(job.id, event_id))
-        if sequence is None:
+    async def _event_place(self, job: Job, event_id: str) -> float:
+        place = await self._store(lambda store: store.journal.event_place(job.id, event_id))
+        if place is None:
             raise JobMissing(f"No such event of this job: {event_id[:64]}", param="after")
-        return sequence
+        return place
 
     def _changed(self) -> None:
         self._writer.announce()

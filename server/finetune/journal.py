@@ -1,5 +1,6 @@
 """Events, steps and checkpoints of jobs in SQL. Must not know who may write them: server.finetune.leases does."""
 
+import re
 import secrets
 import sqlite3
 from typing import Any
@@ -12,6 +13,7 @@ from server.finetune.records import Checkpoint, Event, Level, Step
 FIRST_EVENTS = 100
 TRIM_EVERY = 100  # events of a job: looking takes longer than writing
 TRIMMED = 1000  # events at once: a job may have had more when the limit was set
+_EVENT_ID = re.compile(r"ftevent-([0-9a-f]{12})[0-9a-f]{20}")
 
 
 class Journal:
@@ -29,7 +31,7 @@ class Journal:
         text = None if data is None else msgspec.json.encode(data).decode()
         self._connection.execute(
             "INSERT INTO events (id, job_id, created_at, level, message, type, data) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (f"ftevent-{secrets.token_hex(16)}", job_id, now, level, message, kind, text),
+            (_event_id(now), job_id, now, level, message, kind, text),
         )
         said = self._said.get(job_id, TRIM_EVERY) + 1
         if said > TRIM_EVERY:
@@ -91,8 +93,8 @@ class Journal:
         last: float | None = self._connection.execute(asked, (job_id,)).fetchone()[0]
         return last
 
-    def events(self, job_id: str, *, after: int | None, before: int | None, limit: int) -> list[Event]:
-        """Behind `after`, the oldest first; else the newest first, and older than `before` when it is given."""
+    def events(self, job_id: str, *, after: float | None, before: float | None, limit: int) -> list[Event]:
+        """Behind the place `after`, the oldest first; else the newest first, and before `before` when it is given."""
         where, bound = ("sequence > ?", after) if after is not None else ("sequence < ?", before or 2**62)
         direction = "ASC" if after is not None else "DESC"
         rows = self._connection.execute(
@@ -105,11 +107,24 @@ class Journal:
             for sequence, name, at, level, message, kind, data in rows
         ]
 
-    def event_sequence(self, job_id: str, event_id: str) -> int | None:
+    def event_place(self, job_id: str, event_id: str) -> float | None:
+        """Its sequence number; of one that was trimmed, a place between those of the events that are left. None: it is
+        none of the job's."""
         row = self._connection.execute(
             "SELECT sequence FROM events WHERE job_id = ? AND id = ?", (job_id, event_id)
         ).fetchone()
-        return None if row is None else int(row[0])
+        return self._place_of_trimmed(job_id, event_id) if row is None else float(row[0])
+
+    def _place_of_trimmed(self, job_id: str, event_id: str) -> float | None:
+        """All of them came behind the first events and before the others."""
+        named = _EVENT_ID.fullmatch(event_id)
+        asked = "SELECT sequence, created_at FROM events WHERE job_id = ? ORDER BY sequence"
+        first = self._connection.execute(f"{asked} LIMIT 1 OFFSET ?", (job_id, FIRST_EVENTS - 1)).fetchone()
+        if named is None or first is None:
+            return None
+        _, newest = self._connection.execute(f"{asked} DESC LIMIT 1", (job_id,)).fetchone()
+        sequence, begin = first
+        return sequence + 0.5 if _milliseconds(begin) <= int(named[1], 16) <= _milliseconds(newest) else None
 
     def checkpoints(self, job_id: str, *, before_step: int | None, limit: int) -> list[Checkpoint]:
         """The newest first."""
@@ -140,3 +155,12 @@ def metrics(step: Step) -> dict[str, int | float]:
         "full_valid_mean_token_accuracy": step.valid_mean_token_accuracy,
     }
     return {name: value for name, value in measured.items() if value is not None}
+
+
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def _event_id(now: float) -> str:
+    """Begins with its time, as in RFC 9562's version 7: that it was a job's is known when it is gone."""
+    return f"ftevent-{_milliseconds(now):012x}{secrets.token_hex(10)}"

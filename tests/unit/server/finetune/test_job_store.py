@@ -125,8 +125,8 @@ def test_events_can_be_read_from_both_ends(tmp_path: Path) -> None:
         assert newest == every[::-1][:2]
         assert store.journal.events("ftjob-1", after=None, before=newest[-1].sequence, limit=100) == every[::-1][2:]
         assert store.journal.events("ftjob-1", after=every[3].sequence, before=None, limit=2) == every[4:6]
-        assert store.journal.event_sequence("ftjob-1", every[3].id) == every[3].sequence
-        assert store.journal.event_sequence("ftjob-2", every[3].id) is None
+        assert store.journal.event_place("ftjob-1", every[3].id) == every[3].sequence
+        assert store.journal.event_place("ftjob-2", every[3].id) is None
 
 
 def test_checkpoints_are_the_newest_first_with_their_metrics(tmp_path: Path) -> None:

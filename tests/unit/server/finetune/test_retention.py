@@ -55,6 +55,29 @@ def test_the_first_events_of_a_job_and_the_newest_are_kept(tmp_path: Path) -> No
     store.close()
 
 
+def test_who_saw_an_event_that_was_trimmed_goes_on_behind_it(tmp_path: Path) -> None:
+    store = JobStore(tmp_path / "jobs.sqlite3", max_events=MOST)
+    begin, ids = 1_795_000_000.0, []
+    for number in range(3 * MOST):
+        with store.transaction():
+            store.journal.say("ftjob-1", begin + number / 100, str(number))
+        ids.append(store.journal.events("ftjob-1", after=None, before=None, limit=1)[0].id)
+    kept = numbers(store)
+    for seen in (FIRST_EVENTS, MOST, kept[FIRST_EVENTS] - 1):
+        assert seen not in kept
+        place = store.journal.event_place("ftjob-1", ids[seen])
+        behind = store.journal.events("ftjob-1", after=place, before=None, limit=10_000)
+        assert [int(event.message) for event in behind] == kept[FIRST_EVENTS:]
+        older = store.journal.events("ftjob-1", after=None, before=place, limit=2)
+        assert [int(event.message) for event in older] == [FIRST_EVENTS - 1, FIRST_EVENTS - 2]
+    times = (begin - 1, begin + 3 * MOST)
+    strangers = [f"ftevent-{int(at * 1000):012x}{'0' * 20}" for at in times]
+    for none in ("ftevent-none", *strangers, f"{ids[MOST]}0", ids[MOST].upper()):
+        assert store.journal.event_place("ftjob-1", none) is None
+    assert store.journal.event_place("ftjob-2", ids[MOST]) is None
+    store.close()
+
+
 def test_a_job_that_has_few_events_keeps_them_all(tmp_path: Path) -> None:
     store = JobStore(tmp_path / "jobs.sqlite3", max_events=MOST)
     say(store, 0, MOST - TRIM_EVERY)
