@@ -116,15 +116,16 @@ class Journal:
         return self._place_of_trimmed(job_id, event_id) if row is None else float(row[0])
 
     def _place_of_trimmed(self, job_id: str, event_id: str) -> float | None:
-        """All of them came behind the first events and before the others."""
+        """There is one gap: behind the first events. What was in it is known by its time."""
         named = _EVENT_ID.fullmatch(event_id)
-        asked = "SELECT sequence, created_at FROM events WHERE job_id = ? ORDER BY sequence"
-        first = self._connection.execute(f"{asked} LIMIT 1 OFFSET ?", (job_id, FIRST_EVENTS - 1)).fetchone()
-        if named is None or first is None:
+        around = self._connection.execute(
+            "SELECT sequence, created_at FROM events WHERE job_id = ? ORDER BY sequence LIMIT 2 OFFSET ?",
+            (job_id, FIRST_EVENTS - 1),
+        ).fetchall()
+        if named is None or len(around) < 2:
             return None
-        _, newest = self._connection.execute(f"{asked} DESC LIMIT 1", (job_id,)).fetchone()
-        sequence, begin = first
-        return sequence + 0.5 if _milliseconds(begin) <= int(named[1], 16) <= _milliseconds(newest) else None
+        (sequence, begin), (_, end) = around
+        return sequence + 0.5 if _milliseconds(begin) <= int(named[1], 16) <= _milliseconds(end) else None
 
     def checkpoints(self, job_id: str, *, before_step: int | None, limit: int) -> list[Checkpoint]:
         """The newest first."""

@@ -70,7 +70,7 @@ def test_who_saw_an_event_that_was_trimmed_goes_on_behind_it(tmp_path: Path) -> 
         assert [int(event.message) for event in behind] == kept[FIRST_EVENTS:]
         older = store.journal.events("ftjob-1", after=None, before=place, limit=2)
         assert [int(event.message) for event in older] == [FIRST_EVENTS - 1, FIRST_EVENTS - 2]
-    times = (begin - 1, begin + 3 * MOST)
+    times = (begin - 1, begin + 0.005, begin + (kept[-1] - 1) / 100 + 0.005, begin + 3 * MOST)
     strangers = [f"ftevent-{int(at * 1000):012x}{'0' * 20}" for at in times]
     for none in ("ftevent-none", *strangers, f"{ids[MOST]}0", ids[MOST].upper()):
         assert store.journal.event_place("ftjob-1", none) is None
