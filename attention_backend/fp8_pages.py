@@ -25,8 +25,7 @@ def attention(args: AttentionArgs) -> Tensor:
     if not is_copied(args):
         return dispatch.run(args)[0]
     assert args.block_table is not None
-    per_page = args.k.shape[1] * args.num_kv_heads * (args.head_dim + args.head_dim_v) * args.dtype.itemsize
-    at_once = max(1, COPY_BYTES // max(1, args.block_table.shape[1] * per_page))
+    at_once = max(1, pages_at_once(args) // max(1, args.block_table.shape[1]))
     out: Tensor | None = None
     for first in range(0, args.batch, at_once):
         some = _over_copies(_sequences(args, slice(first, first + at_once)))
@@ -38,6 +37,12 @@ def attention(args: AttentionArgs) -> Tensor:
             rows = torch.arange(some.shape[0], device=some.device) >= args.cu_seqlens_q[first]
             out = torch.where(rows[:, None, None], some, out)
     return args.q.new_zeros(args.out_shape) if out is None else out
+
+
+def pages_at_once(args: AttentionArgs) -> int:
+    """How many pages of several sequences are copied at once; one sequence's are, however many it has."""
+    page_bytes = args.k.shape[1] * args.num_kv_heads * (args.head_dim + args.head_dim_v) * args.dtype.itemsize
+    return COPY_BYTES // page_bytes
 
 
 def kernel(args: AttentionArgs) -> str:

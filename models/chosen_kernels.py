@@ -28,16 +28,17 @@ def chosen_kernels(
     return names
 
 
-def copies_pages(
+def copied_pages(
     sites: Sequence[AttentionSite], caches: KVCaches, dtype: torch.dtype, rows: int, max_model_len: int
-) -> bool:
-    """Whether prefills of so many rows run over copies of float8 pages: of as many pages as the longest context has."""
+) -> int:
+    """How many float8 pages of several sequences are copied at once in prefills of so many rows, one sequence's being
+    as many as it has. 0: none are copied."""
     problems = (
         _representative_args(site, pages, dtype, rows, max_model_len)
         for site, pages in zip(sites, caches, strict=True)
         if pages.k_scale is not None
     )
-    return any(map(fp8_pages.is_copied, problems))
+    return min((fp8_pages.pages_at_once(args) for args in problems if fp8_pages.is_copied(args)), default=0)
 
 
 def _representative_args(

@@ -26,7 +26,7 @@ class Rehearsals:
     block_size: int
     on_gpu: bool
     shares: bool  # steps may name pages that sequences share
-    copies: bool = False  # as many pages as a context has are copied: memory grows with it
+    copied_pages: int = 0  # so many of several sequences are copied at once, and of one all that it has
     adapter_slot: int = NO_ADAPTER
 
     def steps(self) -> Iterator[StepBatch]:
@@ -44,10 +44,23 @@ class Rehearsals:
     def _largest_prefill(self) -> StepBatch:
         """max_num_batched_tokens new tokens, each sequence at the end of a long context."""
         left = self.max_num_batched_tokens if self.on_gpu else min(self.max_num_batched_tokens, _CPU_TOKENS)
+        if self.copied_pages:
+            return self._largest_copy(left)
         seqs: list[ScheduledSeq] = []
         while left and len(seqs) < self.max_num_seqs:
             new = min(left, self.max_model_len)
-            seqs.append(self._sequence(len(seqs), new, self._context(new, whole=self.copies)))
+            seqs.append(self._sequence(len(seqs), new, self._context(new, _CONTEXT)))
+            left -= new
+        return StepBatch(tuple(seqs))
+
+    def _largest_copy(self, left: int) -> StepBatch:
+        """The same, of as many sequences as have all pages that are copied at once: the last ones bring one token."""
+        count = min(-(-self.copied_pages // self._blocks(self.max_model_len)), self.max_num_seqs, left)
+        keys = self.copied_pages // count * self.block_size if count > 1 else self.max_model_len
+        seqs: list[ScheduledSeq] = []
+        while left and len(seqs) < self.max_num_seqs:
+            new = min(left - max(0, count - len(seqs) - 1), self.max_model_len)
+            seqs.append(self._sequence(len(seqs), new, self._context(new, max(0, keys - new))))
             left -= new
         return StepBatch(tuple(seqs))
 
@@ -60,14 +73,16 @@ class Rehearsals:
     def _full_decode(self) -> StepBatch:
         """One token of as many sequences as there may be, each at the end of a long context."""
         num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens) if self.on_gpu else 1
-        computed = max(1, self._context(1, whole=self.copies))
+        computed = max(1, self._context(1, self.max_model_len if self.copied_pages else _CONTEXT))
         return StepBatch(tuple(self._sequence(slot, 1, computed) for slot in range(num_seqs)))
 
-    def _context(self, new: int, *, whole: bool = False) -> int:
+    def _context(self, new: int, most: int) -> int:
         """Keys before `new` tokens."""
-        longest = self.max_model_len - new if self.on_gpu else 0
-        return longest if whole else min(longest, _CONTEXT)
+        return min(self.max_model_len - new, most) if self.on_gpu else 0
 
     def _sequence(self, slot: int, new: int, computed: int) -> ScheduledSeq:
-        blocks = [0] * -(-(computed + new) // self.block_size)
+        blocks = [0] * self._blocks(computed + new)
         return ScheduledSeq(slot, [0] * new, computed, blocks, sample=True, adapter_slot=self.adapter_slot)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)

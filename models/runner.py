@@ -13,7 +13,7 @@ from attention_backend.preparation import StepLayer, make_ready, step_kernels
 from models.adapters import AdapterSlots, LoraLimits, find_linears
 from models.attention_sites import find_attention_sites
 from models.batch import NO_ADAPTER
-from models.chosen_kernels import chosen_kernels, copies_pages
+from models.chosen_kernels import chosen_kernels, copied_pages
 from models.copies import reserve_pinned
 from models.cpu_pool import cpu_pool_bytes
 from models.fingerprint import fingerprint
@@ -179,7 +179,7 @@ class ModelRunner(StepLauncher):
         attends = self._forward.attends_in_chains and self._kv_dtype != FP8
         shapes = decode_shapes(self._max_num_seqs, self._max_model_len if attends else 0)
         rows = [site.num_heads // site.num_kv_heads * (self._max_drafts + 1) for site in self._sites]
-        copied = self._copies_pages(CHUNKS[-1])
+        copied = self._copied_pages(CHUNKS[-1]) > 0
         if not copied or max(rows) <= DECODE_ROWS:
             shapes += draft_shapes(self._max_num_seqs, self._max_drafts)
         if not copied:
@@ -197,7 +197,7 @@ class ModelRunner(StepLauncher):
             block_size=self.block_size,
             on_gpu=self.device.type == "cuda",
             shares=self.sharing_limits is not None,
-            copies=self._copies_pages(self._max_tokens),
+            copied_pages=self._copied_pages(self._max_tokens),
             adapter_slot=NO_ADAPTER if self.adapters is None else self.adapters.limits.max_loras - 1,
         )
         with nullcontext() if self.adapters is None else self.adapters.rehearsing():
@@ -206,8 +206,8 @@ class ModelRunner(StepLauncher):
         self._warm = True
         self._stages.end("rehearsals")
 
-    def _copies_pages(self, rows: int) -> bool:
-        return copies_pages(self._sites, self._kv_caches, self._dtype, rows, self._max_model_len)
+    def _copied_pages(self, rows: int) -> int:
+        return copied_pages(self._sites, self._kv_caches, self._dtype, rows, self._max_model_len)
 
     def _make_adapter_slots(self, model: PreTrainedModel, lora: LoraLimits) -> AdapterSlots:
         linears = find_linears(model)

@@ -1,13 +1,15 @@
 """Steps that run before anybody is served: their sizes, and how long their contexts are."""
 
+import pytest
+
 from models.batch import StepBatch
 from models.rehearsals import Rehearsals
 
 
-def steps(*, on_gpu: bool = True, copies: bool = False, max_model_len: int = 131_072) -> list[StepBatch]:
+def steps(*, on_gpu: bool = True, copied_pages: int = 0, max_model_len: int = 131_072) -> list[StepBatch]:
     rehearsals = Rehearsals(
         max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=max_model_len, block_size=32, on_gpu=on_gpu,
-        shares=True, copies=copies,
+        shares=True, copied_pages=copied_pages,
     )  # fmt: skip
     return list(rehearsals.steps())
 
@@ -25,9 +27,23 @@ def test_the_largest_steps_of_a_gpu_have_a_long_context_and_not_the_longest() ->
 
 
 def test_where_pages_are_copied_the_longest_context_is_what_takes_most_memory() -> None:
-    first, *_, last = steps(copies=True)
-    assert contexts(first) == {131_072 - 8192}
+    first, *_, last = steps(copied_pages=1000)
+    assert (len(first.seqs), contexts(first)) == (1, {131_072 - 8192})
     assert contexts(last) == {131_072 - 1}
+
+
+@pytest.mark.parametrize("max_model_len", [131_072, 100_000, 32_768, 1000])
+@pytest.mark.parametrize("copied_pages", [8192, 5000])
+def test_so_many_sequences_that_all_pages_that_are_copied_at_once_are(max_model_len: int, copied_pages: int) -> None:
+    """One sequence's alone were rehearsed, and memory for two of 131,072 keys was not there when they came."""
+    first, *_ = steps(copied_pages=copied_pages, max_model_len=max_model_len)
+    width = max(len(seq.block_ids) for seq in first.seqs)
+    at_once = min(copied_pages // width, len(first.seqs))
+    most = min(copied_pages, 256 * -(-max_model_len // 32))
+    assert at_once * width > 0.9 * most
+    assert max(len(seq.token_ids) for seq in first.seqs) > min(1024, max_model_len - 1)  # so that they are
+    assert sum(len(seq.token_ids) for seq in first.seqs) == 8192
+    assert all(seq.num_computed + len(seq.token_ids) <= max_model_len for seq in first.seqs)
 
 
 def test_no_context_is_longer_than_a_model_allows() -> None:

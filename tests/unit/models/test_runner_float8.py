@@ -6,8 +6,8 @@ from batch_driver import generate
 from tiny_models import as_loaded, random_model, tiny_config
 
 from attention_backend import fp8_pages
-from models.batch import SamplingParams
-from models.kv_pool import FP8, KVCacheDtypeError
+from models.batch import SamplingParams, ScheduledSeq, StepBatch
+from models.kv_pool import FP8, KVCacheDtypeError, MemoryBudget
 from models.runner import ModelRunner
 
 
@@ -66,6 +66,29 @@ def test_chunks_over_float8_pages_answer_in_graphs_as_without() -> None:
         common = first.keys() & second.keys()
         assert len(common) >= 8
         assert all(abs(first[token] - second[token]) < 0.1 for token in common)
+
+
+@pytest.mark.gpu
+def test_memory_is_kept_for_as_many_copied_pages_as_several_long_prompts_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, block_size, count = 32_768, 16, 5
+    page_bytes = block_size * 2 * (16 + 16) * 2  # of both heads' keys and values, 16 dimensions of two bytes each
+    monkeypatch.setattr(fp8_pages, "COPY_BYTES", count * length // block_size * page_bytes)
+    config = tiny_config(max_position_embeddings=length)
+    made = ModelRunner(
+        as_loaded(random_model(config).to("cuda:0", torch.bfloat16)),  # type: ignore[arg-type]
+        block_size=block_size, max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=length,
+        memory_budget=MemoryBudget(kv_cache_memory_bytes=1 << 28), kv_dtype="fp8", enforce_eager=True,
+    )  # fmt: skip
+    before = torch.cuda.memory_allocated()
+    for lengths in ([2048], [1500, 548], [1500, *[137] * 4], [1105, *[1] * 7]):
+        seqs = [
+            ScheduledSeq(slot, [0] * new, length - new, [0] * (length // block_size), sample=True)
+            for slot, new in enumerate(lengths)
+        ]
+        torch.cuda.reset_peak_memory_stats()
+        made._rehearse(StepBatch(tuple(seqs)))
+        taken = torch.cuda.max_memory_allocated() - before
+        assert min(len(lengths), count) * length // block_size * page_bytes <= taken <= 1.01 * made._step_bytes, lengths
 
 
 def test_the_pool_is_float8_and_every_phase_has_a_kernel() -> None:
