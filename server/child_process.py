@@ -10,6 +10,10 @@ from typing import Protocol
 
 import msgspec
 
+#: How many products torch and oneDNN keep compiled on a CPU, each in a cache of its own: as many as some 25 numbers of
+#: rows need. Every number of rows of every shape is one, of half a megabyte; with their own limit (1024) an engine grew
+#: by 600 MB within minutes of mixed requests, and was hardly faster.
+PRODUCTS = {"LRU_CACHE_CAPACITY": "128", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 #: What torch reads from the environment of a process that trains, unless the operator's own says otherwise. Without the
 #: first, deterministic plans are refused on a GPU (32 MiB: as much as torch gives cuBLAS on Hopper). Without the other
 #: one, what a long sequence keeps lies scattered between blocks that its layers free, and less of it fits.
@@ -52,13 +56,13 @@ def spawn(
     """`python -m worker arguments...`, which imports what this process would and keeps `files` (descriptors) open.
 
     `cache_dir`: of kernels, which are cached by a room that knows no settings, only LONGWAVE_CACHE_DIR. `defaults`: of
-    the environment. Raises OSError.
+    the environment, beside PRODUCTS. Raises OSError.
     """
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     cache = {} if cache_dir is None else {"LONGWAVE_CACHE_DIR": cache_dir}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", worker, *arguments],
-        env={**(defaults or {}), **os.environ, **cache, "PYTHONPATH": path},
+        env={**PRODUCTS, **(defaults or {}), **os.environ, **cache, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         pass_fds=files,
         process_group=process_group,

@@ -1,6 +1,10 @@
 """The API process's door: how many requests may be open at once, and which prompts can ever fit. Must not know
-tokens' texts, queues or blocks: a refusal here costs nothing that was worth having."""
+tokens' texts, queues or blocks: a refusal here costs nothing that was worth having.
 
+When it is full, a tenant (whoever has a key of their own) with less than an equal part of the room still comes in, so
+that nobody shuts others out by being many. So k of them together have at most 1 + 1/2 + ... + 1/k times the room."""
+
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,12 +19,16 @@ class Admission:
     def __init__(self, max_requests: int, max_model_len: int | None = None) -> None:
         self.max_requests = max_requests
         self.max_model_len = max_model_len
-        self.num_requests = 0
+        self._open: Counter[bytes] = Counter()  # of each tenant that has any
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Admission":
         """Room for what runs and for what may wait."""
         return cls(config.max_num_seqs + config.max_queued_requests, config.max_model_len)
+
+    @property
+    def num_requests(self) -> int:
+        return self._open.total()
 
     def learn(self, ready: EngineReady) -> None:
         """The engine knows the served length only once model and KV cache are there."""
@@ -52,7 +60,7 @@ class Admission:
             )
 
     @contextmanager
-    def reserve(self, num_sequences: int = 1) -> Iterator[None]:
+    def reserve(self, num_sequences: int = 1, tenant: bytes = b"") -> Iterator[None]:
         """Taken before tokenising, held until the answer is complete. Raises ServerOverloaded at once when full, and
         InvalidRequest for more sequences than there is ever room for."""
         if num_sequences > self.max_requests:
@@ -61,10 +69,18 @@ class Admission:
                 "served at once.",
                 param="n",
             )
-        if self.num_requests + num_sequences > self.max_requests:
+        if not self._has_room(num_sequences, tenant):
             raise ServerOverloaded(f"The server is full: {self.num_requests} requests are open. Try again later.")
-        self.num_requests += num_sequences
+        self._open[tenant] += num_sequences
         try:
             yield
         finally:
-            self.num_requests -= num_sequences
+            self._open[tenant] -= num_sequences
+            if not self._open[tenant]:
+                del self._open[tenant]
+
+    def _has_room(self, num_sequences: int, tenant: bytes) -> bool:
+        if self.num_requests + num_sequences <= self.max_requests:
+            return True
+        part = self.max_requests // len({*self._open, tenant})
+        return self._open[tenant] + num_sequences <= part

@@ -1,9 +1,11 @@
 """Requests with a slot and blocks: how they get both, how their blocks grow with their tokens, and who gives them up
 when none is free. Knows no queue, no step and no time.
 
-The youngest gives up first, so the oldest always goes on."""
+The youngest gives up first, so the oldest always goes on; and before anybody else's, the youngest of a tenant that
+holds more than an equal part of the blocks, but for its oldest."""
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -58,10 +60,9 @@ class RunningRequests:
     def grow(self) -> Ready:
         """A block for each decode that is short of one."""
         ready = Ready()
-        index = 0
-        while index < len(self.oldest_first):  # preemption takes from the end, and rows before `index` are older
-            request = self.oldest_first[index]
-            index += 1
+        for request in list(self.oldest_first):
+            if request.state is not RequestState.RUNNING:  # an older one has its blocks
+                continue
             if request.num_remaining > 1:
                 ready.prompts.append(request)
             elif request.awaits_its_end or request.num_drafts:
@@ -76,6 +77,18 @@ class RunningRequests:
         while end > self._room(request) and self.cache.grow(request):
             pass
         return min(num_tokens, self._room(request) - request.num_computed)
+
+    def preempt(self, request: Request) -> None:
+        """It gives up all that it holds, and waits again."""
+        self.oldest_first.remove(request)
+        self.release(request)
+        request.num_preemptions += 1
+        request.state = RequestState.WAITING
+
+    def private_blocks(self, request: Request) -> int:
+        """Blocks that come free when it gives them up."""
+        references = self.cache.pool.references
+        return sum(references[block] == 1 for block in request.block_ids)
 
     def release(self, request: Request) -> None:
         """Takes back what the request holds, if anything."""
@@ -109,13 +122,28 @@ class RunningRequests:
         return len(request.block_ids) * self.cache.block_size
 
     def _find_block(self, request: Request, preempted: list[Request]) -> bool:
-        """One more block, at the cost of the youngest requests. False: the request itself was the youngest."""
+        """One more block, at the cost of younger requests. False: it was the request itself that gave up."""
         while not self.cache.grow(request):
-            victim = self.oldest_first.pop()
-            self.release(victim)
-            victim.num_preemptions += 1
-            victim.state = RequestState.WAITING
+            victim = self._victim(request)
+            self.preempt(victim)
             preempted.append(victim)
             if victim is request:
                 return False
         return True
+
+    def _victim(self, request: Request) -> Request:
+        """Who gives up its blocks for the request: that itself, or a younger one."""
+        oldest: dict[bytes, Request] = {}
+        for other in self.oldest_first:
+            oldest.setdefault(other.cache_salt, other)
+        if len(oldest) > 1:
+            part = self.cache.pool.num_usable / len(oldest)
+            held: Counter[bytes] = Counter()
+            for other in self.oldest_first:
+                held[other.cache_salt] += self.private_blocks(other)
+            for other in reversed(self.oldest_first):
+                if other.sequence_number < request.sequence_number:
+                    break
+                if held[other.cache_salt] > part and other is not oldest[other.cache_salt]:
+                    return other
+        return self.oldest_first[-1]

@@ -6,7 +6,8 @@ A step may be scheduled while the one before still runs: its tokens count as the
 Every running decode has its token in every step (and guesses of further ones, see drafting.py: then none until those
 are compared with what the step sampled); prompts share what is left of the step's token budget (prefill.py).
 A request is admitted only when its whole prompt and one more block fit. When a decode finds no block, the youngest
-request gives up its blocks and is computed again later: its generated tokens are kept, so its answer is the same."""
+request gives up its blocks and is computed again later: its generated tokens are kept, so its answer is the same. So
+does one of a tenant that holds more than its part while another waits for its own (reclaim.py)."""
 
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from server.engine.limits import SchedulerConfig
 from server.engine.messages import AddRequest, TokenDelta
 from server.engine.open_requests import Event, OpenRequests
 from server.engine.prefill import PrefillPlan
+from server.engine.reclaim import Reclaim
 from server.engine.request import Request, RequestState
 from server.engine.running import RunningRequests
 from server.engine.sharing import PrefixSharing
@@ -54,6 +56,7 @@ class Scheduler:
         self.burst = Burst()
         self.waiting = WaitingQueue(cache, self.adapters, self.step_time, self.fairness)  # preempted ones included
         self.running = RunningRequests(cache, self.adapters, sharing, config.max_num_seqs)
+        self.reclaim = Reclaim(self.adapters, self.waiting, self.running, self.fairness)
         self.open = OpenRequests(config, self.adapters, self.waiting, self.running, drafter, clock)
         self.num_preemptions = 0
         self.prompt_tokens = 0
@@ -72,14 +75,16 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         self.cache.settle()
+        preempted = self.reclaim.preempt(self.clock()) if self.waiting else []
         ready = self.running.grow()
         decodes = ready.decodes
-        for request in ready.preempted:
+        preempted += ready.preempted
+        for request in preempted:
             self.waiting.add(request)
-        self.num_preemptions += len(ready.preempted)
-        drafts = {} if ready.preempted else self._draft(decodes, beside_prompts=bool(ready.prompts))
+        self.num_preemptions += len(preempted)
+        drafts = {} if preempted else self._draft(decodes, beside_prompts=bool(ready.prompts))
         plan = self._plan(decodes, ready.prompts, self.assembly.decode_work(decodes, drafts))
-        admitted = self._admit(plan) if self.waiting and not ready.preempted else []
+        admitted = self._admit(plan) if self.waiting and not preempted else []  # their last step may be in flight
         self.cache.queue_transfers()  # no block is taken after this
         shares, work = plan.shares()
         if not decodes and not shares:

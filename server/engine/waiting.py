@@ -6,6 +6,7 @@ limit only: a giant prompt neither blocks the queue nor waits for ever, and neit
 slot."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
 from itertools import takewhile
@@ -78,6 +79,12 @@ class WaitingQueue:
             late += (request for request in early if not request.was_admitted)
         return late
 
+    def first_of(self, tenant: bytes, arrived_before: float) -> Request | None:
+        """Of those that came before then: the most urgent one that was looked at, or else the oldest."""
+        looked_at = (request for _, request in self._by_tenant.get(tenant, []))
+        requests = (*looked_at, *self._by_age[tenant][:1])
+        return next((request for request in requests if request.arrival_time <= arrived_before), None)
+
     @property
     def first_arrival(self) -> float:
         """When the first of those that wait came; infinity when none does."""
@@ -105,7 +112,9 @@ class WaitingQueue:
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
         num_looked_at = self._matched_in_vain = 0
         oldest = self._oldest(plan.ranks)
-        for request in self._candidates(oldest, plan.ranks):
+        held = Counter(other.cache_salt for other in running)
+        part = (len(running) + num_slots) // len(self._by_age.keys() | held.keys())
+        for request in self._candidates(oldest, plan.ranks, held, part):
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
                 return
             if not self._may_have_slot(request, slotless):
@@ -134,6 +143,7 @@ class WaitingQueue:
             if slotless is not None and request.adapter is not None:
                 slotless.num_slot_bypassed += 1
             num_slots -= 1
+            held[request.cache_salt] += 1
             yield request, hits
             computing.append(request)
 
@@ -142,17 +152,31 @@ class WaitingQueue:
         least = min(ranks[tenant] for tenant in self._by_age)
         return min((requests[0] for t, requests in self._by_age.items() if ranks[t] == least), key=by_age)
 
-    def _candidates(self, oldest: Request, ranks: Mapping[bytes, int]) -> Iterator[Request]:
-        """The oldest, then all others in their order."""
-        if oldest.last_hits >= 0:
-            yield oldest
-        by_rank: dict[int, list[list[tuple[Place, Request]]]] = {}
+    def _candidates(
+        self, oldest: Request, ranks: Mapping[bytes, int], held: Mapping[bytes, int], part: int
+    ) -> Iterator[Request]:
+        """The oldest, then all others in their order; of tenants that have `part` slots by then, `held` being what they
+        have, after all others: who was served least would have all that come free at once, and lose some of them
+        again (reclaim.py)."""
+        first = oldest if oldest.last_hits >= 0 and held[oldest.cache_salt] < part else None
+        if first is not None:
+            yield first
+        by_turn: dict[tuple[bool, int], list[list[tuple[Place, Request]]]] = {}
         for tenant, places in self._by_tenant.items():
-            by_rank.setdefault(ranks[tenant], []).append(places)
-        for _, lists in sorted(by_rank.items()):
+            by_turn.setdefault((held[tenant] >= part, ranks[tenant]), []).append(places)
+        last: list[Request] = []
+        for (had_its_part, _), lists in sorted(by_turn.items()):
+            if had_its_part:
+                yield from last
+                last = []
             for _, request in lists[0] if len(lists) == 1 else merge(*lists, key=_place):
-                if request is not oldest:
+                if request is first:
+                    continue
+                if held[request.cache_salt] >= part and not had_its_part:
+                    last.append(request)
+                else:
                     yield request
+        yield from last
 
     def _has_room(self, request: Request, plan: PrefillPlan, num_hits: int, oldest: Request) -> bool:
         return plan.has_room(request, num_hits * self.cache.block_size, may_be_oldest=request is oldest)

@@ -70,7 +70,7 @@ class Generator:
             again = retry_after_in(self._engine.seconds_to_ready)
             raise EngineUnavailable("The engine is restarting. Try again later.", retry_after=again)
         with ExitStack() as stack:
-            stack.enter_context(self._admission.reserve(job.num_choices))
+            stack.enter_context(self._admission.reserve(job.num_choices, job.cache_salt))
             stack.enter_context(self._active())
             requests = await self._requests(job)
             reservation = stack.pop_all()
@@ -87,9 +87,9 @@ class Generator:
         return generation
 
     @contextmanager
-    def reserve(self, num_sequences: int) -> Iterator[None]:
+    def reserve(self, num_sequences: int, tenant: bytes) -> Iterator[None]:
         """Room for work that speaks with the engine in token ids alone. Raises ServerOverloaded, InvalidRequest."""
-        with self._admission.reserve(num_sequences), self._active():
+        with self._admission.reserve(num_sequences, tenant), self._active():
             yield
 
     async def prompt_texts(self, job: Job) -> list[str]:

@@ -26,7 +26,7 @@ class Door(Protocol):
     tokenizer: TextTokenizer
     ready: EngineReady
 
-    def reserve(self, num_sequences: int) -> AbstractContextManager[None]: ...
+    def reserve(self, num_sequences: int, tenant: bytes) -> AbstractContextManager[None]: ...
 
 
 class AdapterEngine(Protocol):
@@ -52,7 +52,7 @@ class Serving(Protocol):
 async def sample(serving: Serving, adapter: str, call: Sample, salt: bytes) -> Sampled:
     """All samples of the call, together. Raises LongwaveError; the others are aborted then."""
     door = serving.open_door()
-    with door.reserve(call.num_samples):
+    with door.reserve(call.num_samples, salt):
         limit = call.max_tokens or max(1, door.ready.max_model_len - len(call.prompt))
         if len(call.prompt) + limit > door.ready.max_model_len:
             raise ContextLengthExceeded(

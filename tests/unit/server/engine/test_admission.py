@@ -1,5 +1,6 @@
 """The door: what it refuses, and that it counts what it lets in."""
 
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -43,6 +44,33 @@ def test_what_no_waiting_makes_possible_is_not_told_to_come_back() -> None:
     assert (refused.value.status, refused.value.param, refused.value.retry_after) == (400, "n", None)
     with admission.reserve(3):
         assert admission.num_requests == 3
+
+
+def test_one_keys_flood_does_not_shut_out_another_key() -> None:
+    admission = Admission(8)
+    with ExitStack() as open_ones:
+        for _ in range(8):
+            open_ones.enter_context(admission.reserve(1, b"flood"))
+        for _ in range(4):  # an equal part
+            open_ones.enter_context(admission.reserve(1, b"quiet"))
+        open_ones.enter_context(admission.reserve(2, b"third"))  # 8 / 3 of it
+        for tenant in (b"flood", b"quiet", b"third", b""):
+            with pytest.raises(ServerOverloaded, match="14 requests are open"), admission.reserve(3, tenant):
+                pytest.fail(f"there was no room for {tenant!r}")
+    assert admission.num_requests == 0
+    with admission.reserve(8, b"flood"):
+        assert admission.num_requests == 8
+
+
+def test_however_many_keys_come_the_room_is_bounded() -> None:
+    admission = Admission(12)
+    with ExitStack() as open_ones:
+        for number in range(100):
+            tenant = b"%d" % number
+            with suppress(ServerOverloaded):
+                while True:
+                    open_ones.enter_context(admission.reserve(1, tenant))
+        assert admission.num_requests == 12 + 6 + 4 + 3 + 2 + 2 + 1 + 1 + 1 + 1 + 1 + 1
 
 
 def test_a_failed_request_gives_its_place_back() -> None:

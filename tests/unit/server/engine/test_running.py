@@ -19,9 +19,9 @@ def running(num_blocks: int, *, max_num_seqs: int = 8) -> RunningRequests:
     return RunningRequests(cache, AdapterTable(), None, max_num_seqs)
 
 
-def started(where: RunningRequests, number: int, num_tokens: int, num_blocks: int) -> Request:
+def started(where: RunningRequests, number: int, num_tokens: int, num_blocks: int, tenant: bytes = b"") -> Request:
     """A request of which one token is left to run."""
-    message = AddRequest(f"r{number}", TokenIds(range(1, 1 + num_tokens)), SamplingParams(max_tokens=100))
+    message = AddRequest(f"r{number}", TokenIds(range(1, 1 + num_tokens)), SamplingParams(max_tokens=100), tenant)
     request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=1000, now=0.0)
     where.start(request, num_blocks, [])
     request.num_computed = num_tokens - 1
@@ -46,6 +46,26 @@ def test_the_youngest_gives_up_whatever_the_order_in_which_they_came() -> None:
     assert not young.block_ids
     assert (old.num_preemptions, middle.num_preemptions, young.num_preemptions) == (0, 1, 1)
     where.check_integrity()
+
+
+def test_a_key_with_more_than_its_part_gives_up_before_another_keys_youngest() -> None:
+    where = running(10)
+    giant, large, quiet = (
+        started(where, 0, 17, 4, b"flood"), started(where, 1, 17, 4, b"flood"), started(where, 2, 5, 2, b"quiet")
+    )  # fmt: skip
+    ready = where.grow()
+    assert (ready.decodes, ready.preempted) == ([giant, quiet], [large])
+    assert list(where) == [giant, quiet]
+    where.check_integrity()
+
+
+def test_a_large_request_that_is_its_keys_oldest_gives_up_no_sooner_than_before() -> None:
+    where = running(9)
+    first, young, younger = (
+        started(where, 0, 29, 7, b"large"), started(where, 1, 5, 1, b"small"), started(where, 2, 5, 1, b"small")
+    )  # fmt: skip
+    ready = where.grow()
+    assert (ready.decodes, ready.preempted) == ([first], [younger, young])
 
 
 def test_prompts_and_those_that_wait_for_results_get_no_block() -> None:

@@ -61,7 +61,7 @@ class Door:
     reserved: int = 0
 
     @contextmanager
-    def reserve(self, num_sequences: int) -> Iterator[None]:
+    def reserve(self, num_sequences: int, tenant: bytes) -> Iterator[None]:
         self.reserved += num_sequences
         try:
             yield
