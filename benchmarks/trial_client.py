@@ -71,13 +71,18 @@ def chat(server: TrialServer, text: str, tokens: int, **more: Any) -> bytes:
     return json.dumps({"model": server.target.model, "temperature": 0} | asked | more).encode()
 
 
-def request(path: str, body: bytes | None) -> bytes:
+def request(path: str, body: bytes | None, key: str | None = None) -> bytes:
     method = "GET" if body is None else "POST"
+    secret = "" if key is None else f"Authorization: Bearer {key}\r\n"
     kind = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{kind}Connection: close\r\n\r\n".encode() + (body or b"")
+    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{secret}{kind}Connection: close\r\n\r\n".encode() + (
+        body or b""
+    )
 
 
-async def ask(url: str, body: bytes | None, path: str = CHAT, leave: Leave | None = None) -> Answer:
+async def ask(
+    url: str, body: bytes | None, path: str = CHAT, leave: Leave | None = None, key: str | None = None
+) -> Answer:
     """Never raises. Who leaves resets the connection; `leave` None: nobody does."""
     place = urlsplit(url)
     sent, first, came = time.monotonic(), None, bytearray()
@@ -85,7 +90,7 @@ async def ask(url: str, body: bytes | None, path: str = CHAT, leave: Leave | Non
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(PATIENCE):
             reader, writer = await asyncio.open_connection(place.hostname, place.port)
-            writer.write(request(path, body))
+            writer.write(request(path, body, key))
             while chunk := await reader.read(65536):
                 came += chunk
                 if first is None and TEXT.search(came):

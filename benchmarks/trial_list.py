@@ -11,11 +11,13 @@ from benchmarks.overload import overload
 from benchmarks.retry_storm import retry_storm
 from benchmarks.soak import soak
 from benchmarks.trial import Row, Scale, Trial
+from benchmarks.two_keys import two_keys
 
 TRIALS = {
     trial.name: trial
     for trial in (
         Trial("overload", "five times as many requests as are answered, at their own times", overload),
+        Trial("keys", "one API key floods the server with long answers, another asks short questions", two_keys),
         Trial("retries", "OpenAI's client and its five retries: a full server, a restarting engine", retry_storm),
         Trial(
             "disconnects",
