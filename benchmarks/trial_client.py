@@ -75,9 +75,8 @@ def request(path: str, body: bytes | None, key: str | None = None) -> bytes:
     method = "GET" if body is None else "POST"
     secret = "" if key is None else f"Authorization: Bearer {key}\r\n"
     kind = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{secret}{kind}Connection: close\r\n\r\n".encode() + (
-        body or b""
-    )
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{secret}{kind}Connection: close\r\n\r\n"
+    return head.encode() + (body or b"")
 
 
 async def ask(

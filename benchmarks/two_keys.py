@@ -13,7 +13,7 @@ from benchmarks.trial_server import QUEUE, SEATS, TrialServer, trial_server
 FLOOD, QUIET = "flood", "quiet"
 CLIENTS = SEATS + 2 * QUEUE  # of the flood: seats and queue are always full, and some are refused
 LONG, SHORT = 2000, 16  # tokens of an answer
-LIMIT_MS = 2000.0  # to a first token: a place is taken back from the flood after half a second
+LIMIT_MS = 2000.0  # to a first token: a place is taken back from the flood after a quarter of a second
 SETTLE = 5.0  # seconds in which the flood fills everything
 
 

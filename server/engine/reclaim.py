@@ -16,7 +16,7 @@ from server.engine.request import Request, by_age
 from server.engine.running import RunningRequests
 from server.engine.waiting import WaitingQueue
 
-PATIENCE = 0.5  # seconds that a request has waited before another gives up its place
+PATIENCE = 0.25  # seconds that a request has waited before another gives up its place
 PAUSE = 0.1  # between two looks
 
 
