@@ -179,6 +179,7 @@ def main() -> None:
     trials, usual = parser.add_argument_group("trials"), Scale()
     trials.add_argument("--trials", nargs="*", choices=trial_list.TRIALS, default=[])
     trials.add_argument("--soak-minutes", type=float, default=usual.soak_seconds / 60)
+    trials.add_argument("--chaos-minutes", type=float, default=usual.chaos_seconds / 60)
     trials.add_argument("--overload-seconds", type=float, default=usual.seconds)
     trials.add_argument("--disconnects", type=int, default=usual.disconnects)
     trials.add_argument("--kills", type=int, default=usual.kills)
@@ -198,6 +199,7 @@ def main() -> None:
     scale = Scale(
         seconds=options.overload_seconds,
         soak_seconds=60 * options.soak_minutes,
+        chaos_seconds=60 * options.chaos_minutes,
         disconnects=options.disconnects,
         kills=options.kills,
     )

@@ -80,7 +80,7 @@ async def file(server: TrialServer, number: int) -> bool:
 
 
 async def job(server: TrialServer, number: int) -> bool:
-    """One step of fine-tuning, and an answer of what came of it."""
+    """One step of fine-tuning, an answer of what came of it, and nothing left of either."""
     method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 1}}}
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT) as client:
         asked = {"model": server.target.model, "training_file": await uploaded(client, number), "method": method}
@@ -88,10 +88,13 @@ async def job(server: TrialServer, number: int) -> bool:
         while made.get("status") in ("validating_files", "queued", "running"):
             await asyncio.sleep(0.5)
             made = (await client.get(f"/v1/fine_tuning/jobs/{made['id']}")).json()
-    if made.get("status") != "succeeded":
-        return False
-    body = json.loads(chat(server, "Hello.", 2)) | {"model": made["fine_tuned_model"]}
-    return (await ask(server.url, json.dumps(body).encode())).is_whole
+        if made.get("status") != "succeeded":
+            return False
+        body = json.loads(chat(server, "Hello.", 2)) | {"model": made["fine_tuned_model"]}
+        answer = await ask(server.url, json.dumps(body).encode())
+        gone = await client.delete(f"/v1/models/{made['fine_tuned_model']}")
+        file_gone = await client.delete(f"/v1/files/{asked['training_file']}")
+    return answer.is_whole and gone.status_code == file_gone.status_code == 200
 
 
 async def uploaded(client: httpx.AsyncClient, number: int) -> str:

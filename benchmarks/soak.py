@@ -5,17 +5,18 @@ import itertools
 import time
 from collections import Counter
 
-from benchmarks.mixed_traffic import MIXED, Kind
+from benchmarks.mixed_traffic import MIXED, Kind, job
 from benchmarks.trial import Measure, Scale
 from benchmarks.trial_server import Held, TrialServer, held, trial_server
 
 CLIENTS = 6
+JOB_EVERY = 800  # requests: one fine-tuning job, whose model is asked and deleted
 WARM = 0.25  # of the time, until what is held counts as before: caches fill
 GROWTH_MB = 20  # of the process, and of the engine's: a first part of a day's
 
 
 def soak(scale: Scale) -> list[Measure]:
-    with trial_server(scale.model) as server:
+    with trial_server(scale.model, weights=True) as server:
         bad: Counter[str] = Counter()
         begin = time.monotonic()
         count = asyncio.run(_mixed(server, scale.soak_seconds * WARM, bad))
@@ -57,7 +58,7 @@ async def _mixed(server: TrialServer, seconds: float, bad: Counter[str]) -> int:
     async def client() -> None:
         while time.monotonic() < end:
             number = next(numbers)
-            kind: Kind = MIXED[number % len(MIXED)]
+            kind: Kind = job if number % JOB_EVERY == JOB_EVERY // 2 else MIXED[number % len(MIXED)]
             if not await kind(server, number):
                 bad[kind.__name__] += 1
 

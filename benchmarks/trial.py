@@ -38,6 +38,7 @@ class Scale:
     model: str = "little"  # trial_server.LITTLE
     seconds: float = 60.0  # of an overload
     soak_seconds: float = 600.0
+    chaos_seconds: float = 600.0
     disconnects: int = 1000
     kills: int = 20
     clients: int = 64  # that retry, at most

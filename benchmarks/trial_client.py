@@ -53,7 +53,12 @@ class Answer:
 
     @property
     def has_error(self) -> bool:
-        return error_of(_unchunked(self.body)) is not None
+        return error_of(self.content) is not None
+
+    @property
+    def content(self) -> bytes:
+        """The body, whether it came in chunks or not."""
+        return _unchunked(self.body)
 
     @property
     def is_clear(self) -> bool:

@@ -3,6 +3,7 @@
 import time
 import traceback
 
+from benchmarks.chaos import chaos
 from benchmarks.disconnects import disconnects
 from benchmarks.egress import egress
 from benchmarks.endless_template import endless_template
@@ -25,6 +26,7 @@ TRIALS = {
             disconnects,
         ),
         Trial("kills", "SIGKILL to the engine under load", engine_kills),
+        Trial("chaos", "processes killed and stopped, connections reset, at random", chaos),
         Trial("egress", "requests of every kind, a fine-tuning job among them; who is connected to", egress),
         Trial("template", "a chat template without an end, and one that doubles a text for ever", endless_template),
         Trial("soak", "mixed traffic", soak),

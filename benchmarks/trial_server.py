@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.fault_clients import Target
 from benchmarks.process_tree import children
@@ -60,7 +61,7 @@ class TrialServer:
 
     def engine(self) -> int | None:
         """The engine's process; None while there is none."""
-        return next((pid for pid in children(self.pid) if ENGINE.encode() in _command(pid)), None)
+        return child(self.pid, ENGINE)
 
     def metrics(self) -> dict[str, float]:
         """Samples by name and labels but the model's, as Prometheus reads them."""
@@ -98,12 +99,15 @@ def trial_server(
     flags: Sequence[str] = SMALL,
     environment: Mapping[str, str] | None = None,
     template: str | None = None,
+    weights: bool = False,
 ) -> Iterator[TrialServer]:
-    """On a CPU and with a data folder of its own. `model`: LITTLE, which may have another chat template, or what a
-    server takes."""
+    """On a CPU and with a data folder of its own. `model`: LITTLE, which may have another chat template and, to be
+    trained, `weights`, or what a server takes."""
     with tempfile.TemporaryDirectory() as parent:
-        random = ["--load-format", "dummy"] if model == LITTLE else []
+        random = ["--load-format", "dummy"] if model == LITTLE and not weights else []
         folder = little_model(Path(parent), template) if model == LITTLE else registry.resolve(model).fetch()
+        if model == LITTLE and weights:
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
         command = [sys.executable, "-m", "server", "serve", "--model", str(folder), "--device", "cpu", *random]
         command += ["--data-dir", str(Path(parent) / "data"), "--log-level", "critical", *flags]
         whole = {**os.environ, "HF_HUB_OFFLINE": "1"} if environment is None else dict(environment)
@@ -133,6 +137,11 @@ def samples(text: str) -> dict[str, float]:
         for key in (name, *([f"{name}{{{reason[1]}}}"] if reason else [])):
             sums[key] = sums.get(key, 0.0) + float(value)
     return sums
+
+
+def child(pid: int, module: str) -> int | None:
+    """The process that runs the module; None while there is none."""
+    return next((other for other in children(pid) if module.encode() in _command(other)), None)
 
 
 def held(pid: int) -> Held:
