@@ -39,7 +39,7 @@ def page(
     done = [outcome for outcome in outcomes if outcome.completed]
     charts = [cdf(TITLES[name], found.distributions[name]) for name in metrics]
     charts.append(Chart("Output tokens a second", "s", "tokens/s", tokens_per_second(done), steps=True))
-    running = thin(concurrency(done))
+    running = thin_steps(concurrency(done))
     charts.append(Chart("Requests at once", "s", "requests", running, steps=True))
     title = f"longwave bench serve: {setup.get('model_id', '')}"
     body = [
@@ -72,6 +72,13 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     if len(points) <= MOST_POINTS:
         return list(points)
     return [points[round(number * (len(points) - 1) / (MOST_POINTS - 1))] for number in range(MOST_POINTS)]
+
+
+def thin_steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same of steps: of neighbours the highest, so that peaks stay, and the last of all."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    parts = (points[first : first + size] for first in range(0, len(points) - 1, max(1, size)))
+    return [*(max(part, key=lambda point: point[1]) for part in parts), *points[-1:]]
 
 
 def _totals(found: Measurement) -> str:

@@ -112,8 +112,11 @@ class StreamClient:
 
     async def _connect(self) -> "_Connection":
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_TIMEOUT):
-            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
+        except TimeoutError:
+            raise ConnectionError(f"no connection in {CONNECT_TIMEOUT:g} s") from None
         return connection
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from server.bench.lengths import Lengths
 from server.bench.metrics import Distribution, measure
 from server.bench.outcome import PROMPT_MISMATCH, Outcome
-from server.bench.report_html import MOST_POINTS, cdf, page, thin
+from server.bench.report_html import MOST_POINTS, cdf, page, thin, thin_steps
 from server.bench.report_table import latency_table, notes, totals_table
 from server.bench.svg import Chart, draw
 from server.bench.text_prompts import ExactText, InexactTokenizerError
@@ -81,6 +81,18 @@ def test_many_points_become_few_with_both_ends() -> None:
     points = [(float(x), float(x)) for x in range(10_000)]
     assert len(thin(points)) == MOST_POINTS
     assert (thin(points)[0], thin(points)[-1]) == (points[0], points[-1])
+
+
+@pytest.mark.parametrize("count", [0, 1, MOST_POINTS, MOST_POINTS + 1, 7 * MOST_POINTS + 3])
+def test_peaks_of_steps_stay(count: int) -> None:
+    steps = [(float(number), 50 if number == count // 3 else number % 2) for number in range(count)]
+    thinned = thin_steps(steps)
+    assert len(thinned) <= MOST_POINTS + 1
+    assert thinned == sorted(set(thinned))
+    assert max(thinned, key=lambda point: point[1], default=None) == max(steps, key=lambda p: p[1], default=None)
+    assert thinned[-1:] == steps[-1:]
+    if count <= MOST_POINTS:
+        assert thinned == steps
 
 
 def test_steps_are_drawn_as_steps() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from server.bench import outcome as why
+from server.bench import stream_client
 from server.bench.outcome import Outcome
 from server.bench.stream_client import StreamClient, Target
 from server.bench.workload import Turn
@@ -264,6 +265,16 @@ def test_a_reply_that_is_no_stream_fails() -> None:
 def test_a_server_that_is_none_counts_as_unreachable(reply: bytes) -> None:
     (outcome,) = ask(replying(reply))
     assert outcome.failure == why.UNREACHABLE
+
+
+def test_who_does_not_take_the_connection_in_time_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said to have taken longer than a request may."""
+    monkeypatch.setattr(stream_client, "CONNECT_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes it, and nobody answers the TLS hello
+        target = Target(f"https://127.0.0.1:{silent.getsockname()[1]}", "m")
+        outcome = asyncio.run(StreamClient(target).complete(Turn([1], 1, 1)))
+    assert outcome.failure == why.UNREACHABLE
+    assert "0.2 s" in outcome.detail
 
 
 def test_nobody_there_is_unreachable() -> None:
