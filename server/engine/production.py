@@ -11,6 +11,7 @@ import torch
 from attention_backend import dispatch
 from models import loader
 from models.adapters import LoraLimits
+from models.descriptions import max_positions
 from models.errors import ModelLoadError
 from models.host import HostMemoryError
 from models.kv_pool import KVCacheDtypeError, MemoryBudget, PoolTooSmallError
@@ -50,9 +51,9 @@ def _make(
     pool_memory: ZeroedMemory | None,
     stages: Stages,
 ) -> LoadedRunner:
+    max_model_len = _max_model_len(config, max_positions(source))  # before gigabytes are read for nothing
     model = loader.load(source, dtype=config.dtype, device=device, load_format=config.load_format, reading=reading)
     stages.end("weights")
-    max_model_len = _max_model_len(config, model.max_position_embeddings)
     step_tokens = config.step_tokens(device.type)
     runner = ModelRunner(
         model,

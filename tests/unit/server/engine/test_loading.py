@@ -50,3 +50,10 @@ def test_pages_lie_in_memory_that_was_touched_before_there_was_a_model(
 def test_a_pool_that_is_more_than_the_host_has_is_refused_in_words(folder: Path) -> None:
     with pytest.raises(CannotServeError, match=r"KV cache would take .* GiB are free: give it less \(kv_cache_memory"):
         loading.load(config(folder, num_gpu_blocks_override=10**10), Stages())
+
+
+def test_a_context_that_the_model_has_not_is_refused_before_its_weights_are_looked_for(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    wanted = EngineConfig(model=str(tmp_path), device="cpu", max_model_len=513)
+    with pytest.raises(CannotServeError, match="max_model_len is 513, but the model has 512 positions"):
+        loading.load(wanted, Stages())
