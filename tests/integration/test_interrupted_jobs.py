@@ -110,7 +110,6 @@ def test_a_job_ends_although_somebody_asks_all_the_time(
         assert newest.train_mean_token_accuracy > oldest.train_mean_token_accuracy  # type: ignore[operator]
 
 
-@pytest.mark.thorough  # in every run, of a scripted trainer: unit/server/finetune/test_job_lives
 def test_a_cancelled_job_leaves_no_process_and_no_files(little_server: ServerProcess, little_folder: Path) -> None:
     with little_server.client() as client:
         before = [model.id for model in client.models.list()]
