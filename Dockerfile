@@ -43,6 +43,7 @@ RUN groupadd --gid 10001 longwave \
     && install -d -o 10001 -g 10001 -m 0700 /var/cache/longwave /var/lib/longwave
 COPY --from=build /opt/longwave /opt/longwave
 # What the image ships is read-only; kernels and models fetched later go to one volume, uploaded files to the other.
+# Docker restarts a container that has ended, and none that is unhealthy.
 ENV PATH=/opt/longwave/venv/bin:$PATH \
     HOME=/opt/longwave/home \
     PYTHONUNBUFFERED=1 \
@@ -51,6 +52,7 @@ ENV PATH=/opt/longwave/venv/bin:$PATH \
     LONGWAVE_MODEL_IMAGE_DIR=/opt/longwave/models \
     LONGWAVE_CACHE_DIR=/var/cache/longwave \
     LONGWAVE_DATA_DIR=/var/lib/longwave \
+    LONGWAVE_KEEP_ALIVE_ON_ENGINE_DEATH=false \
     HF_HOME=/var/cache/longwave/huggingface \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -127,6 +127,9 @@ def serve(
     max_saved_weights: Annotated[int | None, Flag(help="Most saved weights of one API key.")] = None,
     ping_interval: Annotated[float | None, Flag(help="Seconds of silence before a stream's `:` line.")] = None,
     shutdown_timeout: Annotated[float | None, Flag(help="Seconds running answers get after SIGTERM.")] = None,
+    keep_alive_on_engine_death: Annotated[
+        bool | None, Flag(help="Stay up when the engine stays down, instead of ending with 4.")
+    ] = None,
     log_level: Annotated[str | None, Flag(help="critical, error, warning, info or debug.")] = None,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API. Every flag is also a variable: --port is LONGWAVE_PORT.

@@ -85,6 +85,7 @@ class EngineCollector(Collector):
             ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("num_preemptions", "Requests preempted for lack of KV blocks.", stats.num_preemptions),
+            ("corrupted_requests", "Requests failed, as their logits were not finite.", stats.corrupted_requests),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
             ("spec_decode_num_drafts", "Sequences of steps with drafts.", stats.num_drafts),

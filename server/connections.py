@@ -94,6 +94,14 @@ class ImpatientProtocol(H11Protocol):
             self._lingering.cancel()
         super().connection_lost(exc)
 
+    @property
+    def exchange(self) -> object | None:
+        """Of a request that has come, and whose reply has not wholly left this process."""
+        if self._lingering is not None:  # it was told why, and is not read any more
+            return None
+        unsent = self.transport.get_write_buffer_size() > 0
+        return self.cycle if unsent or not self._is_between_requests() else None
+
     def _get_upgrade(self) -> bytes | None:
         """To nothing: RFC 9110, 7.8, lets a server go on in HTTP/1.1, where uvicorn would write two warnings."""
         return None

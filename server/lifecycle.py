@@ -53,6 +53,7 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
     async def ready(self) -> EngineReady: ...
+    async def gone(self) -> None: ...
     def generate(self, request: AddRequest) -> AsyncGenerator[TokenDelta, None]: ...
     async def load_adapter(
         self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
@@ -184,15 +185,14 @@ class Lifecycle:
         return self.phase
 
     async def drain(self) -> None:
-        """Refuses new work, lets running answers finish within the budget, then ends the rest with an error."""
+        """Refuses new work, lets running answers and all other replies finish within the budget, then ends the rest
+        with an error."""
         await self._enter(Phase.DRAINING)
         self.answering.show(False)  # training has to reach its end in time, too
-        if self.generator is None:
-            return
         logger.info(
             "shutting down: running answers get %.0f s, a second signal ends them now", self.settings.shutdown_timeout
         )
-        work = [asyncio.ensure_future(drain()) for drain in (self.generator.idle, *self.drains)]
+        work = [asyncio.ensure_future(drain()) for drain in (self._idle, *self.drains)]
         try:
             _, late = await asyncio.wait(work, timeout=self.settings.shutdown_timeout)
             if late:
@@ -203,6 +203,10 @@ class Lifecycle:
                 task.cancel()
         if self.settings.kv_offload_dir is not None:  # what is in host memory only has as long to reach the disk
             await self.engine.shutdown(self.settings.shutdown_timeout)
+
+    async def _idle(self) -> None:
+        if self.generator is not None:
+            await self.generator.idle()
 
     async def cut(self) -> None:
         """Ends every running answer with an error event, now."""

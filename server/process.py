@@ -24,7 +24,9 @@ logger = logging.getLogger("longwave")
 
 KEEP_ALIVE = 75  # seconds an idle connection is kept
 CLOSE_GRACE = 5  # seconds uvicorn waits for handlers after the drain
+LOOK_SECONDS = 0.05  # between two looks at replies that clients still read
 EXIT_FAILED = 1
+EXIT_GIVEN_UP = 4  # the engine, after it had served; 2 and 3 are a wrong flag's and a wrong setting's
 #: Of garbage collections, fewer than Python's (700, 10, 10): hardly any finds something, and each stops all answers.
 GC_THRESHOLDS = (10_000, 10, 10)
 _STAT = Path("/proc/self/stat")
@@ -47,6 +49,18 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
+
+    async def answered(self) -> None:
+        """Returns when every request that has come by now has all of its reply, or nobody waits for that any more.
+        Those that come meanwhile are not waited for: there might be no end of them."""
+        open_ones = self._exchanges()
+        while any(now is open_ones.get(connection) for connection, now in self._exchanges().items()):
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _exchanges(self) -> dict[Any, object]:
+        """By connection."""
+        connections: set[Any] = self.server_state.connections  # whose class is of the configuration
+        return {one: one.exchange for one in connections if one.exchange is not None}
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,12 +123,13 @@ def serve(
 async def _serve(
     make_app: Callable[[], Any], lifecycle: Lifecycle, listener: socket.socket, on_ready: Callable[[], None]
 ) -> int:
-    ending = _EndOnSignals(lifecycle)  # first: what is begun below has to be ended
+    ending = _Ending(lifecycle)  # first: what is begun below has to be ended
     try:
         await lifecycle.start_engine()  # before all that is imported for the application: the engine takes longest
         server = Server(uvicorn_config(make_app(), lifecycle.settings))
+        lifecycle.drains.append(server.answered)
         ending.take(server)
-        watching = asyncio.create_task(_watch(server, lifecycle, on_ready))
+        watching = asyncio.create_task(_watch(server, lifecycle, ending, on_ready))
         try:
             await server.serve(sockets=[listener])
         finally:
@@ -125,22 +140,27 @@ async def _serve(
     finally:
         await ending.finish()
         await lifecycle.engine.shutdown(0.0)  # after a forced exit uvicorn leaves that to us
-    return EXIT_FAILED if lifecycle.phase is Phase.FAILED or not server.started else 0
+    return EXIT_FAILED if lifecycle.phase is Phase.FAILED or not server.started else ending.exit_code
 
 
-async def _watch(server: Server, lifecycle: Lifecycle, on_ready: Callable[[], None]) -> None:
-    if await lifecycle.wait_until(Phase.SERVING, Phase.FAILED, Phase.DRAINING) is Phase.SERVING:
-        gc.freeze()  # or a full collection looks at all that was imported: a fifth of a second, amid the first requests
-        on_ready()
-        await lifecycle.wait_until(Phase.FAILED)
-    if lifecycle.phase is Phase.FAILED:
+async def _watch(server: Server, lifecycle: Lifecycle, ending: "_Ending", on_ready: Callable[[], None]) -> None:
+    phase = await lifecycle.wait_until(Phase.SERVING, Phase.FAILED, Phase.DRAINING)
+    if phase is Phase.FAILED:
         server.should_exit = True
+    if phase is not Phase.SERVING:
+        return
+    gc.freeze()  # or a full collection looks at all that was imported: a fifth of a second, amid the first requests
+    on_ready()
+    if not lifecycle.settings.keep_alive_on_engine_death:
+        await lifecycle.engine.gone()
+        ending.give_up()
 
 
-class _EndOnSignals:
+class _Ending:
     """The first SIGTERM or SIGINT drains, the second cuts what still runs, the third waits for nothing."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
+        self.exit_code = 0
         self._server: Server | None = None  # until there is an application to serve
         self._is_over = self._at_once = False
         self._lifecycle = lifecycle
@@ -159,6 +179,13 @@ class _EndOnSignals:
         else:
             self._at_once = True
             self._end()
+
+    def give_up(self) -> None:
+        """As a first signal does, unless one has come: training is to reach its checkpoints."""
+        if self._draining is None:
+            logger.critical("the engine stays down, so this process ends with %d", EXIT_GIVEN_UP)
+            self.exit_code = EXIT_GIVEN_UP
+            self._on_signal()
 
     async def _then_end(self, work: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -127,7 +127,12 @@ class Settings(BaseSettings):
     max_saved_weights: int = Field(100, ge=1, le=100_000, description="Most saved weights of one API key.")
     header_timeout: float = Field(30.0, gt=0, le=3600, description="Seconds a connection may take to ask something.")
     ping_interval: float = Field(10.0, gt=0, le=3600, description="Seconds of silence before a stream's `:` line.")
-    shutdown_timeout: float = Field(30.0, ge=0, le=3600, description="Seconds running answers get after SIGTERM.")
+    shutdown_timeout: float = Field(
+        30.0, ge=0, le=3600, description="Seconds that running answers and other open requests get after SIGTERM."
+    )
+    keep_alive_on_engine_death: bool = Field(
+        True, description="Stay up, and not live, when the engine died too often to be started again; or end."
+    )
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing, closing
+from contextlib import ExitStack, aclosing, closing
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -19,8 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.disconnect import ClientDisconnected, until_disconnect
 from server.api.piecewise import PiecewiseJSON
+from server.api.reply_memory import HeldReply, ReplyMemory
 from server.errors import LongwaveError, RequestFailedError
 from server.patience import Patience
+from server.schemas.packed_json import PackedJSON
 from server.schemas.whole_choice import WholeChoice
 from server.text.choice import TextDelta
 from server.text.generation import Generation, Usage
@@ -40,6 +42,8 @@ STALL_LIMIT = 60.0  # seconds that a client may take to read what fills its conn
 FEW_LOGPROBS = 4  # tokens: so many are written in 1 or 2 ms
 LOGPROBS_AT_ONCE = 64  # tokens, with all their alternatives: written in a few milliseconds
 
+_memory = ReplyMemory()
+
 logger = logging.getLogger("longwave")
 
 
@@ -50,7 +54,7 @@ class Reply(Protocol):
     def chunks(self, delta: TextDelta) -> Iterable[str]: ...
     def closing(self, usage: Usage) -> Iterable[str]: ...
     def whole_choice(self, index: int) -> WholeChoice: ...
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | bytearray]: ...
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | PackedJSON]: ...
 
 
 async def answer(
@@ -58,11 +62,13 @@ async def answer(
 ) -> Response:
     if stream:
         return EventStream(generation, reply, ping_interval, request.state.request_id)
-    try:
-        pieces = await until_disconnect(request.receive, _collect(generation, reply))
-    finally:
-        await generation.aclose()
-    return PiecewiseJSON(pieces)
+    with ExitStack() as stack:
+        held = stack.enter_context(_memory.reply())
+        try:
+            pieces = await until_disconnect(request.receive, _collect(generation, reply, held))
+        finally:
+            await generation.aclose()
+        return PiecewiseJSON(pieces, stack.pop_all())
 
 
 class EventStream(Response):
@@ -135,13 +141,20 @@ async def _chunks(generation: Generation, reply: Reply, ping_interval: float) ->
         yield chunk
 
 
-async def _collect(generation: Generation, reply: Reply) -> Sequence[bytes | bytearray]:
+async def _collect(generation: Generation, reply: Reply, held: HeldReply) -> Sequence[bytes | PackedJSON]:
+    """Raises what `generation` fails with, and what `held` may not hold."""
     choices = [reply.whole_choice(index) for index in range(len(generation.requests))]
     while (delta := await generation.next()) is not None:
         choice = choices[delta.index]
         choice.add_text(delta)
         for at in range(0, len(delta.details), LOGPROBS_AT_ONCE):
+            before = choice.num_held
             choice.add_logprobs(delta.details[at : at + LOGPROBS_AT_ONCE])
+            try:
+                held.grow(choice.num_held - before)
+            except LongwaveError as error:
+                generation.fail(error)  # it is not the client that ends it
+                raise
             await asyncio.sleep(0)
     return list(reply.whole(choices, generation.usage))
 

@@ -20,6 +20,7 @@ from server.engine.messages import (
     AddRequest,
     CommandFailed,
     EngineFailed,
+    EngineLoading,
     EngineReady,
     EngineStats,
     FromEngine,
@@ -33,6 +34,7 @@ from server.engine.open_streams import OpenStreams
 from server.engine.process import EngineProcess
 from server.engine.reading import read_to_the_end
 from server.engine.silence import MAX_SILENCE
+from server.engine.starts import LEAST_START, Starts
 from server.error_codes import from_code
 from server.errors import EngineUnavailable, retry_after_in
 
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 ENDED = "the engine process ended"  # when it did not say why
 STATS_DELAY = 1.0  # seconds after a message was sent until which statistics may not know of it yet
 END_GRACE = 5.0  # seconds an engine that reported its own failure may take to end
+TELL_SECONDS = 60.0  # between two lines in the log about a start that lasts
 
 
 class EngineClient:
@@ -54,6 +57,7 @@ class EngineClient:
         max_deaths: int = MAX_DEATHS,
         death_window: float = DEATH_WINDOW,
         max_silence: float = MAX_SILENCE,
+        least_start: float = LEAST_START,
     ) -> None:
         self.config = config
         self.times = times
@@ -69,8 +73,7 @@ class EngineClient:
         self._last_sent = 0.0  # what the engine has to work for
         self._last_stats = 0.0
         self._was_ready = False
-        self._began = 0.0  # when the engine was started that lives, or is to
-        self._start_seconds = 0.0  # that the last start took
+        self._starts = Starts(least_start)
         self._stopping = False
         self._failure = ENDED
         self._deaths = Deaths(max_deaths, death_window)
@@ -80,8 +83,7 @@ class EngineClient:
         """Spawns the engine process; its sockets are bound when this returns, its model is not loaded. Raises
         EngineUnavailable."""
         self._ready = asyncio.get_running_loop().create_future()
-        self._began = time.monotonic()
-        self._engine = EngineProcess(self.config)
+        self._begin()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def ready(self) -> EngineReady:
@@ -90,6 +92,11 @@ class EngineClient:
             raise EngineUnavailable("The engine was not started.")
         return await asyncio.shield(self._ready)
 
+    async def gone(self) -> None:
+        """Returns when `alive` is false, which it then stays."""
+        if self._supervisor is not None:
+            await asyncio.wait((self._supervisor,))
+
     @property
     def is_ready(self) -> bool:
         return self._ready is not None and self._ready.done() and self._ready.exception() is None
@@ -97,7 +104,7 @@ class EngineClient:
     @property
     def seconds_to_ready(self) -> float:
         """Until an engine that restarts is expected to be ready, if that takes as long as the last time."""
-        return 0.0 if self.is_ready else max(0.0, self._began + self._start_seconds - time.monotonic())
+        return 0.0 if self.is_ready else self._starts.seconds_left
 
     @property
     def alive(self) -> bool:
@@ -181,6 +188,12 @@ class EngineClient:
         self._engine.send(message)
         self._last_sent = time.monotonic()
 
+    def _begin(self) -> None:
+        """A life. Raises EngineUnavailable."""
+        self._starts.begin()
+        self._last_message = time.monotonic()
+        self._engine = EngineProcess(self.config)
+
     async def _supervise(self) -> None:
         """Life after life, until told to stop or until there were too many deaths."""
         try:
@@ -190,7 +203,7 @@ class EngineClient:
                     return
                 logger.error("engine ended (%s); starting it again", self._failure)
                 self._failure = ENDED
-                self._engine = EngineProcess(self.config)
+                self._begin()
         except EngineUnavailable as error:
             self._failure = error.message.rstrip(".")
             logger.critical("the engine stays down: %s", self._failure)
@@ -205,11 +218,14 @@ class EngineClient:
 
     async def _live(self, engine: EngineProcess) -> None:
         """One engine from its first message to its last; everything of it is gone when this returns."""
+        limits = {self._last_word: self._max_silence, self._last_word_of_start: self._starts.max_silence}
+        telling = asyncio.create_task(self._tell_of_start(), name="engine-start-told")
         try:
-            take = partial(self._dispatch, engine)
-            if await read_to_the_end(engine, take, self._last_word, self._max_silence):
-                self._failure = f"it said nothing for {self._max_silence:.0f} s"
+            exceeded = await read_to_the_end(engine, partial(self._dispatch, engine), limits)
+            if exceeded is not None:
+                self._failure = f"it said nothing for {exceeded:.0f} s"
         finally:
+            telling.cancel()
             self._lose()
             await engine.close()
             if self._failure == ENDED:
@@ -217,6 +233,17 @@ class EngineClient:
 
     def _last_word(self) -> float | None:
         return self._last_message if self.is_ready and not self._stopping else None
+
+    def _last_word_of_start(self) -> float | None:
+        return None if self.is_ready or self._stopping else self._last_message
+
+    async def _tell_of_start(self) -> None:
+        """While it lasts: nothing ends a first one, so somebody has to see that it hangs."""
+        while True:
+            await asyncio.sleep(TELL_SECONDS)
+            if self.is_ready:
+                return
+            logger.info("the engine is still loading: %s", self._starts)
 
     def _dispatch(self, engine: EngineProcess, messages: list[FromEngine]) -> None:
         self._last_message = time.monotonic()
@@ -232,6 +259,8 @@ class EngineClient:
                     self._last_stats = self._last_message
                 case RequestFailed(request_id=request_id, code=code, message=text):
                     self._streams.fail(request_id, from_code(code, text))
+                case EngineLoading(stages=stages):
+                    self._starts.stages = stages
                 case EngineReady(num_blocks=num_blocks):
                     engine.remove_directory()
                     # Trainers outlive it and hold memory: the next one would measure a smaller pool, or none.
@@ -252,14 +281,15 @@ class EngineClient:
         except EngineUnavailable:
             return  # it ended before it was ready
         if self._ready is not None and not self._ready.done():
-            self._start_seconds = time.monotonic() - self._began
+            self._starts.end()
+            self._deaths.recover()
             self._ready.set_result(message)
 
     def _lose(self) -> None:
         """From now on nobody is ready, until a next engine says so; what was open has failed."""
         if self.is_ready:
             self._ready = asyncio.get_running_loop().create_future()
-            self._began = time.monotonic()
+            self._starts.begin()
         self.stats = self._lives.end()
         if self._restoring is not None:
             self._restoring.cancel()

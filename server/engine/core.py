@@ -151,6 +151,7 @@ class EngineCore:
             num_accepted_tokens=drafts.num_accepted_tokens,
             missing_graphs=self.loaded.missing_graphs(),
             longest_turn=max(self._longest_turn, self._expected_turn()),
+            corrupted_requests=scheduler.corrupted_requests,
         )
 
     def _step(self) -> list[Event]:

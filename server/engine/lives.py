@@ -10,7 +10,7 @@ from server.engine.offload_stats import DiskStats, OffloadStats
 
 STEPS = (
     "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
-    "adapter_placements", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
+    "adapter_placements", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "corrupted_requests",
 )  # fmt: skip
 BLOCKS = ("queried_blocks", "stored_blocks", "loaded_blocks", "skipped_blocks", "failed_blocks", "declined_blocks")
 DISK = ("read_bytes", "written_bytes", "num_damaged")

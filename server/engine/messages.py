@@ -48,6 +48,12 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 ToEngine = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
 
 
+class EngineLoading(msgspec.Struct, frozen=True, tag=True):
+    """Sent before EngineReady, whenever a stage of the start has ended."""
+
+    stages: dict[str, float]  # that have ended, in seconds
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """Sent once, after weights are loaded, the self-test passed and the KV pool is allocated."""
 
@@ -105,6 +111,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     num_accepted_tokens: int = 0
     missing_graphs: int = 0  # CUDA graphs for which there was no memory
     longest_turn: float = 0.0  # seconds that a step has kept it silent, or is expected to
+    corrupted_requests: int = 0  # counter since start: failed, as the model's output for them was not finite
 
 
 class RequestTimes(msgspec.Struct, frozen=True, tag=True):
@@ -144,4 +151,6 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 CommandReply = AdapterLoaded | AdapterUnloaded | CommandFailed
-FromEngine = EngineReady | TokenDelta | RequestFailed | EngineStats | RequestTimes | CommandReply | EngineFailed
+FromEngine = (
+    EngineLoading | EngineReady | TokenDelta | RequestFailed | EngineStats | RequestTimes | CommandReply | EngineFailed
+)

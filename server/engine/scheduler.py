@@ -61,6 +61,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.corrupted_requests = 0  # failed since their output was not finite
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._scheduled_seconds = 0.0  # predicted, of all steps: the time by which prompts age
@@ -160,6 +161,7 @@ class Scheduler:
             last = first + num_right + row.samples  # what was sampled after a wrong draft means nothing
             if not all(output.finite[first:last]):
                 self.cache.withdraw(request)
+                self.corrupted_requests += 1
                 events += self.open.fail(
                     [request], "server_error", "The model's output for this request was not finite."
                 )

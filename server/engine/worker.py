@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from server.engine.drafting import Drafter, DraftLimits
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig
 from server.engine.link import EngineLink
-from server.engine.messages import EngineFailed
+from server.engine.messages import EngineFailed, EngineLoading
 from server.engine.offload import WORTH_A_COPY, Offload
 from server.engine.offloading_cache import OffloadingKVCache
 from server.engine.parent import die_with_parent
@@ -43,6 +44,18 @@ class WorkerArguments:
     parent_pid: int
     log_level: int
     spawned: float  # time.monotonic() of the API process: on one host all processes share this clock
+
+
+class ToldStages(Stages):
+    """A start, whose stages the API process hears of as they end."""
+
+    def __init__(self, begin: float, tell: Callable[[EngineLoading], None]) -> None:
+        super().__init__(begin)
+        self._tell = tell
+
+    def end(self, name: str) -> None:
+        super().end(name)
+        self._tell(EngineLoading(self.seconds))
 
 
 def make_cache(config: EngineConfig, loaded: LoadedRunner, compute_seconds: ComputeSeconds) -> KVCache:
@@ -161,7 +174,7 @@ def main() -> None:
     link = EngineLink(arguments.directory)
     status = 0
     try:
-        serve(arguments.config, link, Stages(arguments.spawned))
+        serve(arguments.config, link, ToldStages(arguments.spawned, lambda loading: link.send([loading])))
     except CannotServeError as error:
         link.send([EngineFailed(str(error))])  # the API process logs it
         status = 1

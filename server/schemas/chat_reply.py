@@ -13,6 +13,7 @@ from server.schemas.chat import (
     ChoiceLogprobs,
 )
 from server.schemas.chunk_template import ChunkTemplate
+from server.schemas.packed_json import PackedJSON
 from server.schemas.usage import UsageInfo
 from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
@@ -52,7 +53,7 @@ class ChatReply:
     def whole_choice(self, index: int) -> WholeChoice:
         return WholeChoice(index, ChoiceLogprobs.of if self.logprobs else None)
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | bytearray]:
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | PackedJSON]:
         document = ChatCompletion(
             id=self.id,
             created=self.created,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
+from server.schemas.packed_json import PackedJSON
 from server.schemas.usage import UsageInfo
 from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
@@ -46,7 +47,7 @@ class CompletionReply:
     def whole_choice(self, index: int) -> WholeChoice:
         return WholeChoice(index, CompletionLogprobs.of if self.logprobs else None)
 
-    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | bytearray]:
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | PackedJSON]:
         document = Completion(
             id=self.id,
             created=self.created,

@@ -179,6 +179,14 @@ class TestLongwave:
         assert written == set(json.loads(last["VOLUME"])) == mounted.keys()
         assert set(mounted.values()) <= COMPOSE["volumes"].keys()
 
+    def test_it_ends_and_is_started_again_when_its_engine_is_given_up(self, service: str) -> None:
+        name = "LONGWAVE_KEEP_ALIVE_ON_ENGINE_DEATH"
+        (of_image,) = [pair for word, rest in final_stage() if word == "ENV" for pair in rest.split() if name in pair]
+
+        assert of_image == f"{name}=false"
+        assert name not in environment(service)
+        assert SERVICES[service]["restart"] == "unless-stopped"
+
     def test_it_does_not_start_without_a_key(self, service: str) -> None:
         assert environment(service)["LONGWAVE_API_KEY"].startswith("${LONGWAVE_API_KEY:?")
 

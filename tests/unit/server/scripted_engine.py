@@ -110,6 +110,10 @@ class ScriptedEngine:
             sampling_defaults=self.sampling_defaults,
         )
 
+    async def gone(self) -> None:
+        while self.alive:
+            await asyncio.sleep(0.002)
+
     async def load_adapter(
         self, name: str, folder: str, *, owner: str = "", within: str | None = None, replace: bool = False
     ) -> AdapterInfo:

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,11 +157,19 @@ engine = fake.ScriptedEngine()
 engine.script = fake.Script(text=b"x" * 300, ends={ends})
 engine.load_failure = {failure}
 engine.uses_all_time = {folder!r} is not None
-settings = fake.settings(shutdown_timeout={budget}, kv_offload_gb=1, kv_offload_dir={folder!r})
+process.CLOSE_GRACE = {grace}
+settings = fake.settings(
+    shutdown_timeout={budget}, kv_offload_gb=1, kv_offload_dir={folder!r}, data_dir={data_dir!r},
+    keep_alive_on_engine_death={stays_up},
+)
 listener = process.listen("127.0.0.1", 0)
 lifecycle = Lifecycle(settings, engine, fake.tiny_tokenizer)
-port = listener.getsockname()[1]
-code = process.serve(lambda: create_app(lifecycle), lifecycle, listener, lambda: print(port, flush=True))
+
+def begin():
+    engine.alive = {lives}
+    print(listener.getsockname()[1], flush=True)
+
+code = process.serve(lambda: create_app(lifecycle), lifecycle, listener, begin)
 print("engine shut down", engine.was_shut_down, flush=True)
 sys.exit(code)
 """
@@ -167,10 +177,28 @@ sys.exit(code)
 
 @contextmanager
 def program(
-    *, budget: float, ends: bool = False, failure: str = "None", folder: str | None = None
+    *,
+    budget: float,
+    ends: bool = False,
+    failure: str = "None",
+    folder: str | None = None,
+    lives: bool = True,
+    stays_up: bool = True,
+    data_dir: str | None = None,
+    grace: float = 5,
 ) -> Iterator[subprocess.Popen[str]]:
-    """`folder`: of KV blocks; the engine needs all the time it gets to write them."""
-    text = PROGRAM.format(here=str(HERE), budget=budget, ends=ends, failure=failure, folder=folder)
+    """`folder`: of KV blocks; the engine needs all the time it gets to write them. `lives`: as soon as it serves."""
+    text = PROGRAM.format(
+        here=str(HERE),
+        budget=budget,
+        ends=ends,
+        failure=failure,
+        folder=folder,
+        lives=lives,
+        stays_up=stays_up,
+        data_dir=data_dir,
+        grace=grace,
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", text],
@@ -253,9 +281,109 @@ def test_a_model_that_cannot_load_ends_the_process_with_1() -> None:
         assert process.wait(LIMIT * 2) == 1
 
 
-def test_an_idle_server_ends_at_once() -> None:
-    with program(budget=3600.0) as process:
+def test_an_engine_that_is_given_up_ends_the_process_with_4_where_it_is_to() -> None:
+    """Docker restarts who has ended, and nobody who is unhealthy."""
+    with program(budget=60.0, lives=False, stays_up=False) as process:
+        assert process.wait(LIMIT * 2) == 4
+        assert process.stdout is not None
+        assert process.stdout.read().endswith("engine shut down True\n")
+        assert process.stderr is not None
+        assert "the engine stays down" in process.stderr.read()
+
+
+def test_a_process_that_was_to_end_when_the_engine_does_ends_with_0_by_a_signal() -> None:
+    with program(budget=60.0, stays_up=False) as process:
         port_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+
+
+def test_by_default_it_stays_up_and_says_that_a_restart_would_help() -> None:
+    with program(budget=60.0, lives=False) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port_of(process)}", timeout=LIMIT) as client:
+            assert probes(client)["live"] == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT) == 0
+
+
+@contextmanager
+def ending(process: subprocess.Popen[str], port: int) -> Iterator[None]:
+    """It has had the signal, and time to cut what it does not wait for."""
+    process.send_signal(signal.SIGTERM)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT) as client:
+        wait_until(lambda: client.get("/health/ready").status_code == 503)
+        told = time.monotonic()
+        wait_until(lambda: client.get("/health/ready").status_code == 503 and time.monotonic() - told > 0.5)
+    yield
+    assert process.wait(LIMIT) == 0
+
+
+def reply_to(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+FORM = b'--cut\r\ncontent-disposition: form-data; name="%s"%s\r\n\r\n'
+FORM_TYPE = {"content-type": "multipart/form-data; boundary=cut"}
+
+
+def form(content: bytes) -> bytes:
+    fields = FORM % (b"purpose", b"") + b"fine-tune\r\n" + FORM % (b"file", b'; filename="a.jsonl"')
+    return fields + content + b"\r\n--cut--\r\n"
+
+
+def test_an_upload_under_way_is_taken_before_the_server_ends(tmp_path: Path) -> None:
+    body = form(b'{"prompt": "a", "completion": "b"}\n' * 100)
+    head = f"Host: here\r\nContent-Type: {FORM_TYPE['content-type']}\r\nContent-Length: {len(body)}\r\n"
+    with program(budget=60.0, data_dir=str(tmp_path), grace=0.1) as process:
+        port = port_of(process)
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as client:
+            client.sendall(f"POST /v1/files HTTP/1.1\r\n{head}Expect: 100-continue\r\n\r\n".encode())
+            assert client.recv(65536).startswith(b"HTTP/1.1 100 ")  # it reads
+            client.sendall(body[:500])
+            with ending(process, port):
+                client.sendall(body[500:])
+                reply = reply_to(client)
+    assert reply.startswith(b"HTTP/1.1 200 ")
+    assert b'"bytes":3500' in reply
+
+
+def test_a_file_is_read_to_its_end_before_the_server_ends(tmp_path: Path) -> None:
+    content = (b'{"prompt": "%s", "completion": "b"}\n' % (b"a" * 100_000)) * 160
+    with program(budget=60.0, data_dir=str(tmp_path), grace=0.1) as process:
+        port = port_of(process)
+        uploaded = httpx.post(
+            f"http://127.0.0.1:{port}/v1/files", content=form(content), headers=FORM_TYPE, timeout=LIMIT
+        )
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT) as client:
+            path = f"/v1/files/{uploaded.json()['id']}/content"
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+            head, _, received = client.recv(65536).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            with ending(process, port):
+                received += reply_to(client)
+    assert received == content
+
+
+def test_who_never_sends_a_whole_body_holds_a_server_up_for_its_budget_and_no_longer() -> None:
+    with program(budget=0.5, grace=0.1) as process:
+        with socket.create_connection(("127.0.0.1", port_of(process)), timeout=LIMIT) as client:
+            client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n")
+            client.sendall(b"Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n")
+            assert client.recv(65536).startswith(b"HTTP/1.1 100 ")
+            process.send_signal(signal.SIGTERM)
+            reply = reply_to(client)
+        assert process.wait(LIMIT) == 0
+    assert reply.startswith(b"HTTP/1.1 503 ")
+    assert b'"server_is_draining"' in reply
+
+
+def test_an_idle_server_ends_at_once_whoever_keeps_a_connection() -> None:
+    with (
+        program(budget=3600.0) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port_of(process)}", timeout=LIMIT) as client,
+    ):
+        assert client.get("/health").status_code == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT) == 0
 

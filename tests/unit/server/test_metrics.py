@@ -7,7 +7,7 @@ from scripted_engine import LiveServer, Script, live_server, wait_until
 # vLLM's names, which dashboards know, under our prefix.
 COUNTERS = [
     "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits",
-    "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "corrupted_requests", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
 ]  # fmt: skip
 GAUGES = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cuda_graphs_missing"]
 HISTOGRAMS = [

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import random
+import struct
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 from scripted_engine import LiveServer, Script
 
 from server.api import piecewise, sse
+from server.api.reply_memory import ReplyMemory
+from server.schemas import packed_json
 from server.schemas.chat import AnswerMessage, ChatChoice, ChatCompletion, ChoiceLogprobs
 from server.schemas.chat_reply import ChatReply
 from server.schemas.completion_reply import CompletionReply
@@ -48,7 +53,8 @@ class Said:
 
 
 async def collected(said: Iterator[TextDelta], reply: sse.Reply) -> bytes:
-    return b"".join(await sse._collect(Said(said), reply))
+    with ReplyMemory().reply() as held:
+        return b"".join(piecewise.parts(await sse._collect(Said(said), reply, held)))
 
 
 def joined(parts: list[TextDelta], index: int) -> TextDelta:
@@ -85,12 +91,13 @@ def completion(parts: list[TextDelta], logprobs: bool) -> str:
     return Completion(id="id", created=7, model=MODEL, choices=choices, usage=usage).model_dump_json()
 
 
-@given(deltas, st.booleans())
-def test_a_whole_reply_is_what_pydantic_writes(parts: list[TextDelta], logprobs: bool) -> None:
+@given(deltas, st.booleans(), st.sampled_from([1, 50, packed_json.PIECE_BYTES]))
+def test_a_whole_reply_is_what_pydantic_writes(parts: list[TextDelta], logprobs: bool, packed_at_once: int) -> None:
     reply = ChatReply("id", MODEL, 7, 2, logprobs=logprobs, include_usage=False)
-    assert asyncio.run(collected(iter(parts), reply)).decode() == chat(parts, logprobs)
     other = CompletionReply("id", MODEL, 7, ["echo0", "echo1"], logprobs=logprobs, include_usage=False)
-    assert asyncio.run(collected(iter(parts), other)).decode() == completion(parts, logprobs)
+    with patch.object(packed_json, "PIECE_BYTES", packed_at_once):
+        assert asyncio.run(collected(iter(parts), reply)).decode() == chat(parts, logprobs)
+        assert asyncio.run(collected(iter(parts), other)).decode() == completion(parts, logprobs)
 
 
 def detail(at: int) -> TokenDetail:
@@ -121,24 +128,41 @@ def test_others_have_their_turns_while_logprobs_are_written(reply: sse.Reply) ->
     assert asyncio.run(turns()) > 2 * 1000 / sse.LOGPROBS_AT_ONCE
 
 
+def drawn(at: int, rng: random.Random) -> TokenDetail:
+    """No two tokens have a log-probability in common, nor many a text."""
+
+    def candidate() -> Candidate:
+        (logprob,) = struct.unpack("f", struct.pack("f", -20 * rng.random()))  # as a device computes it
+        text = f" word{rng.randrange(50_000)}"
+        return Candidate(text, text.encode(), logprob)
+
+    return TokenDetail(candidate(), tuple(candidate() for _ in range(NUM_TOP)), 4 * at)
+
+
 @pytest.mark.parametrize("reply", REPLIES)
-def test_logprobs_take_the_memory_of_their_json(reply: sse.Reply) -> None:
-    parts = (
-        TextDelta(index, "the ", (detail(at),), "length" if at == 499 else None)
-        for at in range(500)
+def test_logprobs_take_a_fraction_of_the_memory_of_their_json(reply: sse.Reply) -> None:
+    rng, count = random.Random(0), 1500
+    deltas = (
+        TextDelta(index, "the ", (drawn(at, rng),), "length" if at == count - 1 else None)
+        for at in range(count)
         for index in range(2)
     )
 
-    async def most_memory() -> tuple[int, int]:
-        pieces = await sse._collect(Said(parts), reply)
-        return tracemalloc.get_traced_memory()[1], sum(map(len, pieces))
+    async def sent() -> tuple[int, int, int]:
+        with ReplyMemory().reply() as held:
+            pieces = await sse._collect(Said(deltas), reply, held)
+            assert abs(tracemalloc.get_traced_memory()[0] - held.num_held) < 200_000
+            length = sum(map(len, pieces))
+            assert length == sum(map(len, piecewise.parts(pieces)))
+            return length, *tracemalloc.get_traced_memory()
 
     tracemalloc.start()
     try:
-        peak, size = asyncio.run(most_memory())
+        length, left, most = asyncio.run(sent())
     finally:
         tracemalloc.stop()
-    assert peak < 2 * size
+    assert most - 2 * piecewise.PIECE_BYTES < 0.6 * length
+    assert left < 0.1 * length  # what has been sent is gone
 
 
 def test_a_long_reply_is_sent_in_pieces(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

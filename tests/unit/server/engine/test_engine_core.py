@@ -39,6 +39,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_is_never_cached(seed: int) -> 
     engine.add("again", poisoned)
     engine.run()
     assert "again" in engine.failures
+    assert engine.core.stats().corrupted_requests == 2
     engine.assert_nothing_is_held()
 
 

@@ -14,7 +14,9 @@ import zmq
 from fake_runner import expected
 from real_engine import FOREVER, LIMIT, collect, config, drain, engine, exists, in_loop, outcome, request, until
 
+from server.engine import client as client_module
 from server.engine.client import EngineClient
+from server.engine.deaths import Deaths
 from server.errors import EngineUnavailable
 
 
@@ -50,7 +52,7 @@ def test_a_dead_engine_fails_every_stream_at_once_and_comes_back(how: str) -> No
 async def test_who_is_refused_while_it_restarts_is_told_to_wait_as_long_as_that_took() -> None:
     async with engine() as client:
         assert client.seconds_to_ready == 0
-        client._start_seconds = 40.0  # as a large model's
+        client._starts.seconds = 40.0  # as a large model's
         stream = client.generate(request("a", [1], FOREVER))
         await anext(stream)
         assert client.pid is not None
@@ -105,6 +107,80 @@ async def test_an_engine_that_hangs_fails_its_streams_and_is_replaced() -> None:
         await drain(stream)
     await client.ready()
     assert await collect(client, request("again", [1])) == expected([1], 8, stop=())
+    await client.shutdown()
+
+
+@in_loop
+async def test_a_restart_that_hangs_is_replaced_and_counts_as_a_death() -> None:
+    client = EngineClient(config(), least_start=2.0)
+    await client.start()
+    await client.ready()
+    first = client.pid
+    assert first is not None
+    client._starts.seconds = 0.1
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: client.pid not in (None, first))
+    hung = client.pid
+    assert hung is not None
+    os.kill(hung, signal.SIGSTOP)  # before it has said anything
+    client._starts.seconds = 1.0  # the next one has more time
+    await until(lambda: not exists(hung))
+    await client.ready()
+    assert client.num_deaths == 2
+    assert await collect(client, request("again", [1])) == expected([1], 8, stop=())
+    await client.shutdown()
+
+
+@in_loop
+async def test_a_restart_is_heard_of_while_it_loads() -> None:
+    """So that one which takes long, stage by stage, is not silent."""
+    async with engine() as client:
+        before = client._last_message
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: not client.is_ready)
+        await until(lambda: "step times" in client._starts.stages)
+        assert client._last_message > before
+        await client.ready()
+
+
+@in_loop
+async def test_a_start_that_lasts_is_told_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "TELL_SECONDS", 0.05)
+    with caplog.at_level("INFO"):
+        async with engine() as client:
+            told = [record.message for record in caplog.records]
+            assert client.num_deaths == 0
+    assert told
+    assert all(line.startswith("the engine is still loading: ") for line in told)
+
+
+@in_loop
+async def test_restarts_that_never_come_up_end_however_rare_they_are() -> None:
+    async with engine() as client:
+        client._deaths = Deaths(2, 0.0)
+        client.config = config(model="missing")
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: not client.alive)
+        assert client.num_deaths == 3
+        with pytest.raises(EngineUnavailable, match="no such model"):
+            await client.ready()
+
+
+@in_loop
+async def test_an_engine_is_gone_when_none_will_come_any_more() -> None:
+    client = EngineClient(config(), max_deaths=0)
+    await client.start()
+    gone = asyncio.ensure_future(client.gone())
+    await client.ready()
+    assert not gone.done()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await gone
+    assert not client.alive
     await client.shutdown()
 
 

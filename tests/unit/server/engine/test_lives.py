@@ -10,7 +10,7 @@ from server.engine.offload_stats import DiskStats, OffloadStats
 
 DISK_STATS = DiskStats(4, 5, 6, 1, is_full=True)
 OFFLOAD = OffloadStats(8, 3, 100, 9, 8, 7, 6, 5, 4, DISK_STATS)
-STATS = EngineStats(2, 1, 10, 4, 100, 50, 3, 40, 30, {"a": 7}, 5, 4, ("x",), ("y",), 6, OFFLOAD, 3, 2, 1, 9, 0.5)
+STATS = EngineStats(2, 1, 10, 4, 100, 50, 3, 40, 30, {"a": 7}, 5, 4, ("x",), ("y",), 6, OFFLOAD, 3, 2, 1, 9, 0.5, 8)
 
 
 def test_a_first_life_is_shown_as_it_is() -> None:
