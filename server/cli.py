@@ -63,7 +63,7 @@ def _refuse(problems: list[str], exit_code: int) -> NoReturn:
 @app.command()
 def serve(
     positional_model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"Default: {BUNDLED_MODEL}.")] = None,
-    model: Annotated[str | None, Flag(help="Bundled name, folder or hub id.")] = None,
+    model: Annotated[str | None, Flag(help="Bundled name, folder or hub id[@revision].")] = None,
     cache_dir: Annotated[Path | None, Flag(help="For compiled kernels and the converted bundled model.")] = None,
     data_dir: Annotated[Path | None, Flag(help="For uploaded files and fine-tuning.")] = None,
     served_model_name: Annotated[list[str] | None, Flag(help="Name(s) clients ask for.")] = None,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from models.errors import ModelLoadError, ModelNotFoundError
 from models.registry import ModelSource, resolve
@@ -32,6 +33,27 @@ def test_a_hub_id_is_resolved_without_the_network() -> None:
     )
 
 
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3", "0" * 40])
+def test_a_hub_id_may_name_a_revision(revision: str) -> None:
+    assert resolve(f"owner/name@{revision}") == ModelSource(name="owner/name", hub_id="owner/name", revision=revision)
+
+
+def test_a_revision_is_what_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the hub's cache, as it lies on a disk."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, commits = tmp_path / "models--owner--name", {"main": "a" * 40, "v1": "b" * 40}
+    for name, commit in commits.items():
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+    assert resolve("owner/name").fetch().name == commits["main"]
+    assert resolve("owner/name@v1").fetch(weights=False).name == commits["v1"]
+    assert resolve(f"owner/name@{commits['v1']}").fetch().name == commits["v1"]
+    with pytest.raises(ModelNotFoundError, match=r"owner/name at v2 is not in the local hub cache"):
+        resolve("owner/name@v2").fetch()
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         resolve(str(tmp_path))
@@ -44,7 +66,7 @@ def test_a_single_file_is_refused(tmp_path: Path) -> None:
         resolve(str(file))
 
 
-@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/no/such/folder", "http://example.com/x", "../x"])
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/no/such/folder", "http://example.com/x", "../x", "a/b@", "a/b@c d"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="bundled SmolLM2-135M-Instruct"):
         resolve(name)

@@ -88,7 +88,7 @@ def test_the_engine_says_the_same(folder: Path, reason: str) -> None:
 def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """What would have been asked of the hub for: patterns of files, call by call. Nothing is."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(registry, "_download", lambda _id, patterns: asked.append(patterns) or tmp_path)
+    monkeypatch.setattr(registry, "_download", lambda _id, _revision, patterns: asked.append(patterns) or tmp_path)
     return asked
 
 
