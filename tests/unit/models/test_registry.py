@@ -66,7 +66,9 @@ def test_a_single_file_is_refused(tmp_path: Path) -> None:
         resolve(str(file))
 
 
-@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/no/such/folder", "http://example.com/x", "../x", "a/b@", "a/b@c d"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "a/b/c", "/no/such/folder", "http://example.com/x", "../x", "a/b@", "a/b@c d"]
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="bundled SmolLM2-135M-Instruct"):
         resolve(name)
