@@ -183,6 +183,7 @@ def main() -> None:
     trials.add_argument("--overload-seconds", type=float, default=usual.seconds)
     trials.add_argument("--disconnects", type=int, default=usual.disconnects)
     trials.add_argument("--kills", type=int, default=usual.kills)
+    trials.add_argument("--drains", type=int, default=usual.drains)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
@@ -202,6 +203,7 @@ def main() -> None:
         chaos_seconds=60 * options.chaos_minutes,
         disconnects=options.disconnects,
         kills=options.kills,
+        drains=options.drains,
     )
     for name in options.trials:
         row = trial_list.run(name, scale) | {"machine": facts}

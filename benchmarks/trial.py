@@ -41,6 +41,7 @@ class Scale:
     chaos_seconds: float = 600.0
     disconnects: int = 1000
     kills: int = 20
+    drains: int = 10
     clients: int = 64  # that retry, at most
 
 

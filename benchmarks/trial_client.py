@@ -31,6 +31,7 @@ class Answer:
     sent: float
     first: float | None  # when the first text came
     ended: float
+    reached: bool = True  # there was a connection
 
     @property
     def ms(self) -> float:
@@ -106,7 +107,8 @@ async def ask(
         writer.transport.abort()
     head, _, rest = bytes(came).partition(b"\r\n\r\n")
     status = re.match(rb"HTTP/1\.1 (\d+)", head)
-    return Answer(int(status[1]) if status else None, head.decode("latin-1"), rest, sent, first, ended)
+    number = int(status[1]) if status else None
+    return Answer(number, head.decode("latin-1"), rest, sent, first, ended, reached=writer is not None)
 
 
 async def open_loop(rate: float, seconds: float, send: Callable[[int], Awaitable[Answer]]) -> list[Answer]:

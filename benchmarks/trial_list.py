@@ -5,6 +5,7 @@ import traceback
 
 from benchmarks.chaos import chaos
 from benchmarks.disconnects import disconnects
+from benchmarks.drain import drain
 from benchmarks.egress import egress
 from benchmarks.endless_template import endless_template
 from benchmarks.engine_kills import engine_kills
@@ -25,6 +26,7 @@ TRIALS = {
             "clients leave: while queued, in prompts, in streams, before whole answers",
             disconnects,
         ),
+        Trial("drain", "SIGTERM under load", drain),
         Trial("kills", "SIGKILL to the engine under load", engine_kills),
         Trial("chaos", "processes killed and stopped, connections reset, at random", chaos),
         Trial("egress", "requests of every kind, a fine-tuning job among them; who is connected to", egress),
