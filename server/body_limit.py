@@ -3,23 +3,29 @@ not know any route but by its path."""
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from server.asgi import BODY_METHODS, ASGIApp, Incoming, Message, Receive, Scope, Send, header, send_error, unread
+from server.equal_parts import EqualParts
 from server.errors import LongwaveError, PayloadTooLarge, RequestTimeout, ServerOverloaded, UnsupportedMediaType
 
 BUFFERED_BODIES = 8  # bodies of full size that may be in memory before they reach admission
+SMALL_BODY = 64 * 2**10  # bytes that always have room: uvicorn holds as many for any connection that sends
 
 
 class BodyLimit:
     """Reads the whole body before the route runs: bounded in size, in time and in sum; JSON and not encoded. A POST to
-    one of the `streamed` paths passes: somebody else bounds it."""
+    one of the `streamed` paths passes: somebody else bounds it.
+
+    Large bodies that stall, of which 8 take all of the sum, hold up no small one, and no tenant's but their own. So it
+    has to know whose they are, and comes after authentication."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float, streamed: frozenset[str] = frozenset()) -> None:
         self.app = app
         self.streamed = streamed
         self.max_bytes = max_bytes
         self.timeout = timeout
-        self._buffered = 0
+        self._buffered = EqualParts(BUFFERED_BODIES * max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in BODY_METHODS:
@@ -27,9 +33,10 @@ class BodyLimit:
         if scope["method"] == "POST" and scope.get("path") in self.streamed:
             return await self.app(scope, receive, send)
         incoming = Incoming(receive)
-        body = _Body(incoming, self._count)
+        tenant: bytes = scope["state"]["cache_salt"]
+        body = _Body(incoming, partial(self._buffered.hold, tenant))
         try:
-            refusal = await self._read(scope, incoming, body)
+            refusal = await self._read(scope, incoming, body, tenant)
             if refusal is not None:
                 body.give_back()
                 await send_error(send, refusal, unread=None if incoming.complete else unread(scope, incoming))
@@ -39,12 +46,12 @@ class BodyLimit:
             body.give_back()
         return None
 
-    async def _read(self, scope: Scope, incoming: Incoming, body: "_Body") -> LongwaveError | None:
+    async def _read(self, scope: Scope, incoming: Incoming, body: "_Body", tenant: bytes) -> LongwaveError | None:
         """Why it is refused. One that is not whole then has no client any more: nobody is left to answer."""
         try:
             self._check_headers(scope)
             async with asyncio.timeout(self.timeout):
-                await self._take(incoming, body)
+                await self._take(incoming, body, tenant)
             _check_type(scope, body)
         except TimeoutError:
             return RequestTimeout("The request body came too slowly.")
@@ -60,20 +67,18 @@ class BodyLimit:
         if length is not None and length.isdigit() and int(length) > self.max_bytes:
             raise self._too_large()
 
-    async def _take(self, incoming: Incoming, body: "_Body") -> None:
+    async def _take(self, incoming: Incoming, body: "_Body", tenant: bytes) -> None:
         while not body.is_whole:
             message = await incoming()
             if message["type"] == "http.disconnect":
                 return
             chunk = message.get("body", b"")
-            if body.size + len(chunk) > self.max_bytes:
+            size = body.size + len(chunk)
+            if size > self.max_bytes:
                 raise self._too_large()
-            if self._buffered + len(chunk) > BUFFERED_BODIES * self.max_bytes:
+            if size > SMALL_BODY and not self._buffered.has_room(tenant, len(chunk)):
                 raise ServerOverloaded("The server is reading too many large requests. Try again later.")
             body.add(chunk, is_last=not message.get("more_body", False))
-
-    def _count(self, num_bytes: int) -> None:
-        self._buffered += num_bytes
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(f"The request body is larger than {self.max_bytes} bytes.")

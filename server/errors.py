@@ -172,10 +172,11 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class AdapterExists(InvalidRequest):
-    """The name is taken, or busy."""
+    """The name is taken; or busy, which is not final."""
 
     status = 409
     code = "adapter_exists"
+    is_final = True  # OpenAI's client takes 409 for a lock that somebody else lets go of
 
 
 class SequenceConflict(InvalidRequest):
@@ -183,6 +184,7 @@ class SequenceConflict(InvalidRequest):
 
     status = 409
     code = "sequence_conflict"
+    is_final = True
 
 
 class TrainingDiverged(InvalidRequest):

@@ -30,7 +30,9 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,  # a key must not be printed because its neighbour is wrong
     )
 
-    model: str = Field(BUNDLED_MODEL, min_length=1, max_length=4096, description="Bundled name, folder or hub id[@revision].")
+    model: str = Field(
+        BUNDLED_MODEL, min_length=1, max_length=4096, description="Bundled name, folder or hub id[@revision]."
+    )
     served_model_name: ModelNames = Field(
         (), max_length=16, description="Names clients may ask for; replies carry the one asked for, metrics the first."
     )

@@ -1,10 +1,10 @@
 """/v1/fine_tuning/jobs: create, list, retrieve, cancel, pause, resume, events, checkpoints."""
 
 import re
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
-from starlette.responses import Response
 
 from server.api.deps import FeedsDep, FineTuningDep, LifecycleDep, OriginDep
 from server.api.job_events import EventFeed
@@ -108,12 +108,12 @@ async def list_events(
         found = await jobs.events(fine_tuning_job_id, origin.owner, after, limit + 1)
         events = [FineTuningJobEvent.of(event) for event in found[:limit]]
         return FineTuningJobEventList(data=events, has_more=len(found) > limit)
-    feeds.check()
-    job = await jobs.get(fine_tuning_job_id, origin.owner)
-    events_of_job = await jobs.follow(job, last_event_id or after)
-    interval = lifecycle.settings.ping_interval
-    reply: Response = EventFeed(feeds, events_of_job, lambda: lifecycle.phase is Phase.DRAINING, interval)
-    return reply
+    with ExitStack() as place:
+        place.enter_context(feeds.place(origin.owner))
+        job = await jobs.get(fine_tuning_job_id, origin.owner)
+        events_of_job = await jobs.follow(job, last_event_id or after)
+        interval = lifecycle.settings.ping_interval
+        return EventFeed(place.pop_all(), events_of_job, lambda: lifecycle.phase is Phase.DRAINING, interval)
 
 
 @router.get(ONE + "/checkpoints", responses=JOB_FAILURES)

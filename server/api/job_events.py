@@ -8,14 +8,15 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.disconnect import ClientDisconnected, until_disconnect
 from server.api.sse import DONE, HEADERS, PING, STALL_LIMIT
+from server.equal_parts import EqualParts
 from server.errors import LongwaveError, ServerDraining, ServerOverloaded
 from server.finetune import Event
 from server.schemas.fine_tuning_reply import FineTuningJobEvent
@@ -29,23 +30,34 @@ class EventFeeds:
     """How many are open: each of them asks the store every second."""
 
     def __init__(self) -> None:
-        self.num_open = 0
+        self._open = EqualParts(MAX_STREAMS)
 
-    def check(self) -> None:
-        """Raises ServerOverloaded."""
-        if self.num_open >= MAX_STREAMS:
+    @property
+    def num_open(self) -> int:
+        return self._open.held
+
+    @contextmanager
+    def place(self, owner: str) -> Iterator[None]:
+        """Of one of them, taken before the store is first asked. Raises ServerOverloaded."""
+        if not self._open.has_room(owner, 1):
             raise ServerOverloaded("The server is sending too many streams of events. Try again later.")
+        self._open.hold(owner, 1)
+        try:
+            yield
+        finally:
+            self._open.hold(owner, -1)
 
 
 class EventFeed(Response):
     def __init__(
         self,
-        feeds: EventFeeds,
+        place: ExitStack,
         events: AsyncIterator[Event | None],
         is_draining: Callable[[], bool],
         ping_interval: float,
     ) -> None:
-        self.feeds = feeds
+        """`place` is given back at the end, or when nobody has this any more."""
+        self.place = place
         self.events = events
         self.is_draining = is_draining
         self.ping_interval = ping_interval
@@ -54,15 +66,13 @@ class EventFeed(Response):
         self.raw_headers = list(HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        self.feeds.num_open += 1
-        try:
-            await until_disconnect(receive, self._write(send))
-        except ClientDisconnected:
-            pass
-        except TimeoutError:
-            logger.warning("a client stopped reading: its events are cut")
-        finally:
-            self.feeds.num_open -= 1
+        with self.place:
+            try:
+                await until_disconnect(receive, self._write(send))
+            except ClientDisconnected:
+                pass
+            except TimeoutError:
+                logger.warning("a client stopped reading: its events are cut")
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

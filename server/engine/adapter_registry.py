@@ -59,11 +59,11 @@ class AdapterRegistry:
         """Raises InvalidAdapter, AdapterExists, QuotaExceeded, EngineUnavailable, and has then changed nothing."""
         if not NAME.fullmatch(name):
             raise InvalidAdapter(f"{name!r:.300} is no name for an adapter: letters, digits and . : @ / + - _ are.")
-        if name in self._busy or (name in self._infos and not replace):
-            raise AdapterExists(f"The adapter `{name}` has already been loaded.")
         before = self._infos.get(name)
-        if before is not None and before.owner != owner:
+        if before is not None and (before.owner != owner or not replace):
             raise AdapterExists(f"The adapter `{name}` has already been loaded.")
+        if name in self._busy:
+            raise _busy(name)
         command = LoadAdapter(next(self._command_ids), name, folder, within, replace)
         self._busy[name] = asyncio.Event()
         return await self._to_the_end(self._load(send, command, owner))
@@ -164,3 +164,9 @@ class AdapterRegistry:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # seen, even if nobody waits for it
+
+
+def _busy(name: str) -> AdapterExists:
+    error = AdapterExists(f"The adapter `{name}` is being loaded.")
+    error.is_final = False  # it may fail, or be what another load takes the place of
+    return error

@@ -1,15 +1,12 @@
 """The API process's door: how many requests may be open at once, and which prompts can ever fit. Must not know
-tokens' texts, queues or blocks: a refusal here costs nothing that was worth having.
+tokens' texts, queues or blocks: a refusal here costs nothing that was worth having."""
 
-When it is full, a tenant (whoever has a key of their own) with less than an equal part of the room still comes in, so
-that nobody shuts others out by being many. So k of them together have at most 1 + 1/2 + ... + 1/k times the room."""
-
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from server.engine.config import EngineConfig
 from server.engine.messages import EngineReady
+from server.equal_parts import EqualParts
 from server.errors import ContextLengthExceeded, InvalidRequest, ServerOverloaded
 
 
@@ -19,7 +16,7 @@ class Admission:
     def __init__(self, max_requests: int, max_model_len: int | None = None) -> None:
         self.max_requests = max_requests
         self.max_model_len = max_model_len
-        self._open: Counter[bytes] = Counter()  # of each tenant that has any
+        self._open = EqualParts(max_requests)  # of tenants: those who have a key of their own
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Admission":
@@ -28,7 +25,7 @@ class Admission:
 
     @property
     def num_requests(self) -> int:
-        return self._open.total()
+        return self._open.held
 
     def learn(self, ready: EngineReady) -> None:
         """The engine knows the served length only once model and KV cache are there."""
@@ -69,18 +66,10 @@ class Admission:
                 "served at once.",
                 param="n",
             )
-        if not self._has_room(num_sequences, tenant):
+        if not self._open.has_room(tenant, num_sequences):
             raise ServerOverloaded(f"The server is full: {self.num_requests} requests are open. Try again later.")
-        self._open[tenant] += num_sequences
+        self._open.hold(tenant, num_sequences)
         try:
             yield
         finally:
-            self._open[tenant] -= num_sequences
-            if not self._open[tenant]:
-                del self._open[tenant]
-
-    def _has_room(self, num_sequences: int, tenant: bytes) -> bool:
-        if self.num_requests + num_sequences <= self.max_requests:
-            return True
-        part = self.max_requests // len({*self._open, tenant})
-        return self._open[tenant] + num_sequences <= part
+            self._open.hold(tenant, -num_sequences)

@@ -1,4 +1,4 @@
-"""The bodies that are not buffered, in pure ASGI: uploads pass piece by piece, bounded in size, in pauses and in time.
+"""The bodies that are not buffered, in pure ASGI: uploads pass piece by piece, bounded in size, pauses, pace and time.
 
 Must not know what is in them. server.body_limit buffers every other body."""
 
@@ -8,13 +8,15 @@ from server.asgi import ASGIApp, Incoming, Message, Receive, Scope, Send, discar
 from server.errors import LongwaveError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
 FORM_BYTES = 64 * 2**10  # what a multipart body may have beside the file
+MIN_PACE = 4 * 2**10  # bytes a second: a place among the uploads is not kept by dripping
 
 
 class StreamedBody:
     """A route that reads as it goes may refuse in the middle: it replies, and the rest is still taken in a while."""
 
     def __init__(self, app: ASGIApp, paths: frozenset[str], max_file_bytes: int, pause: float, timeout: float) -> None:
-        """`pause`: seconds without a byte; `timeout`: seconds of the whole body."""
+        """`pause`: seconds without a byte, and those beyond what MIN_PACE would have taken for what has come;
+        `timeout`: seconds of the whole body."""
         self.app = app
         self.paths = paths
         self.max_file_bytes = max_file_bytes
@@ -47,17 +49,21 @@ class StreamedBody:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout
         size = 0
+        waited = 0.0  # for the client: what the disk takes is not its fault
 
         async def receive() -> Message:
-            nonlocal size
+            nonlocal size, waited
             if incoming.complete:
                 return await incoming()
             rest.asked = True
+            asked_at = loop.time()
+            patience = self.pause + min(0.0, size / MIN_PACE - waited)
             try:
-                async with asyncio.timeout_at(min(deadline, loop.time() + self.pause)):
+                async with asyncio.timeout_at(min(deadline, asked_at + patience)):
                     message = await incoming()
             except TimeoutError:
                 raise RequestTimeout("The request body came too slowly.") from None
+            waited += loop.time() - asked_at
             size += len(message.get("body", b""))
             if size > self.max_file_bytes + FORM_BYTES:
                 raise self._too_large()

@@ -12,7 +12,7 @@ PIECE_BYTES = 2**20  # what goes to a thread at once
 
 async def receive_file(store: FileStore, content_type: str, body: AsyncIterator[bytes], owner: str) -> StoredFile:
     """Whatever happens, cancellation too, the upload is whole and listed or leaves nothing. Raises LongwaveError."""
-    beginning = asyncio.ensure_future(asyncio.to_thread(store.begin, content_type))
+    beginning = asyncio.ensure_future(asyncio.to_thread(store.begin, content_type, owner))
     try:
         upload = await asyncio.shield(beginning)
         piece = bytearray()
@@ -22,7 +22,7 @@ async def receive_file(store: FileStore, content_type: str, body: AsyncIterator[
                 await asyncio.to_thread(store.feed, upload, bytes(piece))
                 piece.clear()
         await asyncio.to_thread(store.feed, upload, bytes(piece))
-        return await asyncio.to_thread(store.finish, upload, owner)
+        return await asyncio.to_thread(store.finish, upload)
     finally:
         await asyncio.shield(_end(store, beginning))
 

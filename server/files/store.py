@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from server.equal_parts import EqualParts
 from server.errors import FileMissing, InsufficientStorage, QuotaExceeded, ServerOverloaded
 from server.files.ballast import Ballast
 from server.files.catalog import Catalog, CatalogError, StoredFile
@@ -49,6 +50,7 @@ class FileStore:
         self._ballast = Ballast(path / "ballast")
         self._opened: tuple[FileFolder, Catalog] | None = None
         self._uploads: dict[str, int] = {}  # id -> bytes that it has reserved
+        self._places = EqualParts(MAX_UPLOADS)
 
     def start(self) -> None:
         """Sweeps what a crash left, where there is a folder. Never raises: a server without files still answers."""
@@ -62,39 +64,41 @@ class FileStore:
                 self._opened[1].close()
                 self._opened = None
 
-    def begin(self, content_type: str) -> Upload:
+    def begin(self, content_type: str, owner: str) -> Upload:
         """Raises InvalidRequest, QuotaExceeded, ServerOverloaded."""
         with self._ready() as (folder, catalog):
             self._remove_expired(folder, catalog)
-            if len(self._uploads) >= MAX_UPLOADS:
+            if not self._places.has_room(owner, 1):
                 raise ServerOverloaded("The server is receiving too many files. Try again later.")
             count, total = catalog.usage()
             if count + len(self._uploads) >= self.limits.max_files:
                 raise QuotaExceeded(f"The server holds {self.limits.max_files} files, which is its limit: delete some.")
             if total >= self.limits.max_total_bytes:
                 raise self._full()
-            upload = Upload(folder, content_type, self.limits.max_file_bytes, self._reserve)
+            upload = Upload(folder, content_type, owner, self.limits.max_file_bytes, self._reserve)
             self._uploads[upload.id] = 0
+            self._places.hold(owner, 1)
             return upload
 
     def feed(self, upload: Upload, body: bytes) -> None:
         with _storage_failures():
             upload.feed(body)
 
-    def finish(self, upload: Upload, owner: str) -> StoredFile:
+    def finish(self, upload: Upload) -> StoredFile:
         """The upload as a file that is listed from now on. Raises QuotaExceeded, and what is wrong with the file."""
         stored: list[StoredFile] = []
         with _storage_failures():
-            upload.finish(lambda upload, fields: stored.append(self._keep(upload, fields, owner)))
+            upload.finish(lambda upload, fields: stored.append(self._keep(upload, fields)))
         return stored[0]
 
     def end(self, upload: Upload) -> None:
-        """Always, at last: gives back what the upload held."""
+        """Always, at last, and once: gives back what the upload held."""
         try:
             upload.close()
         finally:
             with self._lock:
                 self._uploads.pop(upload.id, None)
+                self._places.hold(upload.owner, -1)
 
     def page(self, owner: str, *, purpose: str | None, after: str | None, limit: int, order: str) -> list[StoredFile]:
         """Raises FileMissing for an `after` that is no file of the owner's."""
@@ -162,11 +166,11 @@ class FileStore:
             raise FileMissing(f"No such File object: {file_id[:64]}", param="id")
         return stored
 
-    def _keep(self, upload: Upload, fields: UploadFields, owner: str) -> StoredFile:
+    def _keep(self, upload: Upload, fields: UploadFields) -> StoredFile:
         created = int(self._clock())
         stored = StoredFile(
             id=upload.id,
-            owner=owner,
+            owner=upload.owner,
             purpose=PURPOSE,
             filename=fields.filename,
             bytes=upload.bytes,

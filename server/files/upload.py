@@ -21,11 +21,17 @@ class Upload:
     """`feed` until the body ends, `finish`, and always `close`. What is not kept is removed."""
 
     def __init__(
-        self, folder: FileFolder, content_type: str, max_bytes: int, reserve: Callable[["Upload", int], None]
+        self,
+        folder: FileFolder,
+        content_type: str,
+        owner: str,
+        max_bytes: int,
+        reserve: Callable[["Upload", int], None],
     ) -> None:
         """`reserve` is asked before every write, with the number of bytes; it raises when there is no room for them.
         Raises InvalidRequest, OSError."""
         self.id = f"file-{secrets.token_hex(16)}"
+        self.owner = owner
         self.bytes = 0
         self.kept = False
         self._folder = folder

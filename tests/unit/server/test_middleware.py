@@ -236,7 +236,8 @@ def test_a_connection_closes_only_when_a_refused_body_has_come() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("the body is over the limit")
 
-    scope: Scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+    headers = [(b"content-type", b"application/json")]
+    scope: Scope = {"type": "http", "method": "POST", "headers": headers, "state": {"cache_salt": b""}}
     asyncio.run(BodyLimit(app, max_bytes=2048, timeout=5)(scope, receive, send))
 
     assert order[-2:] == ["last part", "closing"]

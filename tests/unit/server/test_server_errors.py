@@ -39,6 +39,11 @@ def test_what_is_final_sends_nobody_back(kind: type[LongwaveError]) -> None:
     assert "retry-after" not in error.headers()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in tree(LongwaveError) if kind.status == 409])
+def test_a_conflict_is_final_since_openais_client_would_send_it_again(kind: type[LongwaveError]) -> None:
+    assert kind("x").headers() == {"x-should-retry": "false"}
+
+
 def test_retry_after_is_spread() -> None:
     waits = {errors.ServerOverloaded("x").retry_after for _ in range(500)}
     assert waits == set(range(1, 11))

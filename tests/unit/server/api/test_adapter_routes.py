@@ -73,7 +73,9 @@ def test_an_adapter_is_not_trained_further_by_a_job(lora_server: LiveServer, nam
 def test_a_name_is_loaded_over_only_when_asked_for(lora_server: LiveServer) -> None:
     with lora_server.client() as client:
         load(client)
-        assert error(load(client)) == (409, "adapter_exists", "lora_name")
+        refused = load(client)
+        assert error(refused) == (409, "adapter_exists", "lora_name")
+        assert refused.headers["x-should-retry"] == "false"
         assert load(client, load_inplace=True, lora_path="other").status_code == 200
         assert lora_server.engine.infos["fr"].folder == "other"
 

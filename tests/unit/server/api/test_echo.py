@@ -34,7 +34,7 @@ def test_what_is_refused_is_not_echoed(
 def test_a_full_server_does_not_echo(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = server.lifecycle.generator
     assert generator is not None
-    monkeypatch.setattr(generator._admission, "max_requests", 1)
+    monkeypatch.setattr(generator._admission, "_open", EqualParts(1))
     server.engine.script = Script(hold_after=0)
     with server.client() as client, client.stream("POST", "/v1/completions", json={**ECHO, "stream": True}):
         wait_until(lambda: server.engine.held)

@@ -110,8 +110,9 @@ def test_an_engine_that_dies_while_it_loads_fails_the_command_and_records_nothin
         (tmp_path / "slow" / GATE).write_text(str(tmp_path / "never"))
         loading = asyncio.ensure_future(client.load_adapter("slow", folder))
         await asyncio.sleep(0)
-        with pytest.raises(AdapterExists):
+        with pytest.raises(AdapterExists, match="being loaded") as refused:
             await client.load_adapter("slow", folder)
+        assert not refused.value.is_final  # that loading may fail, as it does
         unloading = asyncio.ensure_future(client.unload_adapter("slow"))
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
@@ -232,8 +233,9 @@ def test_refusals_name_what_is_wrong_and_change_nothing(tmp_path: Path) -> None:
         with pytest.raises(ModelNotFound):
             await client.unload_adapter("x")
         await client.load_adapter("a", good, owner="one")
-        with pytest.raises(AdapterExists):
+        with pytest.raises(AdapterExists) as refused:
             await client.load_adapter("a", good, owner="one")
+        assert refused.value.is_final
         with pytest.raises(AdapterExists):
             await client.load_adapter("a", good, owner="another", replace=True)
         await client.load_adapter("b", good)

@@ -27,7 +27,7 @@ def main(folder: Path, instant: str) -> None:
         if instant == "unlisted":
             FileFolder.remove = die  # type: ignore[method-assign]
             store.delete(whole.id, "")
-        running = store.begin(CONTENT_TYPE)
+        running = store.begin(CONTENT_TYPE, "")
         if instant == "created":
             die()
         sent = body(PAIR * 50)
@@ -39,7 +39,7 @@ def main(folder: Path, instant: str) -> None:
             Path.rename = die  # type: ignore[method-assign]
         if instant == "renamed":
             Catalog.add = die  # type: ignore[method-assign]
-        store.finish(running, "")
+        store.finish(running)
         die()
 
 

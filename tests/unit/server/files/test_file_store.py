@@ -62,7 +62,7 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path: Path, mode: int) -
     (tmp_path / "files").mkdir()
     (tmp_path / "files").chmod(mode)
     with opened(tmp_path) as store, pytest.raises(InsufficientStorage):
-        store.begin(CONTENT_TYPE)
+        store.begin(CONTENT_TYPE, "")
     assert list((tmp_path / "files").iterdir()) == []
 
 
@@ -70,7 +70,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "files").symlink_to(tmp_path / "elsewhere")
     with opened(tmp_path) as store, pytest.raises(InsufficientStorage):
-        store.begin(CONTENT_TYPE)
+        store.begin(CONTENT_TYPE, "")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -182,9 +182,9 @@ def test_the_quota_is_exact_and_a_delete_gives_room(tmp_path: Path) -> None:
 def test_the_number_of_files_counts_what_is_under_way(tmp_path: Path) -> None:
     with opened(tmp_path, FileLimits(2**20, 2**20, 2)) as store:
         upload(store, PAIR)
-        running = store.begin(CONTENT_TYPE)
+        running = store.begin(CONTENT_TYPE, "")
         with pytest.raises(QuotaExceeded, match="holds 2 files"):
-            store.begin(CONTENT_TYPE)
+            store.begin(CONTENT_TYPE, "")
         store.end(running)
         upload(store, PAIR)
 
@@ -221,12 +221,27 @@ def test_concurrent_uploads_are_all_whole(tmp_path: Path) -> None:
 def test_uploads_at_once_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_UPLOADS", 2)
     with opened(tmp_path) as store:
-        running = [store.begin(CONTENT_TYPE) for _ in range(2)]
+        running = [store.begin(CONTENT_TYPE, "") for _ in range(2)]
         with pytest.raises(ServerOverloaded):
-            store.begin(CONTENT_TYPE)
+            store.begin(CONTENT_TYPE, "")
         for one in running:
             store.end(one)
         upload(store, PAIR)
+
+
+def test_one_owners_uploads_do_not_shut_out_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_UPLOADS", 4)
+    with opened(tmp_path) as store:
+        running = [store.begin(CONTENT_TYPE, "flood") for _ in range(4)]
+        running += [store.begin(CONTENT_TYPE, "quiet") for _ in range(2)]  # an equal part
+        for owner in ("flood", "quiet"):
+            with pytest.raises(ServerOverloaded):
+                store.begin(CONTENT_TYPE, owner)
+        running.append(store.begin(CONTENT_TYPE, "third"))
+        for one in running:
+            store.end(one)
+        for one in [store.begin(CONTENT_TYPE, "third") for _ in range(4)]:
+            store.end(one)
 
 
 def test_a_full_disk_is_507_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +280,7 @@ def test_a_full_disk_lets_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             store.delete(first.id, "")
             assert (listed(store), ballast.exists()) == ([second.id, third.id], True)
             now += 7200
-            store.end(store.begin(CONTENT_TYPE))
+            store.end(store.begin(CONTENT_TYPE, ""))
         assert (kept(tmp_path), ballast.exists()) == ([second.id], True)
 
 
@@ -298,7 +313,7 @@ def test_a_process_that_stands_still_with_a_lock_holds_nobody_up_for_ever(
 def test_closing_waits_for_the_piece_that_is_written_and_what_follows_is_refused(tmp_path: Path) -> None:
     entered, go_on = threading.Event(), threading.Event()
     with opened(tmp_path) as store, ThreadPoolExecutor(2) as pool:
-        running = store.begin(CONTENT_TYPE)
+        running = store.begin(CONTENT_TYPE, "")
         reserve = running._reserve
 
         def waiting(upload_: object, more: int) -> None:
@@ -319,13 +334,13 @@ def test_closing_waits_for_the_piece_that_is_written_and_what_follows_is_refused
 
 def test_another_process_does_not_sweep_what_is_under_way(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        running = store.begin(CONTENT_TYPE)
+        running = store.begin(CONTENT_TYPE, "")
         store.feed(running, body(PAIR)[:-40])
         with opened(tmp_path) as other:  # its own descriptors: flock tells them apart as it does processes
             assert kept(tmp_path) == [f"{running.id}.part"]
             upload(other, PAIR)
         store.feed(running, body(PAIR)[-40:])
-        stored = store.finish(running, "")
+        stored = store.finish(running)
         store.end(running)
         assert stored.id in listed(store)
         assert len(listed(store)) == 2

@@ -187,8 +187,8 @@ def test_an_upload_that_is_cancelled_while_it_begins_leaves_nothing(tmp_path: Pa
     begun, go_on = threading.Event(), threading.Event()
 
     class SlowToBegin(FileStore):
-        def begin(self, content_type: str) -> Upload:
-            upload = super().begin(content_type)
+        def begin(self, content_type: str, owner: str) -> Upload:
+            upload = super().begin(content_type, owner)
             begun.set()
             assert go_on.wait(LIMIT)
             return upload

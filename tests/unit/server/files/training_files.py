@@ -39,11 +39,11 @@ def upload(store: FileStore, content: bytes, owner: str = "", piece: int = 1000,
 
 
 def send(store: FileStore, sent: bytes, owner: str = "", piece: int = 1000) -> StoredFile:
-    running = store.begin(CONTENT_TYPE)
+    running = store.begin(CONTENT_TYPE, owner)
     try:
         for start in range(0, len(sent), piece):
             store.feed(running, sent[start : start + piece])
-        return store.finish(running, owner)
+        return store.finish(running)
     finally:
         store.end(running)
 
