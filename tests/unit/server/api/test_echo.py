@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import pytest
 from scripted_engine import LiveServer, Script, wait_until
 
+from server.equal_parts import EqualParts
+
 ECHO = {"model": "tiny", "prompt": [104, 105], "echo": True}
 
 
