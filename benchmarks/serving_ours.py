@@ -1,6 +1,5 @@
 """Longwave's engine under the serving cases, through its client and without HTTP. Started by benchmarks/serving.py."""
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
@@ -30,7 +29,7 @@ async def open_engine(plan: Plan) -> AsyncIterator[Opened]:
 
     async def generate(prompt: list[int], out: int) -> AsyncGenerator[int, None]:
         sampling = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=out)
-        request = AddRequest(f"bench-{next(numbers)}", TokenIds(prompt), sampling, arrival_time=time.monotonic())
+        request = AddRequest(f"bench-{next(numbers)}", TokenIds(prompt), sampling)
         async for delta in client.generate(request):
             yield len(delta.token_ids)
 

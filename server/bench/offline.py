@@ -43,7 +43,7 @@ class OfflineEngine:
         assert isinstance(turn.prompt, list)
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=turn.max_tokens)
         prompt = TokenIds(turn.prompt)
-        request = AddRequest(f"bench-{next(self._numbers)}", prompt, sampling, arrival_time=time.monotonic())
+        request = AddRequest(f"bench-{next(self._numbers)}", prompt, sampling)
         now = time.perf_counter()
         outcome = Outcome(turn.prompt_tokens, now if planned is None else planned, sent=now)
         try:

@@ -16,7 +16,6 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: TokenIds  # made once, for all requests of the prompt
     sampling: SamplingParams
     cache_salt: bytes = b""
-    arrival_time: float = 0.0  # time.monotonic() of the API process (same host, same clock)
     adapter: str | None = None  # a loaded adapter's name; None: the base model
 
 

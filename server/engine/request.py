@@ -97,7 +97,7 @@ class Request:
         self.last_hits = -1  # blocks of it that were in the prefix cache at the last look; -1: never looked
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
 
-        self.arrival_time = message.arrival_time or now
+        self.arrival_time = now  # in the engine: how long its body took to come is no wait of it here
         self.entered_at = 0.0  # predicted seconds of the steps that had been scheduled when it came
         self.scheduled_time = 0.0
         self.first_token_time = 0.0

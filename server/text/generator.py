@@ -159,7 +159,6 @@ class Generator:
                 prompt_token_ids=prompt,
                 sampling=replace(job.sampling, max_tokens=limit, seed=_choice_seed(job.sampling.seed, choice)),
                 cache_salt=job.cache_salt,
-                arrival_time=job.arrival_time,
                 adapter=job.adapter,
             )
             for at, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))

@@ -5,7 +5,6 @@ Token ids in, token ids and log-probabilities out. Must not know HTTP or how wei
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
@@ -76,7 +75,6 @@ async def sample(serving: Serving, adapter: str, call: Sample, salt: bytes) -> S
                     stop_token_ids=call.stop_token_ids,
                 ),
                 cache_salt=salt,
-                arrival_time=time.monotonic(),
                 adapter=adapter,
             )
             for index in range(call.num_samples)

@@ -81,7 +81,7 @@ class SimulatedEngine:
         if isinstance(prompt, int):
             prompt = self._random.choices(range(1, 120_000), k=prompt)
         sampling = SamplingParams(max_tokens=out, ignore_eos=True)
-        message = AddRequest(name, TokenIds(prompt), sampling, tenant, at)
+        message = AddRequest(name, TokenIds(prompt), sampling, tenant)
         insort(self._arrivals, (at, name, message), key=lambda item: item[:2])
         self.answers[name] = Answer(at)
 

@@ -8,7 +8,7 @@ from server.engine.token_ids import TokenIds
 
 
 def request(arrival: float, first_token: float = 0.0) -> Request:
-    message = AddRequest("r", TokenIds([1]), SamplingParams(), b"a", arrival)
+    message = AddRequest("r", TokenIds([1]), SamplingParams(), b"a")
     made = Request(message, sequence_number=0, eos_token_ids=(), max_model_len=10, now=arrival)
     made.first_token_time = first_token
     return made

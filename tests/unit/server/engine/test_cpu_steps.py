@@ -177,13 +177,13 @@ def test_a_real_model_answers_the_same_however_its_steps_are_cut() -> None:
         scheduler = Scheduler(limits, cache, clock=lambda: runner.now, step_time=started(cpu_seconds))
         executor = StepExecutor(loaded, scheduler)
         sampling = SamplingParams(40, temperature=0.0, ignore_eos=True)
-        scheduler.add(AddRequest("chat", TokenIds(range(3, 23)), sampling, b"", runner.now))
+        scheduler.add(AddRequest("chat", TokenIds(range(3, 23)), sampling, b""))
         found: dict[str, list[int]] = {"chat": [], "long": []}
         shared = []
         for turn in range(200):
             if turn == 5:
                 prompt = TokenIds([3 + (7 * i * i + i) % 110 for i in range(400)])
-                scheduler.add(AddRequest("long", prompt, sampling, b"", runner.now))
+                scheduler.add(AddRequest("long", prompt, sampling, b""))
             step = scheduler.schedule()
             if step is not None and step.has_prompts and len(step.requests) > 1:
                 shared.append(step.total_tokens)

@@ -15,7 +15,7 @@ SAMPLING = SamplingParams(max_tokens=7, logit_bias={3: -1.5}, seed=2**62, stop_t
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.binary(max_size=40))
 def test_a_request_comes_as_it_was_sent(ids: list[int], salt: bytes) -> None:
-    sent = AddRequest("r", TokenIds(ids), SAMPLING, salt, 1.5, "adapter")
+    sent = AddRequest("r", TokenIds(ids), SAMPLING, salt, "adapter")
     came = decode_to_engine(encode(sent))
     assert came == sent
     assert isinstance(came, AddRequest)

@@ -42,10 +42,9 @@ class Prompt:
 
 
 def make(number: int, prompt: Prompt, arrival: float = NOW) -> Request:
-    message = AddRequest(
-        str(number), TokenIds([1] * (prompt.computed + prompt.remaining)), SamplingParams(), prompt.tenant, arrival
-    )
-    request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=10**7, now=NOW)
+    tokens = TokenIds([1] * (prompt.computed + prompt.remaining))
+    message = AddRequest(str(number), tokens, SamplingParams(), prompt.tenant)
+    request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=10**7, now=arrival)
     request.num_computed = prompt.computed
     return request
 

@@ -20,7 +20,7 @@ FREE = SharingLimits(least_saved_blocks=1, max_levels=3, tile_rows=1000)
 
 
 def request(blocks: Sequence[int], name: int = 0) -> Request:
-    message = AddRequest(str(name), TokenIds([1]), SamplingParams(), b"", 0.0)
+    message = AddRequest(str(name), TokenIds([1]), SamplingParams(), b"")
     made = Request(message, sequence_number=name, eos_token_ids=(), max_model_len=10, now=0.0)
     made.block_ids = list(blocks)
     return made
