@@ -12,6 +12,7 @@ from benchmarks.trial_server import Held, TrialServer, held, trial_server
 CLIENTS = 6
 JOB_EVERY = 800  # requests: one fine-tuning job, whose model is asked and deleted
 WARM = 0.25  # of the time, until what is held counts as before: caches fill
+LOOK = 0.5  # seconds between two looks at threads
 GROWTH_MB = 20  # of the process, and of the engine's: a first part of a day's
 
 
@@ -19,26 +20,25 @@ def soak(scale: Scale) -> list[Measure]:
     with trial_server(scale.model, weights=True) as server:
         bad: Counter[str] = Counter()
         begin = time.monotonic()
-        count = asyncio.run(_mixed(server, scale.soak_seconds * WARM, bad))
+        count, threads_before = asyncio.run(_mixed(server, scale.soak_seconds * WARM, bad))
         before = _both(server)
         warm = time.monotonic() - begin
-        count += asyncio.run(_mixed(server, scale.soak_seconds - warm, bad))
+        more, threads = asyncio.run(_mixed(server, scale.soak_seconds - warm, bad))
         idle = server.idle_after()
         after = _both(server)
         minutes = (time.monotonic() - begin) / 60
         deaths = server.metrics().get("longwave:engine_deaths_total", 0.0)
     (api, engine), (api_before, engine_before) = after, before
     files = api.files + engine.files - api_before.files - engine_before.files
-    threads = api.threads + engine.threads - api_before.threads - engine_before.threads
     return [
         Measure("minutes", minutes),
-        Measure("requests", count),
+        Measure("requests", count + more),
         Measure("neither answered nor refused as they must be", bad.total(), 0),
         Measure("deaths of the engine", deaths, 0),
         Measure("growth of the process, MB", api.rss_mb - api_before.rss_mb, GROWTH_MB),
         Measure("growth of the engine, MB", engine.rss_mb - engine_before.rss_mb, GROWTH_MB),
         Measure("files more than before", files, 0),
-        Measure("threads more than before", threads, 0),
+        Measure("threads at once, more than before", threads - threads_before, 0),
         Measure("seconds until all KV blocks are free", idle, 1),
     ]
 
@@ -51,9 +51,10 @@ def _both(server: TrialServer) -> tuple[Held, Held]:
     return server.held(), held(engine)
 
 
-async def _mixed(server: TrialServer, seconds: float, bad: Counter[str]) -> int:
-    """Clients that ask one thing after the other; how many requests."""
-    end, numbers = time.monotonic() + seconds, itertools.count()
+async def _mixed(server: TrialServer, seconds: float, bad: Counter[str]) -> tuple[int, int]:
+    """Clients that ask one thing after the other; how many requests, and the most threads of both processes at once
+    (pools of threads grow when they are wanted, and shrink)."""
+    end, numbers, most = time.monotonic() + seconds, itertools.count(), 0
 
     async def client() -> None:
         while time.monotonic() < end:
@@ -65,4 +66,8 @@ async def _mixed(server: TrialServer, seconds: float, bad: Counter[str]) -> int:
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(client())
-    return next(numbers)
+        while time.monotonic() < end:
+            engine = server.engine()
+            most = max(most, server.held().threads + (0 if engine is None else held(engine).threads))
+            await asyncio.sleep(LOOK)
+    return next(numbers), most
