@@ -8,7 +8,9 @@ from pydantic import ValidationError
 from server.environment import PREFIX, own_variables, port_is_an_address
 from server.settings import Settings
 
-OTHER_VARIABLES = {"LONGWAVE_KERNEL_IMAGE_DIR"}  # attention_backend.jit's, which works without a server
+COMPOSE_VARIABLES = {"LONGWAVE_CPUS", "LONGWAVE_MEMORY", "LONGWAVE_VERSION"}  # docker/compose.yaml's own, from its .env
+#: The first is attention_backend.jit's, which works without a server.
+OTHER_VARIABLES = {"LONGWAVE_KERNEL_IMAGE_DIR", *COMPOSE_VARIABLES}
 
 
 class ConfigurationError(Exception):

@@ -11,6 +11,7 @@ from server.engine.adapter_registry import NAME
 from server.engine.config import BLOCK_SIZES
 
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
+MAX_NAME = 256  # characters of a model's name, as requests may give it (server/schemas/wire.py)
 SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 
 
@@ -19,8 +20,8 @@ def _comma_separated(value: Any) -> Any:
 
 
 def _names_are_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    if any(not name or len(name) > 256 for name in names):
-        raise ValueError("a served model name has 1 to 256 characters")
+    if any(not name or len(name) > MAX_NAME for name in names):
+        raise ValueError(f"a served model name has 1 to {MAX_NAME} characters")
     if len(set(names)) != len(names):
         raise ValueError("a name is given twice")
     return names

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from server.engine.config import EngineConfig
 from server.environment import PREFIX, data_home
 from server.finetune.config import TrainerConfig
-from server.setting_types import ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames
+from server.setting_types import MAX_NAME, ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames
 from server.training.config import TrainingConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -140,6 +140,11 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> "Settings":
         self.engine_config()  # the engine's own rules are checked here too, before anything starts
+        if not self.served_model_name and len(self.model) > MAX_NAME:
+            raise ValueError(
+                f"model: requests name it so, in at most {MAX_NAME} characters; this one has {len(self.model)}: give a "
+                "shorter name with --served-model-name (LONGWAVE_SERVED_MODEL_NAME)"
+            )
         if (self.lora_modules or self.allow_runtime_lora_updating) and not self.enable_lora:
             raise ValueError("lora-modules and allow-runtime-lora-updating need enable-lora")
         if self.allow_runtime_lora_updating and self.lora_dir is None:

@@ -11,8 +11,10 @@ import msgspec
 from server import strict_json
 
 MAX_MESSAGES = 4096
-ROLES = ("system", "user", "assistant")
+MAX_PARTS = 1024  # of one message, as in a chat completion
+ROLES = ("system", "developer", "user", "assistant")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "weight"})
+PART_KEYS = frozenset({"type", "text"})
 TOOL_KEYS = frozenset({"tools", "functions", "tool_calls", "function_call", "tool_call_id", "parallel_tool_calls"})
 PREFERENCE_KEYS = frozenset({"input", "preferred_output", "non_preferred_output"})
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -36,9 +38,13 @@ class NotAnExample(Exception):  # noqa: N818 - a verdict
     """Why a line is no example: a sentence that goes on from "Line 3: "."""
 
 
+class PartShape(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+
+
 class MessageShape(msgspec.Struct, forbid_unknown_fields=True):
     role: str
-    content: str
+    content: str | list[PartShape]
     name: str | None = None
     weight: float | bool | None = None
 
@@ -177,7 +183,7 @@ def _weight(message: Any, place: str) -> int:
         said = f"{place}.role is {_shown(role)}" if "role" in message else f"{place} has no 'role'"
         raise NotAnExample(f"{said}; roles are {', '.join(ROLES)}")
     _only_keys(message, MESSAGE_KEYS, place)
-    _text(message, "content", f"{place}.")
+    _content(message, place)
     name = message.get("name")
     if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
         raise NotAnExample(f"{place}.name is not 1 to 64 letters, digits, '_' and '-'")
@@ -191,17 +197,43 @@ def _weight(message: Any, place: str) -> int:
     return weight
 
 
+def _content(message: dict[str, Any], place: str) -> None:
+    """A string, or parts of text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return _text(message, "content", f"{place}.", wanted="a string or an array of text parts")
+    if len(content) > MAX_PARTS:
+        raise NotAnExample(f"{place}.content has {len(content)} parts; at most {MAX_PARTS} are taken")
+    for at, part in enumerate(content):
+        _check_part(part, f"{place}.content[{at}]")
+    if not any(part["text"] for part in content):
+        raise NotAnExample(f"{place}.content is empty")
+    return None
+
+
+def _check_part(part: Any, place: str) -> None:
+    if not isinstance(part, dict):
+        raise NotAnExample(f"{place} is {_kind(part)}, not an object")
+    if part.get("type") != "text":
+        said = f"{place}.type is {_shown(part['type'])}" if "type" in part else f"{place} has no 'type'"
+        raise NotAnExample(f"{said}; parts are of type 'text', and no others are served")
+    _only_keys(part, PART_KEYS, place)
+    _text(part, "text", f"{place}.", may_be_empty=True)
+
+
 def _check_completion(example: dict[str, Any]) -> None:
     _only_keys(example, frozenset({"prompt", "completion"}), "a prompt/completion example")
     _text(example, "prompt", "", may_be_empty=True)
     _text(example, "completion", "")
 
 
-def _text(holder: dict[str, Any], key: str, place: str, *, may_be_empty: bool = False) -> None:
+def _text(
+    holder: dict[str, Any], key: str, place: str, *, may_be_empty: bool = False, wanted: str = "a string"
+) -> None:
     if key not in holder:
         raise NotAnExample(f"{place}{key} is missing")
     if not isinstance(holder[key], str):
-        raise NotAnExample(f"{place}{key} is {_kind(holder[key])}, not a string")
+        raise NotAnExample(f"{place}{key} is {_kind(holder[key])}, not {wanted}")
     if not holder[key] and not may_be_empty:
         raise NotAnExample(f"{place}{key} is empty")
 

@@ -37,10 +37,7 @@ def render_conversation(tokenizer: TextTokenizer, messages: Sequence[dict[str, A
     """What the assistant says is learnt, with the control token that ends it; not where `weight` is 0."""
     answers = [n for n, said in enumerate(messages) if said["role"] == "assistant" and said.get("weight", 1)]
     hidden = HiddenTexts()
-    shown = [
-        hide_control_text(tokenizer, Message(said["role"], said["content"], said.get("name")), hidden)
-        for said in messages
-    ]
+    shown = [hide_control_text(tokenizer, _message(said), hidden) for said in messages]
     if answers and len(messages) > MANY_MESSAGES:
         through = _render(tokenizer, shown[: answers[-1] + 1]).rstrip()
         _check_length(len(encode_rendered(tokenizer, through, hidden)), max_length)
@@ -56,6 +53,13 @@ def render_conversation(tokenizer: TextTokenizer, messages: Sequence[dict[str, A
             targets += [learnt] * len(ids)
         at = end
     return _example(tokens, targets, max_length)
+
+
+def _message(said: dict[str, Any]) -> Message:
+    """As server.schemas.chat makes it of the same message in a request."""
+    role, content = said["role"], said["content"]
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return Message("system" if role == "developer" else role, text, said.get("name"))
 
 
 def _answer(tokenizer: TextTokenizer, shown: Sequence[Message], number: int, whole: str) -> tuple[int, int]:

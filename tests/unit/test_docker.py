@@ -12,6 +12,7 @@ import pytest
 import yaml
 from exported_metrics import exported_families
 
+from server.configuration import unknown_variables
 from server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,24 @@ class TestLongwave:
     def test_every_variable_is_a_setting(self, service: str) -> None:
         fields = {f"LONGWAVE_{field.upper()}" for field in Settings.model_fields}
 
-        assert environment(service).keys() - {"HF_TOKEN"} <= fields
+        assert environment(service).keys() - {"HF_TOKEN", "GRAFANA_ADMIN_PASSWORD"} <= fields
+
+    def test_it_gets_every_setting_that_stands_in_the_env_file(self, service: str) -> None:
+        """Of the folder of compose.yaml, where `--env-file docker/.env` finds it, too."""
+        assert SERVICES[service]["env_file"] == [{"path": ".env", "required": False}]
+
+    def test_what_else_stands_there_changes_nothing_in_the_container(
+        self, service: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        example = re.findall(r"^(?:# )?(\w+)=", (DOCKER / ".env.example").read_text(), re.MULTILINE)
+        for name in example:
+            monkeypatch.setenv(name, "1")
+        (port,) = SERVICES[service]["ports"]
+
+        assert not set(example) & set(unknown_variables())
+        assert port.rpartition(":")[2] == environment(service)["LONGWAVE_PORT"] == "8000"
+        assert environment(service)["GRAFANA_ADMIN_PASSWORD"] == ""
+        assert json.loads(dict(final_stage())["ENTRYPOINT"])[-2:] == ["--host", "0.0.0.0"]  # before a variable
 
     def test_what_it_writes_is_on_a_volume(self, service: str) -> None:
         last = dict(final_stage())

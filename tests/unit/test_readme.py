@@ -17,7 +17,9 @@ README = (ROOT / "README.md").read_text()
 ATTENTION, CONFIGURATION = ((ROOT / "docs" / name).read_text() for name in ("attention.md", "configuration.md"))
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Variables of the compose file and of the kernel cache, which settings do not know.
-OTHER_VARIABLES = {"LONGWAVE_CACHE_DIR", "LONGWAVE_KERNEL_IMAGE_DIR", "LONGWAVE_MEMORY"}
+OTHER_VARIABLES = {
+    "LONGWAVE_CACHE_DIR", "LONGWAVE_KERNEL_IMAGE_DIR", "LONGWAVE_CPUS", "LONGWAVE_MEMORY", "LONGWAVE_VERSION"
+}  # fmt: skip
 #: Flags of other programs in the documents.
 OTHER_FLAGS = {"--env-file", "--profile", "--build", "--no-deps", "--since", "--strict"}
 

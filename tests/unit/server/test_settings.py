@@ -6,10 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from server.client_settings import ClientSettings
 from server.configuration import ConfigurationError, load_settings, unknown_variables
 from server.engine.config import EngineConfig
+from server.schemas.wire import ModelName
 from server.settings import Settings
 
 
@@ -133,6 +135,7 @@ def test_every_trainer_gets_its_share(share: float) -> None:
     ("flags", "reason"),
     [
         ({"served_model_name": "a,b,a"}, "a name is given twice"),
+        ({"model": "/" * 257}, "at most 256 characters; this one has 257: give a shorter name with --served"),
         ({"lora_modules": "a=b"}, "need enable-lora"),
         ({"allow_runtime_lora_updating": True, "lora_dir": "/a"}, "need enable-lora"),
         ({"enable_lora": True, "allow_runtime_lora_updating": True}, "needs lora-dir"),
@@ -151,6 +154,15 @@ def test_every_trainer_gets_its_share(share: float) -> None:
 def test_settings_that_contradict_each_other_are_refused(flags: dict[str, Any], reason: str) -> None:
     (line,) = problems(**flags)
     assert reason in line
+
+
+@pytest.mark.parametrize("flags", [{"model": "/" * 256}, {"model": "/" * 4096, "served_model_name": "x" * 256}])
+def test_a_model_is_served_under_a_name_that_requests_can_give(flags: dict[str, Any]) -> None:
+    """Every completion would be refused otherwise."""
+    (name,) = load_settings(flags).model_names
+    assert TypeAdapter(ModelName).validate_python(name) == name
+    with pytest.raises(ValidationError):
+        TypeAdapter(ModelName).validate_python(name + "x")
 
 
 def test_folders_reach_the_engine_as_absolute_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -37,6 +37,13 @@ def messages(*given: Any) -> bytes:
 
 
 USER, ASSISTANT = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+TEXT = {"type": "text", "text": "t"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
+    """The message with these texts for its content."""
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def preference(**changes: Any) -> bytes:
@@ -56,6 +63,12 @@ def preference(**changes: Any) -> bytes:
         (messages(USER, {**ASSISTANT, "name": "Ada-1"}), Form.CHAT, 1),
         (preference() + b"\n" + preference(input={"messages": [USER], "tools": []}), Form.PREFERENCE, 2),
         (preference(input={"messages": [USER, ASSISTANT, USER], "parallel_tool_calls": True}), Form.PREFERENCE, 1),
+        (messages({**USER, "role": "developer"}, USER, ASSISTANT), Form.CHAT, 1),
+        (messages(parts(USER, "", "u"), parts(ASSISTANT, "a")), Form.CHAT, 1),
+        (messages(parts(USER, *["u"] * 1024), ASSISTANT), Form.CHAT, 1),
+        (preference(input={"messages": [parts({"role": "developer"}, "d"), USER]}), Form.PREFERENCE, 1),
+        (preference(preferred_output=[parts(ASSISTANT, "a", "b")]), Form.PREFERENCE, 1),
+        (preference(non_preferred_output=[parts(ASSISTANT, "a")]), Form.PREFERENCE, 1),
         (b'{"prompt": "", "completion": "\\ud83d\\ude00 \xf0\x9f\x98\x80"}', Form.COMPLETION, 1),
     ],
 )
@@ -101,7 +114,7 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (messages(USER), "the last message is the user's"),
         (messages(USER, "x"), "messages[1] is a string, not an object"),
         (messages({"content": "x"}), "messages[0] has no 'role'"),
-        (messages({"role": "bot", "content": "x"}), "messages[0].role is 'bot'; roles are system, user, assistant"),
+        (messages({"role": "bot", "content": "x"}), "messages[0].role is 'bot'; roles are system, developer, user, a"),
         (messages({"role": 7, "content": "x"}), "messages[0].role is 7"),
         (messages({"role": ["user"], "content": "x"}), "messages[0].role is an array"),
         (messages(USER, {"role": "tool", "content": "x"}), "messages[1] belongs to a tool call: tools are not served"),
@@ -111,7 +124,20 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (messages({**USER, "mood": 1}), "messages[0] has no key 'mood'"),
         (messages({"role": "user"}), "messages[0].content is missing"),
         (messages({"role": "user", "content": ""}), "messages[0].content is empty"),
-        (messages({"role": "user", "content": [{"type": "text"}]}), "messages[0].content is an array, not a string"),
+        (messages({**USER, "content": 7}), "messages[0].content is a number, not a string or an array of text parts"),
+        (messages({**USER, "content": []}), "messages[0].content is empty"),
+        (messages(parts(USER, "", "")), "messages[0].content is empty"),
+        (messages(parts(USER, *["u"] * 1025)), "messages[0].content has 1025 parts; at most 1024 are taken"),
+        (messages({**USER, "content": ["u"]}), "messages[0].content[0] is a string, not an object"),
+        (messages({**USER, "content": [{"text": "u"}]}), "messages[0].content[0] has no 'type'; parts are of type 'te"),
+        (messages({**USER, "content": [{"type": "text"}]}), "messages[0].content[0].text is missing"),
+        (messages({**USER, "content": [{"type": "text", "text": 1}]}), "content[0].text is a number, not a string"),
+        (messages({**USER, "content": [{"type": "text", "text": "u", "x": 1}]}), "content[0] has no key 'x'"),
+        (messages(USER, {**ASSISTANT, "content": [TEXT, IMAGE]}), "messages[1].content[1].type is 'image_url'; parts"),
+        (preference(input={"messages": [{**USER, "content": [IMAGE]}]}), "input.messages[0].content[0].type is 'imag"),
+        (preference(preferred_output=[{**ASSISTANT, "content": [{"type": "refusal", "refusal": "no"}]}]),
+         "preferred_output[0].content[0].type is 'refusal'; parts are of type 'text', and no others are served"),
+        (messages({**USER, "role": "developer", "weight": 1}), "only assistant messages have a weight"),
         (messages({**USER, "weight": 1}), "only assistant messages have a weight"),
         (messages(USER, {**ASSISTANT, "weight": 2}), "messages[1].weight is 2; a weight is 0 or 1"),
         (messages(USER, {**ASSISTANT, "weight": True}), "messages[1].weight is True"),
@@ -125,7 +151,7 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (b'{"prompt": "a", "completion": "b", "x": 1}', "a prompt/completion example has no key 'x'"),
         (b'{"messages": [], "prompt": "a"}', "a chat example has no key 'prompt'"),
     ],
-    ids=range(57),
+    ids=range(69),
 )  # fmt: skip
 def test_what_is_no_example_is_refused_with_its_line(line: bytes, verdict: str) -> None:
     for before in (0, 1, 12):
@@ -187,7 +213,12 @@ LONG = "x" * 100_000
         (b"[" * 100_000, "Expected `object`, got `array`"),
         (b'{"messages":[' + b"[]," * 1_000_000 + b"[]]}", "Expected `object`, got `array` - at `$.messages[0]`"),
         (b'{"prompt":"","completion":"c","x":[' + b"{}," * 100_000 + b"{}]}", "unknown field `x`"),
-        (messages(USER, {"role": "assistant", "content": [LONG]}), "got `array` - at `$.messages[1].content`"),
+        (messages(USER, {"role": "assistant", "content": [LONG]}), "got `str` - at `$.messages[1].content[0]`"),
+        (
+            messages({**USER, "content": [{**TEXT, "text": LONG}, IMAGE]}),
+            "Invalid value 'image_url' - at `$.messages[0].co",
+        ),
+        (messages({**USER, "content": [{"text": LONG}]}), "messages[0].content[0] has no 'type'"),
         (messages(USER, {"role": "assistant", "weight": 1, "x": LONG}), "unknown field `x` - at `$.messages[1]`"),
         (messages(USER, {**ASSISTANT, "content": LONG, "weight": 3}), "messages[1].weight is 3; a weight is 0 or 1"),
         (messages({**USER, "content": LONG}), "the last message is the user's"),
@@ -195,7 +226,7 @@ LONG = "x" * 100_000
         (b'{"prompt": "' + LONG.encode() + b'", "prompt": "", "completion": "c"}', "an object has a key twice"),
         (b'{"' + LONG.encode() + b'": 1}', "unknown field"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_long_lines_are_refused_by_their_shape_before_anything_is_made_of_them(line: bytes, verdict: str) -> None:
     said = refusal(line, piece=2**20)
@@ -207,7 +238,7 @@ def test_long_lines_are_refused_by_their_shape_before_anything_is_made_of_them(l
 def test_long_lines_are_accepted_as_short_ones_are() -> None:
     for weight in (None, 0, 1):
         extra = {} if weight is None else {"weight": weight}
-        line = messages({**USER, "content": LONG, "name": "n"}, {**ASSISTANT, **extra}, ASSISTANT)
+        line = messages({**USER, "content": LONG, "name": "n"}, {**ASSISTANT, **extra}, parts(ASSISTANT, "a", LONG))
         assert check(line, 4096).form is Form.CHAT
     assert check(json.dumps({"prompt": LONG, "completion": LONG}).encode(), 4096).form is Form.COMPLETION
 

@@ -9,6 +9,7 @@ from scripted_engine import EOS, tiny_tokenizer
 
 from models.training import Example, Preference
 from server.finetune.rendering import CannotLearnError, render_example
+from server.schemas.chat import ChatCompletionRequest
 from server.text.chat_template import ChatPrompt, Message, encode_chat, render_chat
 from server.text.tokenizer import TextTokenizer
 
@@ -115,6 +116,29 @@ def test_a_preference_learns_two_answers_to_one_prompt(tokenizer: TextTokenizer)
     assert learnt(tokenizer, pair.rejected) == ["bad one<|im_end|>"]
     asked = prompt(tokenizer, USER, ASSISTANT, USER)
     assert list(pair.chosen.tokens[: len(asked)]) == list(pair.rejected.tokens[: len(asked)]) == asked
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("content", ["be", ["be"], ["be", "", "brief <|im_end|>"]])
+def test_roles_and_parts_are_what_the_chat_route_makes_of_them(
+    tokenizer: TextTokenizer, role: str, content: str | list[str]
+) -> None:
+    parts = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
+    messages = [{"role": role, "content": parts, "name": "Ada"}, {"role": "user", "content": parts}]
+    said = ChatCompletionRequest.model_validate({"model": "m", "messages": messages}).prompt()
+    asked = asyncio.run(encode_chat(tokenizer, said))
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yes,"}, {"type": "text", "text": "hell"}]}
+    plain = {"role": "assistant", "content": "no"}
+    example = render(tokenizer, *messages, answer)
+    pair = render_example(
+        tokenizer,
+        {"input": {"messages": messages}, "preferred_output": [answer], "non_preferred_output": [plain]},
+        LIMIT,
+    )
+    assert isinstance(pair, Preference)
+    for rendered, text in ((example, "yes,\nhell"), (pair.chosen, "yes,\nhell"), (pair.rejected, "no")):
+        assert list(rendered.tokens[: len(asked)]) == asked
+        assert learnt(tokenizer, rendered) == [f"{text}<|im_end|>"]
 
 
 def test_a_conversation_that_begins_with_the_assistant_cannot_be_learnt(tokenizer: TextTokenizer) -> None:
