@@ -15,6 +15,12 @@ from server.middleware import CLIENT_CLOSED_REQUEST
 from server.schemas.wire import UNSUPPORTED
 
 MAX_PARAM_CHARACTERS = 256
+NOT_SERVED = frozenset(
+    f"/v1/{name}"
+    for name in (
+        "assistants", "audio", "batches", "embeddings", "images", "moderations", "responses", "threads", "uploads"
+    )
+)  # fmt: skip
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -41,11 +47,18 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _reply(RouteNotFound("Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."))
+        return _reply(RouteNotFound(_why_not_found(request.url.path)))
     if error.status_code == 405:
         allowed = ", ".join(sorted(_allowed(request)))
         return _reply(MethodNotAllowed(f"Not allowed to {request.method} on this URL."), {"allow": allowed})
     return _reply(InvalidRequest(str(error.detail), status=error.status_code))
+
+
+def _why_not_found(path: str) -> str:
+    route = "/".join(path.split("/")[:3])  # and all below it
+    if route in NOT_SERVED:
+        return f"{route} is not served here. For text there are /v1/chat/completions and /v1/completions."
+    return "Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."
 
 
 def _allowed(request: Request) -> set[str]:

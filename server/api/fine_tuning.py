@@ -11,6 +11,7 @@ from server.api.job_events import EventFeed
 from server.api.json_route import StrictJSONRoute
 from server.api.sse import EVENTS
 from server.errors import InvalidRequest, ServerDraining, UnsupportedParameter
+from server.finetune import FineTuning, Job
 from server.lifecycle import Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
 from server.schemas.fine_tuning import MAX_PAGE, FineTuningJobRequest
@@ -61,8 +62,12 @@ async def create_job(
 async def list_jobs(
     request: Request, jobs: FineTuningDep, origin: OriginDep, after: Id = None, limit: PageSize = 20
 ) -> FineTuningJobList:
-    """The newest first; `metadata[key]=value` leaves those that have it."""
-    found = await jobs.page(origin.owner, after, limit + 1, _metadata_filter(request))
+    """The newest first; `metadata[key]=value` leaves those that have it, `metadata=null` those that have none."""
+    wanted = _metadata_filter(request)
+    if wanted is None:
+        found = await _without_metadata(jobs, origin.owner, after, limit + 1)
+    else:
+        found = await jobs.page(origin.owner, after, limit + 1, wanted)
     return FineTuningJobList(data=[FineTuningJob.of(job) for job in found[:limit]], has_more=len(found) > limit)
 
 
@@ -131,7 +136,19 @@ async def list_checkpoints(
     )
 
 
-def _metadata_filter(request: Request) -> dict[str, str]:
+async def _without_metadata(jobs: FineTuning, owner: str, after: str | None, limit: int) -> list[Job]:
+    found: list[Job] = []
+    while len(found) < limit:
+        page = await jobs.page(owner, after, MAX_PAGE, {})
+        found += [job for job in page if not job.request.metadata]
+        if len(page) < MAX_PAGE:
+            break
+        after = page[-1].id
+    return found[:limit]
+
+
+def _metadata_filter(request: Request) -> dict[str, str] | None:
+    """None: jobs without metadata."""
     wanted: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         found = METADATA_FILTER.fullmatch(name)
@@ -140,4 +157,7 @@ def _metadata_filter(request: Request) -> dict[str, str]:
         if len(found[1]) > MAX_KEY or len(value) > MAX_VALUE or len(wanted) >= MAX_METADATA:
             raise InvalidRequest("The metadata filter is too long, or has too many keys.", param="metadata")
         wanted[found[1]] = value
-    return wanted
+    none_at_all = request.query_params.getlist("metadata")
+    if none_at_all and (wanted or set(none_at_all) != {"null"}):
+        raise InvalidRequest("The metadata filter is metadata[key]=value, or metadata=null alone.", param="metadata")
+    return None if none_at_all else wanted

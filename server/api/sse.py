@@ -1,8 +1,9 @@
 """A generation -> one JSON reply or server-sent events, ended in every case: complete, failed, client gone.
 Must not know which endpoint's format it writes.
 
-Headers go out at once; silence is broken by `:` lines; `[DONE]` is only ever written after success. A client that stops
-reading is cut off: its place among the open requests is another's.
+Headers go out at once, and `:` lines where it is long silent: some clients read none. The first chunk comes with the
+first text, as it is taken for the first token. `[DONE]` is only ever written after success. A client that stops reading
+is cut off: its place among the open requests is another's.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from server.api.reply_memory import HeldReply, ReplyMemory
 from server.errors import LongwaveError, RequestFailedError
 from server.patience import Patience
 from server.schemas.packed_json import PackedJSON
+from server.schemas.usage import IncludeUsage
 from server.schemas.whole_choice import WholeChoice
 from server.text.choice import TextDelta
 from server.text.generation import Generation, Usage
@@ -50,8 +52,10 @@ logger = logging.getLogger("longwave")
 class Reply(Protocol):
     """How an endpoint writes what was generated; every string is one JSON document, and the pieces of `whole` are."""
 
-    def opening(self) -> Iterable[str]: ...
-    def chunks(self, delta: TextDelta) -> Iterable[str]: ...
+    @property
+    def include_usage(self) -> IncludeUsage: ...
+    def opening(self, index: int, usage: Usage | None) -> Iterable[str]: ...
+    def chunks(self, delta: TextDelta, usage: Usage | None) -> Iterable[str]: ...
     def closing(self, usage: Usage) -> Iterable[str]: ...
     def whole_choice(self, index: int) -> WholeChoice: ...
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | PackedJSON]: ...
@@ -119,9 +123,9 @@ async def _events(
 
 
 async def _chunks(generation: Generation, reply: Reply, ping_interval: float) -> AsyncGenerator[str | None, None]:
-    """None: nothing came for as long as nobody is to be left in doubt."""
-    for chunk in reply.opening():
-        yield chunk
+    """None: nothing came for as long as nobody is to be left in doubt. A choice's opening is right before what it says
+    first."""
+    opened: set[int] = set()
     spoke = time.monotonic()
     while True:
         try:
@@ -132,7 +136,12 @@ async def _chunks(generation: Generation, reply: Reply, ping_interval: float) ->
             continue
         if delta is None:
             break
-        for chunk in reply.chunks(delta):
+        usage = generation.usage if reply.include_usage == "continuous" else None
+        for chunk in reply.chunks(delta, usage):
+            if delta.index not in opened:
+                opened.add(delta.index)
+                for first in reply.opening(delta.index, usage):
+                    yield first
             yield chunk
             spoke = time.monotonic()
         if len(delta.details) > FEW_LOGPROBS:  # many of them may wait here, and a client that reads holds up nobody

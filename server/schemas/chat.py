@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_serializer, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.schemas.labels import UNUSED, CacheOptions
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import RequestModel, Text, WireModel
@@ -19,6 +20,7 @@ MAX_TOP_LOGPROBS = 20
 class TextPart(RequestModel):
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: Annotated[CacheOptions | None, Field(description=UNUSED)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -65,6 +67,7 @@ class ChatCompletionRequest(SamplingFields):
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
+        "moderation": (),
         "prediction": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),

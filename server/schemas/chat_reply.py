@@ -14,7 +14,7 @@ from server.schemas.chat import (
 )
 from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.packed_json import PackedJSON
-from server.schemas.usage import UsageInfo
+from server.schemas.usage import IncludeUsage, UsageInfo
 from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
 from server.text.generation import Usage
@@ -27,28 +27,27 @@ class ChatReply:
     created: int
     num_choices: int
     logprobs: bool
-    include_usage: bool
+    include_usage: IncludeUsage
     _templates: dict[int, ChunkTemplate] = field(default_factory=dict)  # by choice
 
-    def opening(self) -> Iterable[str]:
-        for index in range(self.num_choices):
-            yield self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))])
+    def opening(self, index: int, usage: Usage | None = None) -> Iterable[str]:
+        yield self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
 
-    def chunks(self, delta: TextDelta) -> Iterable[str]:
+    def chunks(self, delta: TextDelta, usage: Usage | None = None) -> Iterable[str]:
         """Text first, then a chunk of its own for the end, as OpenAI's."""
         logprobs = ChoiceLogprobs.of(delta.details) if self.logprobs and delta.details else None
-        if logprobs is None and delta.text:
+        if usage is None and logprobs is None and delta.text:
             yield self._template(delta.index).fill(delta.text)
-        elif logprobs is not None:
+        elif logprobs is not None or delta.text:
             said = ChatDelta(content=delta.text)
-            yield self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)])
+            yield self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)], usage)
         if delta.finish_reason is not None:
             end = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=delta.finish_reason)
-            yield self._chunk([end])
+            yield self._chunk([end], usage)
 
     def closing(self, usage: Usage) -> Iterable[str]:
         if self.include_usage:
-            yield self._chunk([], UsageInfo.of(usage))
+            yield self._chunk([], usage)
 
     def whole_choice(self, index: int) -> WholeChoice:
         return WholeChoice(index, ChoiceLogprobs.of if self.logprobs else None)
@@ -80,6 +79,7 @@ class ChatReply:
             self._templates[index] = known
         return known
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageInfo | None = None) -> str:
-        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> str:
+        told = None if usage is None else UsageInfo.of(usage)
+        chunk = ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=told)
         return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})

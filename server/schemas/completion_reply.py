@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from server.schemas.chunk_template import ChunkTemplate
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
 from server.schemas.packed_json import PackedJSON
-from server.schemas.usage import UsageInfo
+from server.schemas.usage import IncludeUsage, UsageInfo
 from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
 from server.text.generation import Usage
@@ -19,30 +19,29 @@ class CompletionReply:
     created: int
     echoes: Sequence[str]  # the prompt's text in front of each choice, or ""
     logprobs: bool
-    include_usage: bool
+    include_usage: IncludeUsage
     _templates: dict[int, ChunkTemplate] = field(default_factory=dict)  # by choice
 
-    def opening(self) -> Iterable[str]:
-        for index, echo in enumerate(self.echoes):
-            if echo:
-                yield self._chunk([CompletionChoice(index=index, text=echo)])
+    def opening(self, index: int, usage: Usage | None = None) -> Iterable[str]:
+        if self.echoes[index]:
+            yield self._chunk([CompletionChoice(index=index, text=self.echoes[index])], usage)
 
-    def chunks(self, delta: TextDelta) -> Iterable[str]:
-        if delta.finish_reason is None and not (self.logprobs and delta.details):
-            if delta.text:
-                yield self._template(delta.index).fill(delta.text)
-        else:
+    def chunks(self, delta: TextDelta, usage: Usage | None = None) -> Iterable[str]:
+        text_only = delta.finish_reason is None and not (self.logprobs and delta.details)
+        if text_only and usage is None and delta.text:
+            yield self._template(delta.index).fill(delta.text)
+        elif delta.text or not text_only:
             choice = CompletionChoice(
                 index=delta.index,
                 text=delta.text,
                 logprobs=CompletionLogprobs.of(delta.details) if self.logprobs and delta.details else None,
                 finish_reason=delta.finish_reason,
             )
-            yield self._chunk([choice])
+            yield self._chunk([choice], usage)
 
     def closing(self, usage: Usage) -> Iterable[str]:
         if self.include_usage:
-            yield self._chunk([], UsageInfo.of(usage))
+            yield self._chunk([], usage)
 
     def whole_choice(self, index: int) -> WholeChoice:
         return WholeChoice(index, CompletionLogprobs.of if self.logprobs else None)
@@ -71,6 +70,7 @@ class CompletionReply:
             self._templates[index] = known
         return known
 
-    def _chunk(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> str:
-        chunk = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
+        told = None if usage is None else UsageInfo.of(usage)
+        chunk = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=told)
         return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})

@@ -14,6 +14,10 @@ MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY, pattern=r"^
 MetadataValue = Annotated[str, Field(max_length=MAX_VALUE)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)]
 Label = Annotated[str, Field(max_length=MAX_VALUE)]
+#: OpenAI's `mode` and `ttl`, and what may come to them: what is cached, and for how long, is the server's choice.
+CacheOptions = Annotated[
+    dict[MetadataKey, Label | bool | Annotated[int, Field(ge=0, le=2**31)] | None], Field(max_length=MAX_METADATA)
+]
 
 
 class LabelFields(RequestModel):
@@ -26,4 +30,5 @@ class LabelFields(RequestModel):
     safety_identifier: Annotated[Label | None, Field(description=UNUSED)] = None
     prompt_cache_key: Annotated[Label | None, Field(description=UNUSED)] = None
     prompt_cache_retention: Annotated[Label | None, Field(description=UNUSED)] = None
+    prompt_cache_options: Annotated[CacheOptions | None, Field(description=UNUSED)] = None
     parallel_tool_calls: Annotated[bool | None, Field(description=UNUSED)] = None

@@ -1,6 +1,6 @@
 """The sampling fields that chat and text completions share, each with OpenAI's or vLLM's bounds. null means default."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from server.schemas.sampling_defaults import (
     TopK,
     TopP,
 )
+from server.schemas.usage import IncludeUsage
 from server.schemas.wire import ModelName, RequestModel, TokenId
 from server.settings import MAX_MODEL_LEN
 
@@ -62,9 +63,8 @@ _SHAPING = tuple(SamplingDefaults.model_fields)
 
 
 class StreamOptions(RequestModel):
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
-
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: without include_usage it has no effect
     include_obfuscation: Annotated[bool | None, Field(description=UNUSED)] = None
 
 
@@ -103,8 +103,11 @@ class SamplingFields(LabelFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def include_usage(self) -> IncludeUsage:
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return False
+        return "continuous" if options.continuous_usage_stats else True
 
     def sampling_params(self, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
         """`max_tokens` is left for whoever knows the prompt's length."""

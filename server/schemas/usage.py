@@ -1,9 +1,14 @@
 """Token counts as OpenAI writes them. cached_tokens is what long-context callers look for."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from server.schemas.wire import WireModel
 from server.text.generation import Usage
+
+#: Which chunks of a stream have it: none, one at the end, or all of them, each what was used so far.
+IncludeUsage = bool | Literal["continuous"]
 
 
 class PromptTokensDetails(WireModel):

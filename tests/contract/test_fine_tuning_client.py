@@ -11,6 +11,8 @@ import openai
 import pytest
 from test_files_client import CONTENT, connected, create, serving
 
+from server.api import fine_tuning
+
 MODEL = "SmolLM2-135M-Instruct"
 PAIR = b'{"prompt": "a", "completion": "b"}\n'
 SAID = {"role": "assistant", "content": "x"}
@@ -261,7 +263,7 @@ def test_preferences_are_no_training_file_of_a_supervised_job(client: openai.Ope
         client.fine_tuning.jobs.create(model=MODEL, training_file=preferences)
 
 
-def test_the_client_walks_all_pages_and_filters_by_metadata(tmp_path: Path) -> None:
+def test_the_client_walks_all_pages_and_filters_by_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path) as url, connected(url) as client:
         file = create(client).id
         ids = [
@@ -274,6 +276,17 @@ def test_the_client_walks_all_pages_and_filters_by_metadata(tmp_path: Path) -> N
         assert ([job.id for job in page.data], page.has_more) == (ids[1:3], True)
         assert [job.id for job in jobs.list(metadata={"n": "1"})] == [ids[1], ids[3]]
         assert list(jobs.list(metadata={"n": "2"})) == []
+        assert list(jobs.list(extra_query={"metadata": "null"})) == []
+        plain = [client.fine_tuning.jobs.create(model=MODEL, training_file=file).id for _ in range(2)][::-1]
+        client.fine_tuning.jobs.create(model=MODEL, training_file=file, metadata={"n": "0"})
+        assert [job.id for job in jobs.list(extra_query={"metadata": "null"})] == plain
+        assert [job.id for job in jobs.list(limit=1, extra_query={"metadata": "null"})] == plain
+        monkeypatch.setattr(fine_tuning, "MAX_PAGE", 2)  # jobs are looked through in several steps
+        assert [job.id for job in jobs.list(extra_query={"metadata": "null"})] == plain
+        for contradiction in ({"metadata": "x"}, {"metadata": "null", "metadata[n]": "1"}):
+            with pytest.raises(openai.BadRequestError) as wrong:
+                jobs.list(extra_query=contradiction)
+            assert wrong.value.param == "metadata"
         for bad in ({"limit": 0}, {"limit": 101}):
             with pytest.raises(openai.BadRequestError) as error:
                 jobs.list(**bad)

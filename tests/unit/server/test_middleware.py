@@ -142,6 +142,38 @@ def test_unknown_routes_and_methods_have_openais_shape(server: LiveServer) -> No
     assert (method.status_code, method.json()["error"]["code"]) == (405, "method_not_allowed")
     assert method.headers["allow"] == "POST"
     assert set(missing.json()["error"]) == set(method.json()["error"]) == {"message", "type", "param", "code"}
+    assert "typos" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/v1/responses", "/v1/responses"),
+        ("/v1/responses/resp_1/cancel", "/v1/responses"),
+        ("/v1/embeddings", "/v1/embeddings"),
+        ("/v1/batches", "/v1/batches"),
+        ("/v1/uploads/upload_1/parts", "/v1/uploads"),
+        ("/v1/images/generations", "/v1/images"),
+        ("/v1/audio/speech", "/v1/audio"),
+        ("/v1/moderations", "/v1/moderations"),
+        ("/v1/assistants", "/v1/assistants"),
+        ("/v1/threads/thread_1/runs", "/v1/threads"),
+    ],
+)
+def test_openais_routes_that_are_not_served_are_no_typos(server: LiveServer, path: str, route: str) -> None:
+    with server.client() as client:
+        replies = [client.post(path, json={}), client.get(path)]
+    for reply in replies:
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["type"]) == (404, "unknown_url", "invalid_request_error")
+        assert error["message"] == (
+            f"{route} is not served here. For text there are /v1/chat/completions and /v1/completions."
+        )
+
+
+def test_a_url_that_only_looks_like_openais_may_be_a_typo(server: LiveServer) -> None:
+    with server.client() as client:
+        assert "typos" in client.post("/v1/response", json={}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ LABELS: dict[str, Any] = {
     "safety_identifier": "s",
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "parallel_tool_calls": False,
 }
 WRONG: list[tuple[str, Any, str]] = [
@@ -32,6 +33,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("safety_identifier", [], "safety_identifier"),
     ("prompt_cache_key", "k" * 513, "prompt_cache_key"),
     ("prompt_cache_retention", 24, "prompt_cache_retention"),
+    ("prompt_cache_options", "explicit", "prompt_cache_options"),
+    ("prompt_cache_options", {"ttl": ["30m"]}, "prompt_cache_options.ttl"),
+    ("prompt_cache_options", {"mode": "m" * 513}, "prompt_cache_options.mode"),
+    ("prompt_cache_options", {str(number): "v" for number in range(17)}, "prompt_cache_options"),
     ("parallel_tool_calls", "no", "parallel_tool_calls"),
 ]
 
@@ -66,3 +71,18 @@ def test_the_options_of_a_stream_are_checked_too(server: LiveServer) -> None:
         reply = client.post("/v1/completions", json=body | {"stream_options": {"include_obfuscation": "no"}})
 
     assert reply.status_code == 400, reply.text
+
+
+def test_a_breakpoint_of_the_cache_changes_no_prompt_and_is_checked(server: LiveServer) -> None:
+    def body(**fields: Any) -> dict[str, Any]:
+        part = {"type": "text", "text": "hi"}
+        return {"model": "tiny", "messages": [{"role": "user", "content": [part | fields]}]}
+
+    with server.client() as client:
+        for fields in ({}, {"prompt_cache_breakpoint": {"mode": "explicit"}}, {"prompt_cache_breakpoint": None}):
+            assert client.post("/v1/chat/completions", json=body(**fields)).status_code == 200
+        reply = client.post("/v1/chat/completions", json=body(prompt_cache_breakpoint="explicit"))
+
+    assert len({tuple(request.prompt_token_ids) for request in server.engine.requests}) == 1
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "messages[0].content[0].prompt_cache_breakpoint"

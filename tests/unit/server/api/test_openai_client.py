@@ -10,6 +10,7 @@ from scripted_engine import LIMIT, LiveServer, Script, live_server
 
 from server.schemas.chat_reply import ChatReply
 from server.text.choice import TextDelta
+from server.text.generation import Usage
 
 
 @pytest.fixture
@@ -206,10 +207,10 @@ def test_a_bug_of_ours_mid_stream_is_an_error_with_the_requests_id(
     told = ChatReply.chunks
     numbers = itertools.count()
 
-    def chunks(reply: ChatReply, delta: TextDelta) -> Iterable[str]:
+    def chunks(reply: ChatReply, delta: TextDelta, usage: Usage | None) -> Iterable[str]:
         if next(numbers) == 3:
             raise KeyError("unforeseen")
-        return told(reply, delta)
+        return told(reply, delta, usage)
 
     monkeypatch.setattr(ChatReply, "chunks", chunks)
     with client.chat.completions.with_streaming_response.create(
