@@ -37,7 +37,6 @@ async def create_chat_completion(
         id=job.request_id,
         model=body.model,
         created=origin.created,
-        num_choices=job.n,
         logprobs=bool(body.logprobs),
         include_usage=body.include_usage,
     )

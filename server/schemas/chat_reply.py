@@ -25,7 +25,6 @@ class ChatReply:
     id: str
     model: str
     created: int
-    num_choices: int
     logprobs: bool
     include_usage: IncludeUsage
     _templates: dict[int, ChunkTemplate] = field(default_factory=dict)  # by choice

@@ -28,7 +28,7 @@ def chat(text: str, index: int, usage: bool) -> str:
 def check(text: str, usage: bool) -> None:
     replies = (
         (CompletionReply("cmpl-1", MODEL, 7, ["", ""], logprobs=False, include_usage=usage), completion),
-        (ChatReply("cmpl-1", MODEL, 7, 2, logprobs=False, include_usage=usage), chat),
+        (ChatReply("cmpl-1", MODEL, 7, logprobs=False, include_usage=usage), chat),
     )
     for reply, write in replies:
         for index in (1, 0, 1):

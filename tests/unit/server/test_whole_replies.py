@@ -93,7 +93,7 @@ def completion(parts: list[TextDelta], logprobs: bool) -> str:
 
 @given(deltas, st.booleans(), st.sampled_from([1, 50, packed_json.PIECE_BYTES]))
 def test_a_whole_reply_is_what_pydantic_writes(parts: list[TextDelta], logprobs: bool, packed_at_once: int) -> None:
-    reply = ChatReply("id", MODEL, 7, 2, logprobs=logprobs, include_usage=False)
+    reply = ChatReply("id", MODEL, 7, logprobs=logprobs, include_usage=False)
     other = CompletionReply("id", MODEL, 7, ["echo0", "echo1"], logprobs=logprobs, include_usage=False)
     with patch.object(packed_json, "PIECE_BYTES", packed_at_once):
         assert asyncio.run(collected(iter(parts), reply)).decode() == chat(parts, logprobs)
@@ -106,7 +106,7 @@ def detail(at: int) -> TokenDetail:
 
 
 REPLIES = [
-    ChatReply("id", MODEL, 7, 2, logprobs=True, include_usage=False),
+    ChatReply("id", MODEL, 7, logprobs=True, include_usage=False),
     CompletionReply("id", MODEL, 7, ["", ""], logprobs=True, include_usage=False),
 ]
 

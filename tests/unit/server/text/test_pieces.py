@@ -131,7 +131,7 @@ def test_the_event_loop_has_its_turns_between_pieces(
         return feed(choice, delta)
 
     monkeypatch.setattr(ChoiceText, "feed", counted)
-    reply: Any = ChatReply("id", "m", 7, 1, logprobs=True, include_usage=False)
+    reply: Any = ChatReply("id", "m", 7, logprobs=True, include_usage=False)
     if not chat:
         reply = CompletionReply("id", "m", 7, [""], logprobs=True, include_usage=False)
 
