@@ -43,7 +43,7 @@ class Reclaim:
             request = self.waiting.first_of(tenant, arrived_before=now - PATIENCE)
             if request is None or not (request.adapter is None or self.adapters.may_start(request.adapter)):
                 continue
-            if self.running.num_free_slots == 0:
+            if self.running.num_free_slots == self.running.num_released_slots == 0:
                 given = self._slot(tenant, slots, max(1, self.running.max_num_seqs // len(tenants)))
             else:
                 given = self._blocks(request, self.running.cache.pool.num_usable // len(tenants))

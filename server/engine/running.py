@@ -46,6 +46,11 @@ class RunningRequests:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def num_released_slots(self) -> int:
+        """That are free as soon as the runner has forgotten them."""
+        return len(self._released_slots)
+
     def start(self, request: Request, num_blocks: int, hits: Sequence[Entry]) -> None:
         """Gives a request a slot and its table. The caller has checked that there are so many blocks, and a slot."""
         request.slot = self._free_slots.pop()

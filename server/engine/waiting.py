@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import merge
-from itertools import takewhile
+from itertools import chain, takewhile
 from math import inf
 
 from server.engine.adapters import AdapterTable
@@ -82,7 +82,7 @@ class WaitingQueue:
     def first_of(self, tenant: bytes, arrived_before: float) -> Request | None:
         """Of those that came before then: the most urgent one that was looked at, or else the oldest."""
         looked_at = (request for _, request in self._by_tenant.get(tenant, []))
-        requests = (*looked_at, *self._by_age[tenant][:1])
+        requests = chain(looked_at, self._by_age[tenant][:1])
         return next((request for request in requests if request.arrival_time <= arrived_before), None)
 
     @property
