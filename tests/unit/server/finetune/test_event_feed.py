@@ -13,6 +13,7 @@ from scripted_engine import LIMIT, MAX_MODEL_LEN, MODEL, LiveServer, live_server
 from working import CONFIG, PAIR, script
 
 from models.training import TrainingPlan
+from server.equal_parts import EqualParts
 from server.finetune import TrainerConfig
 from server.settings import Settings
 
@@ -148,9 +149,9 @@ def test_too_many_streams_are_503_and_one_that_is_left_gives_its_place_back(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(tmp_path, monkeypatch, hold_at=1)
-    monkeypatch.setattr("server.api.job_events.MAX_STREAMS", 1)
     with server.client() as client, server.client() as other:
         job = create(client)
+        monkeypatch.setattr(EqualParts, "has_room", lambda parts, _owner, more: parts.held + more <= 1)
         address = f"{JOBS}/{job}/events?stream=true"
         with client.stream("GET", address) as reply:
             received = reply.iter_lines()  # kept: dropping it would hang up
