@@ -42,21 +42,13 @@ class Rehearsals:
         yield self._full_decode()
 
     def _largest_prefill(self) -> StepBatch:
-        """max_num_batched_tokens new tokens, each sequence at the end of a long context."""
+        """max_num_batched_tokens new tokens, each sequence at the end of a long context. Where pages are copied, so many
+        sequences as have all that are copied at once: the last ones bring one token."""
         left = self.max_num_batched_tokens if self.on_gpu else min(self.max_num_batched_tokens, _CPU_TOKENS)
+        count, keys = 1, _CONTEXT + self.max_num_batched_tokens
         if self.copied_pages:
-            return self._largest_copy(left)
-        seqs: list[ScheduledSeq] = []
-        while left and len(seqs) < self.max_num_seqs:
-            new = min(left, self.max_model_len)
-            seqs.append(self._sequence(len(seqs), new, self._context(new, _CONTEXT)))
-            left -= new
-        return StepBatch(tuple(seqs))
-
-    def _largest_copy(self, left: int) -> StepBatch:
-        """The same, of as many sequences as have all pages that are copied at once: the last ones bring one token."""
-        count = min(-(-self.copied_pages // self._blocks(self.max_model_len)), self.max_num_seqs, left)
-        keys = self.copied_pages // count * self.block_size if count > 1 else self.max_model_len
+            count = min(-(-self.copied_pages // self._blocks(self.max_model_len)), self.max_num_seqs, left)
+            keys = self.copied_pages // count * self.block_size if count > 1 else self.max_model_len
         seqs: list[ScheduledSeq] = []
         while left and len(seqs) < self.max_num_seqs:
             new = min(left - max(0, count - len(seqs) - 1), self.max_model_len)

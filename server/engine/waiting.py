@@ -126,7 +126,7 @@ class WaitingQueue:
             if not self._has_room(request, plan, request.last_hits, oldest):
                 if request is oldest:
                     continue
-                return  # and the others come after it
+                return  # and the others come after it, or have their part already
             if self._twin_is_ahead(request, computing):
                 continue
             hits = self._hits_if_it_fits(request, len(running))
