@@ -42,8 +42,8 @@ class Rehearsals:
         yield self._full_decode()
 
     def _largest_prefill(self) -> StepBatch:
-        """max_num_batched_tokens new tokens, each sequence at the end of a long context. Where pages are copied, so many
-        sequences as have all that are copied at once: the last ones bring one token."""
+        """max_num_batched_tokens new tokens, each sequence at the end of a long context. Where pages are copied, it has
+        as many sequences as have all that are copied at once: the last ones bring one token."""
         left = self.max_num_batched_tokens if self.on_gpu else min(self.max_num_batched_tokens, _CPU_TOKENS)
         count, keys = 1, _CONTEXT + self.max_num_batched_tokens
         if self.copied_pages:
