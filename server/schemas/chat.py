@@ -10,7 +10,8 @@ from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import RequestModel, Text, WireModel
 from server.text.chat_template import ChatPrompt, Message
-from server.text.choice import Candidate, TextFinish, TokenDetail
+from server.text.choice import TextFinish
+from server.text.details import Candidate, TokenDetail
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1024
