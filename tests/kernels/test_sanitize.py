@@ -25,13 +25,22 @@ def test_the_linears_run_on_cpu() -> None:
 
 
 def test_the_gradients_run_on_cpu() -> None:
-    assert sanitize.run_gradients(torch.device("cpu")) == 2 * len(sanitize.GRADIENTS)
+    assert sanitize.run_gradients(torch.device("cpu")) == 2 * (len(sanitize.GRADIENTS) + len(sanitize.DROPPED))
+
+
+def test_the_tiles_run_on_cpu() -> None:
+    assert sanitize.run_tiles(torch.device("cpu")) == 8
 
 
 @pytest.mark.gpu
 def test_the_gradients_run(device: torch.device) -> None:
     kernels = 3 if torch.cuda.get_device_capability(device) == (9, 0) else 2  # the exact path is one of them
-    assert sanitize.run_gradients(device) == 2 * kernels * len(sanitize.GRADIENTS)
+    assert sanitize.run_gradients(device) == 2 * kernels * (len(sanitize.GRADIENTS) + len(sanitize.DROPPED))
+
+
+@pytest.mark.gpu
+def test_the_tiles_run(device: torch.device) -> None:
+    assert sanitize.run_tiles(device) == 8
 
 
 @pytest.mark.gpu
