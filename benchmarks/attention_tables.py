@@ -192,6 +192,6 @@ def roofline(results: Path) -> str:
                 f"{row['hbm_bytes'] / row['least_bytes']:.2f}", f"{row['intensity']:,.0f}", f"{row['ms']:.3f}",
                 f"{row['tflops']:,.1f}", f"{row['extra_bytes'] / 1e6:,.1f}",
             ])  # fmt: skip
-    what = f"{ROOFLINE_KEYS:,} keys, 16 heads, head_dim 128, no mask; bytes by the hardware's counters; least: inputs and outputs once"
+    what = f"{ROOFLINE_KEYS:,} keys, 16 heads, head_dim 128, no mask; least: inputs and outputs once"
     header = ["method", "rows", "GFLOP", "HBM MB", "/ least", "FLOP/B", "ms", "TFLOP/s", "extra MB"]
     return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)
