@@ -62,7 +62,7 @@ def test_the_layers_run(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_the_linears_run(device: torch.device) -> None:
-    assert sanitize.run_linears(device) == 4
+    assert sanitize.run_linears(device) == 6
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
