@@ -24,7 +24,7 @@ from attention_backend.capabilities import (
 )
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
-from attention_backend.heuristics.decode import DECODE_ROWS, few_hopper_rows
+from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS
 from attention_backend.kernels import device
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.rows import begins_vectors, is_expanded
@@ -181,7 +181,7 @@ def select(args: AttentionArgs) -> KernelSpec:
 def _in_order(args: AttentionArgs) -> tuple[Capability, ...]:
     """The table, the faster one in front of those that serve both."""
     rows = args.num_heads // args.num_kv_heads * args.seqlen_q
-    return TABLE if rows <= few_hopper_rows(args.head_dim) or args.k.dtype != args.dtype else _TILES_FIRST
+    return TABLE if rows <= FEW_HOPPER_ROWS or args.k.dtype != args.dtype else _TILES_FIRST
 
 
 def run(args: AttentionArgs) -> Result:

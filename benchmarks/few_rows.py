@@ -5,7 +5,7 @@ verified at once, or rows of requests that share their keys.
 
 bfloat16 over shuffled pages of 32 keys, 8 key heads of 4 query heads and 16 of one. Both run on the same random inputs
 in turn; outputs are compared before they are timed. Medians of CUDA events with the L2 flushed before each call.
-`attention_backend.heuristics.decode.few_hopper_rows` is chosen by these numbers.
+`attention_backend.heuristics.decode.FEW_HOPPER_ROWS` is chosen by these numbers.
 
 A minute on an H200. Exit code 0: timed. 1: the two disagree. 2: no NVIDIA GPU.
 """
@@ -22,7 +22,6 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from attention_backend.heuristics.decode import few_hopper_rows
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu
@@ -99,12 +98,11 @@ def main(
             typer.echo(str(error))
             wrong = True
             continue
-        chosen = "decode" if cell.rows <= few_hopper_rows(cell.head_dim) else "forward"
-        rows.append(asdict(cell) | {"ms": ms, "chosen": chosen})
+        rows.append(asdict(cell) | {"ms": ms})
         decode, forward = ms["decode"] * 1e3, ms["forward"] * 1e3
         typer.echo(
             f"{cell.head_dim:8} {cell.key_heads:10} {cell.group:6} {cell.batch:6} {cell.keys:7} {cell.rows:5}"
-            f" {decode:10.1f} {forward:11.1f} {decode / forward:10.2f} {chosen}"
+            f" {decode:10.1f} {forward:11.1f} {decode / forward:10.2f}"
         )
         if out:
             content = {"machine": machine.facts(commit), "flush": FLUSHED_BY, "page": PAGE, "cells": rows}

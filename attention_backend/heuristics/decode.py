@@ -7,9 +7,9 @@ from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 
 #: Query rows of a key head's group that the decode kernels take.
 DECODE_ROWS = 64
-#: Up to how many they are the faster ones on Hopper, for head_dim above 64 and others. For more they take keys several
-#: times, where the forward, split over the keys, has one tile (benchmarks/few_rows.py).
-_HOPPER_ROWS, _HOPPER_NARROW_ROWS = 16, 32
+#: Up to how many they are faster than the Hopper forward: of more they read keys several times, where that, split over the
+#: keys, has one tile (benchmarks/few_rows.py).
+FEW_HOPPER_ROWS = 16
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
 
@@ -17,11 +17,6 @@ _HOPPER = "sm_90a"
 def _merge_bytes(num_warps: int, rows: int, width: int) -> int:
     """parts/decode_merge.cuh: kMergeFloats."""
     return 4 * num_warps * rows * (width + 6)
-
-
-def few_hopper_rows(head_dim: int) -> int:
-    """Query rows of a key head's group up to which the decode kernel is faster than the Hopper forward."""
-    return _HOPPER_ROWS if head_dim > 64 else _HOPPER_NARROW_ROWS
 
 
 @dataclass(frozen=True, slots=True)

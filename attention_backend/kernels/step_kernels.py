@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attention_backend.heuristics.decode import DECODE_ROWS, few_hopper_rows, hopper_page_rows
+from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
 from attention_backend.heuristics.sm90 import LONG, MIN_PAGE_ROWS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
@@ -34,7 +34,7 @@ def step_variants(
     most_rows = DECODE_ROWS
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
         if not fp8_kv:
-            most_rows = few_hopper_rows(head_dim)
+            most_rows = FEW_HOPPER_ROWS
         which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
         each_kind = [which, which._replace(long=True)] if most_keys >= LONG else [which]
         if fp8_kv and reads_fp8_pages(options):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from attention_backend.heuristics import sm90
-from attention_backend.heuristics.decode import DECODE_ROWS, few_hopper_rows, hopper_page_rows
+from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
 from attention_backend.heuristics.sm80_backward import is_short
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
 from attention_backend.kernels import hopper_backward_variants
@@ -46,7 +46,7 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
             variants += [hopper_decode_variant(options, rows, page)[0]]
         else:
             variants += [decode_variant(options, arch, rows)[0]]
-    if arch == "sm_90a" and rows > few_hopper_rows(case.dim) and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
+    if arch == "sm_90a" and rows > FEW_HOPPER_ROWS and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
         if options.paged or case.layout == "varlen":
             which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
         else:
