@@ -184,6 +184,7 @@ def main() -> None:
     trials.add_argument("--disconnects", type=int, default=usual.disconnects)
     trials.add_argument("--kills", type=int, default=usual.kills)
     trials.add_argument("--drains", type=int, default=usual.drains)
+    trials.add_argument("--raw-requests", type=int, default=usual.raw_requests)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
@@ -204,6 +205,7 @@ def main() -> None:
         disconnects=options.disconnects,
         kills=options.kills,
         drains=options.drains,
+        raw_requests=options.raw_requests,
     )
     for name in options.trials:
         row = trial_list.run(name, scale) | {"machine": facts}

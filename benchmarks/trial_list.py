@@ -10,6 +10,7 @@ from benchmarks.egress import egress
 from benchmarks.endless_template import endless_template
 from benchmarks.engine_kills import engine_kills
 from benchmarks.overload import overload
+from benchmarks.raw_http import raw_http
 from benchmarks.retry_storm import retry_storm
 from benchmarks.soak import soak
 from benchmarks.trial import Row, Scale, Trial
@@ -30,6 +31,7 @@ TRIALS = {
         Trial("kills", "SIGKILL to the engine under load", engine_kills),
         Trial("chaos", "processes killed and stopped, connections reset, at random", chaos),
         Trial("egress", "requests of every kind, a fine-tuning job among them; who is connected to", egress),
+        Trial("raw_http", "bytes that are hardly ever a right request, from 40 connections at once", raw_http),
         Trial("template", "a chat template without an end, and one that doubles a text for ever", endless_template),
         Trial("soak", "mixed traffic", soak),
     )
