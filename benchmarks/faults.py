@@ -185,6 +185,7 @@ def main() -> None:
     trials.add_argument("--kills", type=int, default=usual.kills)
     trials.add_argument("--drains", type=int, default=usual.drains)
     trials.add_argument("--raw-requests", type=int, default=usual.raw_requests)
+    trials.add_argument("--prompts", type=int, default=usual.prompts)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
@@ -206,6 +207,7 @@ def main() -> None:
         kills=options.kills,
         drains=options.drains,
         raw_requests=options.raw_requests,
+        prompts=options.prompts,
     )
     for name in options.trials:
         row = trial_list.run(name, scale) | {"machine": facts}

@@ -3,6 +3,7 @@
 import time
 import traceback
 
+from benchmarks.agreement import in_bfloat16, in_float32
 from benchmarks.chaos import chaos
 from benchmarks.disconnects import disconnects
 from benchmarks.drain import drain
@@ -32,6 +33,8 @@ TRIALS = {
         Trial("chaos", "processes killed and stopped, connections reset, at random", chaos),
         Trial("egress", "requests of every kind, a fine-tuning job among them; who is connected to", egress),
         Trial("raw_http", "bytes that are hardly ever a right request, from 40 connections at once", raw_http),
+        Trial("agreement_float32", "greedy answers of the bundled model alone and among others", in_float32),
+        Trial("agreement_bfloat16", "the same in 16 bits", in_bfloat16),
         Trial("template", "a chat template without an end, and one that doubles a text for ever", endless_template),
         Trial("soak", "mixed traffic", soak),
     )
