@@ -46,7 +46,7 @@ class Scale:
     raw_requests: int = 100_000
     stalled: int = 500  # readers
     slow: int = 1000  # connections
-    prompts: int = 96  # that are answered alone and among others
+    prompts: int = 64  # that are answered alone and among others
 
 
 @dataclass(frozen=True, slots=True)
