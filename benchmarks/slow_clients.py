@@ -46,6 +46,7 @@ def slow_clients(scale: Scale) -> list[Measure]:
                    for _ in range(TRIES)]  # fmt: skip
         packed = gzip.compress(chat(server, "Hello.", 1))
         encoded = _statuses(port, POST + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed)
+        server.idle_after()
         before = server.held()
         dripping, probes, good = asyncio.run(_dripped(server, port, scale))
         idle = server.idle_after()
