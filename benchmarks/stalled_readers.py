@@ -13,7 +13,7 @@ from benchmarks.trial import Measure, Scale, percentile
 from benchmarks.trial_client import Answer, ask, chat, closed_loop, request
 from benchmarks.trial_server import Held, TrialServer, trial_server
 
-TOKENS = 900  # some 200 KB of events: more than the buffers between the server and such a client take
+TOKENS = 100  # with 20 alternatives each, some 200 KB of events: more than the buffers on the way to such a client take
 RECEIVED, SEGMENT = 4096, 536  # bytes; by the latter the server's kernel sizes what it buffers
 SHORT = 64  # tokens of the streams that are read
 CLIENTS = 4  # that read them
@@ -66,7 +66,7 @@ async def _read_all(server: TrialServer, count: int) -> None:
 
 
 def _body(server: TrialServer) -> bytes:
-    return chat(server, f"Count {secrets.token_hex(4)}.", TOKENS, stream=True)
+    return chat(server, f"Count {secrets.token_hex(4)}.", TOKENS, stream=True, logprobs=True, top_logprobs=20)
 
 
 def _stalled(server: TrialServer) -> socket.socket:
