@@ -43,6 +43,10 @@ class Scale:
     kills: int = 20
     drains: int = 10
     clients: int = 64  # that retry, at most
+    raw_requests: int = 100_000
+    stalled: int = 500  # readers
+    slow: int = 1000  # connections
+    prompts: int = 64  # that are answered alone and among others
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,11 +170,7 @@ def _serve(settings: Settings) -> NoReturn:
     from server.engine.client import EngineClient
     from server.lifecycle import Lifecycle
 
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    for library in ("httpx", "uvicorn"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    _begin_log(settings.log_level.upper())
     if unknown := unknown_variables():
         logging.getLogger("longwave").warning("no such setting, and so not used: %s", ", ".join(unknown))
     problems = named_folders.problems(settings)
@@ -197,6 +193,13 @@ def _serve(settings: Settings) -> NoReturn:
         began=process.began(),
     )
     process.end(process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: announce(lifecycle, port)))
+
+
+def _begin_log(level: str) -> None:
+    """Of libraries warnings, at most, and not even those below `level`: any client can make uvicorn warn."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
 
 
 def _make_app(lifecycle: "Lifecycle") -> "FastAPI":

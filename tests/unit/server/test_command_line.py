@@ -1,5 +1,6 @@
 import io
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from rich.console import Console
 from scripted_engine import LiveServer, Script, live_server, tiny_tokenizer, wait_until
 from typer.testing import CliRunner
 
-from server.cli import app, serve
+from server.cli import _begin_log, app, serve
 from server.terminal import Conversation, connect, talk
 
 runner = CliRunner()
@@ -34,6 +35,15 @@ def test_a_taken_port_is_known_before_anything_loads(server: LiveServer) -> None
     result = runner.invoke(app, ["serve", "--port", str(server.port)])
     assert result.exit_code == 1
     assert "cannot listen" in result.stderr
+
+
+@pytest.mark.parametrize(("level", "told"), [("DEBUG", "WARNING"), ("WARNING", "WARNING"), ("CRITICAL", "CRITICAL")])
+def test_libraries_tell_no_more_than_the_server_does(level: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("httpx", "uvicorn"):
+        monkeypatch.setattr(logging.getLogger(library), "level", logging.NOTSET)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    _begin_log(level)
+    assert {logging.getLevelName(logging.getLogger(library).level) for library in ("httpx", "uvicorn")} == {told}
 
 
 def test_every_name_of_a_flag_is_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
