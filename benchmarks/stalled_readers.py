@@ -22,6 +22,7 @@ SECONDS = 12.0  # of streams that are read: before, beside and after the others
 #: where its system's buffers took some bytes at first. The place among the requests is free after the first 60.
 LIMIT = 120.0
 LATE = 5.0
+SETTLES = 300.0  # seconds that all their tokens may take
 POLL = 0.1
 GENERATED = "longwave:generation_tokens_total"
 REST = 0.5
@@ -80,8 +81,12 @@ def _stalled(server: TrialServer) -> socket.socket:
 
 
 def _settled(server: TrialServer, wanted: float) -> float:
-    """When so many tokens are generated, and written as far as anybody takes them: the server's process rests."""
+    """When so many tokens are generated, and written as far as anybody takes them: the server's process rests. Raises
+    TimeoutError."""
+    begin = time.monotonic()
     while server.metrics()[GENERATED] < wanted:
+        if time.monotonic() - begin > SETTLES:
+            raise TimeoutError(f"{wanted:.0f} tokens were not generated in {SETTLES:.0f} s")
         time.sleep(POLL)
     used = _cpu_seconds(server)
     while True:
