@@ -188,6 +188,8 @@ def main() -> None:
     trials.add_argument("--slow", type=int, default=usual.slow)
     trials.add_argument("--stalled", type=int, default=usual.stalled)
     trials.add_argument("--prompts", type=int, default=usual.prompts)
+    trials.add_argument("--prompts-at-once", type=int, default=usual.prompts_at_once)
+    trials.add_argument("--pairs", type=int, default=usual.pairs)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
@@ -212,6 +214,8 @@ def main() -> None:
         slow=options.slow,
         stalled=options.stalled,
         prompts=options.prompts,
+        prompts_at_once=options.prompts_at_once,
+        pairs=options.pairs,
     )
     for name in options.trials:
         row = trial_list.run(name, scale) | {"machine": facts}

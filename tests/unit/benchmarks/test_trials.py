@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import egress, faults, trial_list, trial_tables
 from benchmarks.agreement import Token, compare, prompts_of
+from benchmarks.cache_timing import auc
 from benchmarks.egress import ends_of, leaves_machine
 from benchmarks.mixed_traffic import EVERY_KIND, MIXED
 from benchmarks.process_tree import children, family, zombies
@@ -50,6 +51,13 @@ def chunked(*parts: bytes) -> bytes:
 )
 def test_answers_are_whole_or_clear_or_neither(seen: Answer, whole: bool, refusal: bool, clear: bool) -> None:
     assert (seen.is_whole, seen.is_refusal, seen.is_clear) == (whole, refusal, clear)
+
+
+def test_a_guess_by_time_is_as_good_as_the_pairs_that_it_tells_apart() -> None:
+    assert auc([1, 2], [3, 4]) == 1
+    assert auc([3, 4], [1, 2]) == 0
+    assert auc([1, 1], [1]) == 0.5
+    assert auc([1, 5], [3, 3, 5]) == (3 + 0.5) / 6
 
 
 class Listener:
