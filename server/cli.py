@@ -71,6 +71,9 @@ def serve(
     port: Annotated[int | None, Flag(help="Port to listen on.")] = None,
     api_key: Annotated[list[str] | None, Flag(help="Key(s) clients must send; or LONGWAVE_API_KEY.")] = None,
     load_format: Annotated[str | None, Flag(help="auto, or dummy: random weights.")] = None,
+    chat_template: Annotated[
+        Path | None, Flag(help="Jinja file in the place of the model's own chat template.")
+    ] = None,
     dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
     device: Annotated[str | None, Flag(help="auto, cpu or cuda.")] = None,
     max_model_len: Annotated[int | None, Flag(help="Longest prompt and answer together, in tokens.")] = None,
@@ -169,6 +172,7 @@ def _serve(settings: Settings) -> NoReturn:
     from server.announcement import announce
     from server.engine.client import EngineClient
     from server.lifecycle import Lifecycle
+    from server.text.operators_template import TemplateFileError, read_template
 
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -177,7 +181,11 @@ def _serve(settings: Settings) -> NoReturn:
         logging.getLogger(library).setLevel(logging.WARNING)
     if unknown := unknown_variables():
         logging.getLogger("longwave").warning("no such setting, and so not used: %s", ", ".join(unknown))
-    problems = named_folders.problems(settings)
+    problems, chat_template = named_folders.problems(settings), None
+    try:
+        chat_template = None if settings.chat_template is None else read_template(settings.chat_template)
+    except TemplateFileError as error:
+        problems.append(f"chat-template: {error}")
     try:
         source = registry.resolve(settings.model, cache_dir=settings.cache_dir, image_dir=settings.model_image_dir)
     except ModelLoadError as error:
@@ -194,6 +202,7 @@ def _serve(settings: Settings) -> NoReturn:
         settings,
         EngineClient(settings.engine_config()),
         lambda: _load_tokenizer(source),
+        chat_template=chat_template,
         began=process.began(),
     )
     process.end(process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: announce(lifecycle, port)))

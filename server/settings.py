@@ -44,6 +44,7 @@ class Settings(BaseSettings):
         None, description="Uploaded files; default: longwave in the user's data folder (XDG_DATA_HOME)."
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights of the model's shape.")
+    chat_template: Folder = Field(None, description="A Jinja file, in the place of the model's own chat template.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

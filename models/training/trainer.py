@@ -61,10 +61,12 @@ class Trainer:
         keep_checkpoints: int = 3,
         pacer: Pacer | None = None,
         spare_bytes: int = 0,
+        chat_template: str | None = None,
     ) -> None:
         """device None: the GPU if there is one. `source`: where the plan's model is; None: where its name says. It may
         be elsewhere when the run goes on. `pacer`: lets the run rest between layers. `spare_bytes`: of what a GPU has
-        free when the model is loaded, so much stays free for others.
+        free when the model is loaded, so much stays free for others. `chat_template`: which
+        a whole model brings in its folder, where that is not the source's own.
 
         Raises ModelNotFoundError and ExampleError; loads nothing yet.
         """
@@ -74,6 +76,7 @@ class Trainer:
             data.check(validation, plan)
         self._plan, self._examples, self._validation = plan, examples, validation or ()
         self._folder, self._pacer, self._spare = folder, pacer, spare_bytes
+        self._chat_template = chat_template
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         identity = Identity(plan, data.digest(examples), data.digest(self._validation))
         self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
@@ -128,7 +131,7 @@ class Trainer:
                 on_step(replace(progress.report, checkpoint=self._save(progress)))
             if verdict is not Verdict.CONTINUE:
                 return Outcome(False, progress.step, progress.trained_tokens, None)
-        write_folder(result, self._model.save_result)
+        write_folder(result, lambda folder: self._model.save_result(folder, self._chat_template))
         return Outcome(True, progress.step, progress.trained_tokens, result)
 
     def _load(self) -> None:

@@ -78,6 +78,7 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
         source=model_source(arguments),
         pacer=_pacer(arguments, link),
         spare_bytes=SPARE_BYTES,
+        chat_template=folder.template().source,
     )
     link.send(Started(_device_name(arguments.device)))
     outcome = trainer.run(lambda report: Verdict.PAUSE if link.step(_stepped(report)) else Verdict.CONTINUE)
@@ -111,7 +112,7 @@ def read_datasets(arguments: Arguments, folder: JobFolder, max_length: int | Non
     from models import descriptions
 
     source = model_source(arguments)
-    tokenizer = TextTokenizer(descriptions.load_tokenizer(source))
+    tokenizer = TextTokenizer(descriptions.load_tokenizer(source), folder.template())
     positions = descriptions.max_positions(source)
     longest = min(positions, max_length or positions)
     training = read_dataset(folder.dataset(TRAINING), tokenizer, longest, TRAINING)

@@ -1,5 +1,5 @@
-"""Messages -> prompt token ids by the model's own chat template, in which user text can never forge a control token.
-Must not know the wire format."""
+"""Messages -> prompt token ids by the model's own chat template or the operator's, in which user text can never forge a
+control token. Must not know the wire format."""
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -134,20 +134,22 @@ def render_chat(
 ) -> str:
     """What transformers' apply_chat_template renders. Raises InvalidRequest; RenderingTooLongError where a second try
     may have more `seconds`."""
-    source = tokenizer.source
-    if not source.chat_template:
+    source, operators = tokenizer.source, tokenizer.operators
+    if not (operators.source or source.chat_template):
         raise NoChatTemplate("This model has no chat template. Use /v1/completions.")
     said = sum(len(message.content) + MESSAGE_FRAME for message in messages)
     try:
         return render(
-            source.get_chat_template(),
+            operators.source or source.get_chat_template(),
             seconds,
             LEAST_CHARACTERS + COPIES * said,
-            messages=[message.fields() for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **source.special_tokens_map,
+            {
+                "messages": [message.fields() for message in messages],
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **source.special_tokens_map,
+            },
         )
     except RenderingTooLongError as error:
         if seconds < RENDER_SECONDS:

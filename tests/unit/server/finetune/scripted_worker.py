@@ -68,6 +68,7 @@ class ScriptedTrainer:
         source: None,
         pacer: Pacer | None,
         spare_bytes: int,
+        chat_template: str | None,
     ) -> None:
         self.plan, self.examples, self.folder, self.pacer = plan, examples, _[1], pacer
         path = Path(os.environ["FINE_TUNING_SCRIPT"])
