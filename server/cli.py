@@ -74,6 +74,9 @@ def serve(
     chat_template: Annotated[
         Path | None, Flag(help="Jinja file in the place of the model's own chat template.")
     ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, Flag(help="JSON: variables of the chat template where a request names none.")
+    ] = None,
     dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
     device: Annotated[str | None, Flag(help="auto, cpu or cuda.")] = None,
     max_model_len: Annotated[int | None, Flag(help="Longest prompt and answer together, in tokens.")] = None,
@@ -156,7 +159,7 @@ def _write_defaults_into_help() -> None:
     """From Settings, their only home: a flag that is not given is None, so that its variable counts."""
     for name, hint in get_type_hints(serve, include_extras=True).items():
         default = Settings.model_fields[name].default if name in Settings.model_fields else None
-        if default not in (None, ()):
+        if default not in (None, (), {}):
             shown = default if not isinstance(default, bool) else "on" if default else "off"
             get_args(hint)[1].help += f" [{shown}]"
 

@@ -21,6 +21,7 @@ from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, Serve
 from server.metrics import Metrics
 from server.schemas.sampling_defaults import SamplingDefaults
 from server.settings import FINE_TUNED, Settings
+from server.text.chat_template import unread_variables
 from server.text.generator import Generator
 from server.text.operators_template import OperatorsTemplate
 from server.text.tokenizer import TextTokenizer
@@ -87,7 +88,7 @@ class Lifecycle:
         clock; now, by default."""
         self.settings = settings
         self.engine = engine
-        self.template = OperatorsTemplate(chat_template)
+        self.template = OperatorsTemplate(chat_template, settings.default_chat_template_kwargs)
         self.metrics = Metrics(settings.model_names[0], lambda: engine.stats, lambda: self.adapters(""))
         self.created = int(time.time())
         self.phase = Phase.STARTING
@@ -230,6 +231,8 @@ class Lifecycle:
             ready, tokenizer = await asyncio.gather(
                 self.engine.ready(), in_daemon_thread(lambda: TextTokenizer(self._load_tokenizer(), self.template))
             )
+            if unread := unread_variables(tokenizer):
+                logger.warning("default-chat-template-kwargs: the chat template never reads %s", ", ".join(unread))
             for name, folder in self.settings.lora_folders.items():
                 await self.engine.load_adapter(name, str(folder))
             admission = Admission.of(self.settings.engine_config())

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Environment, Template, TemplateRuntimeError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -112,7 +113,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 class _Generation(Extension):
     """transformers' tag around what an assistant says."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -138,6 +139,11 @@ def compiled(source: str) -> Template:
 
     theirs = _compile_jinja_template("").environment  # not of `source`: it would be computed as far as it is constant
     return LimitedEnvironment(theirs).limited(source)
+
+
+def names_read(source: str) -> set[str]:
+    """The variables that a template looks at. Raises jinja2.TemplateSyntaxError."""
+    return find_undeclared_variables(compiled(source).environment.parse(source))
 
 
 def render(source: str, seconds: float, characters: int, variables: Mapping[str, Any]) -> str:

@@ -30,6 +30,9 @@ class TextTokenizer:
     def __init__(self, source: Any, operators: OperatorsTemplate = NOTHING_SAID) -> None:
         if not hasattr(source, "backend_tokenizer"):
             raise ValueError("the model has no tokenizer.json: only tokenizers of the tokenizers library are served")
+        taken = sorted(operators.variables.keys() & source.special_tokens_map.keys())
+        if taken:
+            raise ValueError(f"default-chat-template-kwargs: '{taken[0]}' is set by the server itself")
         self.source = source
         self.operators = operators
         self._tokens: Tokenizer = Tokenizer.from_str(source.backend_tokenizer.to_str())
