@@ -21,7 +21,7 @@ from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.boundaries import rest_between_layers
 from models.training.checkpoint import Checkpoints, Identity, Progress
-from models.training.errors import CheckpointError, DivergedError, OtherRunError, OutOfMemoryError
+from models.training.errors import CheckpointError, DivergedError, ExampleError, OtherRunError, OutOfMemoryError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
@@ -73,7 +73,8 @@ class Trainer:
         self._source = source or registry.resolve(plan.model)
         data.check(examples, plan)
         if validation:
-            data.check(validation, plan)
+            with _of_validation():
+                data.check(validation, plan)
         self._plan, self._examples, self._validation = plan, examples, validation or ()
         self._folder, self._pacer, self._spare = folder, pacer, spare_bytes
         self._chat_template = chat_template
@@ -137,8 +138,9 @@ class Trainer:
     def _load(self) -> None:
         leave_spare(self._device, self._spare)
         self._model = TrainableModel(self._plan, self._source, self._device)
-        for examples in (self._examples, self._validation):
-            data.check_vocabulary(examples, self._model.config.vocab_size)
+        data.check_vocabulary(self._examples, self._model.config.vocab_size)
+        with _of_validation():
+            data.check_vocabulary(self._validation, self._model.config.vocab_size)
         check_packed_path(self._model)
         if self._pacer is not None:
             rest_between_layers(self._model, self._pacer)
@@ -227,6 +229,16 @@ class Trainer:
                 self._model.save_adapter(folder)
 
         return self._checkpoints.write(progress, self._optimizer.state_tensors(), servable)
+
+
+@contextmanager
+def _of_validation() -> Iterator[None]:
+    """Marks ExampleErrors from inside."""
+    try:
+        yield
+    except ExampleError as error:
+        error.in_validation = True
+        raise
 
 
 @contextmanager
