@@ -15,7 +15,7 @@ from server.engine.token_ids import TokenIds
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
 MAX_NAME = 256  # characters of a model's name, as requests may give it (server/schemas/wire.py)
 MAX_VARIABLES, MAX_VARIABLE_NAME = 64, 64  # that a chat template is given; characters
-MAX_VARIABLE_VALUES = 16_384  # of all of them together: characters of texts, and other values
+MAX_VARIABLE_VALUES = 16_384  # of all of them together: characters of texts, digits, and other values
 MAX_VARIABLE_DEPTH = 8
 #: What a template has from the server, or what is said in another place.
 SERVERS_VARIABLES = frozenset({
@@ -108,7 +108,7 @@ def _number_of_values(value: Any, depth: int = 1) -> int:
         return 1 + sum(_number_of_values(one, depth + 1) for one in value)
     if isinstance(value, TokenIds):  # as server.large_json reads long lists
         raise ValueError("they have a list of thousands of numbers")
-    return 1
+    return 1 + (value.bit_length() // 3 if isinstance(value, int) else 0)
 
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]

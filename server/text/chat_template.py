@@ -43,7 +43,7 @@ class ChatPrompt:
     def num_characters(self) -> int:
         """Roughly what is rendered: a message's role and control tokens are text as well."""
         messages = sum(len(message.content) + MESSAGE_FRAME for message in self.messages)
-        return messages + sum(map(len, _texts(self.variables)))
+        return messages + (len(str(self.variables)) if self.variables else 0)
 
 
 Pieces = list[tuple[str, bool]]  # of a rendered conversation: text, and whether control tokens in it are plain text
@@ -139,19 +139,6 @@ def _without_control_text(tokenizer: TextTokenizer, value: Any, hidden: HiddenTe
         shown = partial(_without_control_text, tokenizer, hidden=hidden)
         return {shown(name): shown(one) for name, one in value.items()}
     return [_without_control_text(tokenizer, one, hidden) for one in value] if isinstance(value, list) else value
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All those in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield name
-            yield from _texts(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
 
 
 def unread_variables(tokenizer: TextTokenizer) -> list[str]:

@@ -205,6 +205,7 @@ def test_what_is_not_served_is_named_where_it_stands(server: LiveServer, change:
         ({"tools": []}, "'tools' is set by the server itself"),
         ({"eos_token": "x"}, "'eos_token' is set by the server itself"),
         ({"a": "x" * 16_384}, "they have more than 16384 characters and values"),
+        ({"a": [10**4000] * 5}, "they have more than 16384 characters and values"),
         ({"a": [[[[[[[[1]]]]]]]]}, "they are nested more than 8 deep"),
         ({"a": list(range(30_000))}, "they have a list of thousands of numbers"),
         ({f"v{at}": 1 for at in range(65)}, "Dictionary should have at most 64 items"),

@@ -59,8 +59,8 @@ def test_any_name_may_be_a_variables(name: str) -> None:
 
 
 def test_long_variables_count_as_long_texts() -> None:
-    prompt = ChatPrompt((Message("user", ""),), True, {"a": ["x" * 5000, {"bc": "y" * 5000}]})
-    assert prompt.num_characters >= 10_003
+    prompt = ChatPrompt((Message("user", ""),), True, {"a": ["x" * 5000, {"bc": "y" * 5000}], "d": 10**3000})
+    assert prompt.num_characters >= 13_000
 
 
 def test_special_tokens_of_one_model_alone_are_the_servers_too() -> None:
