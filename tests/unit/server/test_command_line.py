@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +30,23 @@ def test_a_model_that_does_not_exist_exits_3() -> None:
     result = runner.invoke(app, ["serve", "no-such-model"])
     assert result.exit_code == 3
     assert "no-such-model" in result.stderr
+
+
+def test_a_chat_template_that_is_none_exits_3_beside_what_else_is_wrong(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}\n{{ message.content }}")
+    result = runner.invoke(app, ["serve", "no-such-model", "--chat-template", str(template)])
+    assert result.exit_code == 3
+    first, second, *_ = result.stderr.splitlines()
+    assert first.startswith(f"longwave: chat-template: {template} is no template: line 2: ")
+    assert "no-such-model" in second
+
+
+def test_a_chat_template_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGWAVE_CHAT_TEMPLATE", str(tmp_path / "missing.jinja"))
+    result = runner.invoke(app, ["serve"])
+    assert result.exit_code == 3
+    assert "missing.jinja' cannot be read: No such file or directory" in result.stderr
 
 
 def test_a_taken_port_is_known_before_anything_loads(server: LiveServer) -> None:
