@@ -24,7 +24,7 @@ from attention_backend.capabilities import (
 )
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics import sm90
-from attention_backend.heuristics.decode import DECODE_ROWS
+from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS
 from attention_backend.kernels import device
 from attention_backend.kernels.covering import covering_set
 from attention_backend.kernels.rows import begins_vectors, is_expanded
@@ -125,7 +125,7 @@ _OPTIONS = (
     "softcap, sinks, ALiBi, bias; Nq != Nk"
 )
 
-#: In order of preference.
+#: In order of preference, but see _in_order.
 TABLE = (
     Capability(
         "flash_decode",
@@ -166,13 +166,22 @@ TABLE = (
     ),
 )
 
+#: Where rows are too many for one tile of the decode kernel.
+_TILES_FIRST = (TABLE[1], TABLE[0], *TABLE[2:])
+
 _calls: Counter[str] = Counter()
 _recorded: ContextVar[Counter[str] | None] = ContextVar("recorded", default=None)
 
 
 def select(args: AttentionArgs) -> KernelSpec:
     """The kernel that serves `args`. Raises UnsupportedError, which says what each kernel serves and refused."""
-    return first_that_serves(TABLE, args, "attention kernel")
+    return first_that_serves(_in_order(args), args, "attention kernel")
+
+
+def _in_order(args: AttentionArgs) -> tuple[Capability, ...]:
+    """The table, the faster one in front of those that serve both."""
+    rows = args.num_heads // args.num_kv_heads * args.seqlen_q
+    return TABLE if rows <= FEW_HOPPER_ROWS or args.k.dtype != args.dtype else _TILES_FIRST
 
 
 def run(args: AttentionArgs) -> Result:

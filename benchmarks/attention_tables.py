@@ -14,6 +14,7 @@ FORWARD_SEQLENS = (512, 2048, 16384)
 SUMMARY_PEERS = ("cudnn", "fa2", "fa3", "fa4", "flex", "flashinfer", "flashinfer-cascade")
 DECODE_PEERS = ("flashinfer", "fa3", "fa4", "cudnn", "fa2")
 LINEAR_HEAD_DIM, LINEAR_FROM = 128, 8192
+ROOFLINE_KEYS = 16384  # where the counters were read
 TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
 SUMMARY = {
     "forward": "forward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
@@ -176,4 +177,21 @@ def linear(results: Path) -> str:
             rows.append([mask, f"{cell['seqlen']:,}", f"{softmax:.2f} ms", f"{ours:.2f} ms", f"{softmax / ours:.0f}"])
     what = f"Linear attention beside softmax attention (both ours), 16 heads, head_dim {LINEAR_HEAD_DIM}"
     header = ["mask", "length", "softmax", "linear", "times as fast"]
+    return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)
+
+
+def roofline(results: Path) -> str:
+    """FLOPs, bytes, time and memory of every method at one length, without a mask."""
+    facts = load(results / "roofline_h200.json")
+    rows = []
+    for row in facts["rows"]:
+        if row["keys"] == ROOFLINE_KEYS and row["mask"] == "full" and row["ms"]:
+            bytes_ = f"{row['hbm_bytes'] / 1e6:,.0f}" + ("" if row["hbm_source"] == "counters" else " (counted)")
+            rows.append([
+                row["title"], f"{row['rows']:,}", f"{row['flops_done'] / 1e9:,.1f}", bytes_,
+                f"{row['hbm_bytes'] / row['least_bytes']:.2f}", f"{row['intensity']:,.0f}", f"{row['ms']:.3f}",
+                f"{row['tflops']:,.1f}", f"{row['extra_bytes'] / 1e6:,.1f}",
+            ])  # fmt: skip
+    what = f"{ROOFLINE_KEYS:,} keys, 16 heads, head_dim 128, no mask; least: inputs and outputs once"
+    header = ["method", "rows", "GFLOP", "HBM MB", "/ least", "FLOP/B", "ms", "TFLOP/s", "extra MB"]
     return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)

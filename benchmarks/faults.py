@@ -184,6 +184,12 @@ def main() -> None:
     trials.add_argument("--disconnects", type=int, default=usual.disconnects)
     trials.add_argument("--kills", type=int, default=usual.kills)
     trials.add_argument("--drains", type=int, default=usual.drains)
+    trials.add_argument("--raw-requests", type=int, default=usual.raw_requests)
+    trials.add_argument("--slow", type=int, default=usual.slow)
+    trials.add_argument("--stalled", type=int, default=usual.stalled)
+    trials.add_argument("--prompts", type=int, default=usual.prompts)
+    trials.add_argument("--prompts-at-once", type=int, default=usual.prompts_at_once)
+    trials.add_argument("--pairs", type=int, default=usual.pairs)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
@@ -204,6 +210,12 @@ def main() -> None:
         disconnects=options.disconnects,
         kills=options.kills,
         drains=options.drains,
+        raw_requests=options.raw_requests,
+        slow=options.slow,
+        stalled=options.stalled,
+        prompts=options.prompts,
+        prompts_at_once=options.prompts_at_once,
+        pairs=options.pairs,
     )
     for name in options.trials:
         row = trial_list.run(name, scale) | {"machine": facts}

@@ -12,7 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from benchmarks.roofline_methods import METHODS, Call, random_tensors
+from benchmarks.roofline_methods import METHODS, random_tensors
+from benchmarks.roofline_ours import Call
 
 _FLUSH_BYTES = 512 * 1024 * 1024  # several times any L2
 

@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "features": attention_feature_tables.features,
     "patterns": attention_feature_tables.patterns,
     "linear": attention_tables.linear,
+    "roofline": attention_tables.roofline,
     "serving": engine_tables.serving,
     "longcontext": engine_tables.longcontext,
     "training": engine_tables.training,

@@ -7,30 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hbm_counters import HbmBytes
-from benchmarks.roofline_counts import Shape
+from benchmarks.roofline_counts import Shape, Work
 
 GOAL_SEQLEN, GOAL_FACTOR = 16384, 2.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method at one shape. `flops` is what the formula needs, `flops_done` what the method does."""
+    """One method at one shape."""
 
     method: str
     title: str
     shape: Shape
-    flops_done: int
-    counted_bytes: int
+    work: Work
     counters: HbmBytes | None = None
     ms: float | None = None
     extra_bytes: int | None = None  # the most memory that was allocated beyond inputs and output
-    error: float | None = None  # relative, against torch SDPA
+    error: float | None = None  # relative, against the truth; of several outputs the largest
     reason: str | None = None  # why there is no time
     wrong: bool = False
 
     @property
     def hbm_bytes(self) -> int:
-        return self.counters.total if self.counters else self.counted_bytes
+        return self.counters.total if self.counters else self.work.counted
 
     @property
     def hbm_source(self) -> str:
@@ -39,16 +38,16 @@ class Row:
     @property
     def intensity(self) -> float:
         """FLOPs done for a byte between HBM and the chip."""
-        return self.flops_done / self.hbm_bytes
+        return self.work.done / self.hbm_bytes
 
     @property
     def tflops(self) -> float | None:
-        return self.shape.flops / self.ms / 1e9 if self.ms else None
+        return self.work.flops / self.ms / 1e9 if self.ms else None
 
     @property
     def times_least(self) -> float:
-        """HBM bytes over reading q, k and v once and writing the output once."""
-        return self.hbm_bytes / self.shape.least_bytes
+        """HBM bytes over reading inputs once and writing outputs once."""
+        return self.hbm_bytes / self.work.least_bytes
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -59,14 +58,14 @@ class Row:
             "heads": self.shape.heads,
             "head_dim": self.shape.head_dim,
             "mask": self.shape.mask,
-            "flops": self.shape.flops,
-            "flops_done": self.flops_done,
+            "flops": self.work.flops,
+            "flops_done": self.work.done,
             "hbm_bytes": self.hbm_bytes,
             "hbm_source": self.hbm_source,
             "hbm_read": self.counters.read if self.counters else None,
             "hbm_write": self.counters.write if self.counters else None,
-            "counted_bytes": self.counted_bytes,
-            "least_bytes": self.shape.least_bytes,
+            "counted_bytes": self.work.counted,
+            "least_bytes": self.work.least_bytes,
             "intensity": self.intensity,
             "ms": self.ms,
             "tflops": self.tflops,
@@ -153,7 +152,7 @@ class Report:
 def cells(row: Row) -> tuple[str, ...]:
     """The row of the table; one without a time ends with the reason."""
     shape = row.shape
-    start = (row.method, shape.mask, str(shape.rows), str(shape.keys), f"{row.flops_done / 1e9:.2f}")
+    start = (row.method, shape.mask, str(shape.rows), str(shape.keys), f"{row.work.done / 1e9:.2f}")
     bytes_ = (f"{row.hbm_bytes / 1e6:.1f}", row.hbm_source, f"{row.times_least:.2f}", f"{row.intensity:.1f}")
     if row.ms is None or row.tflops is None or row.extra_bytes is None:
         return (*start, *bytes_, "-", "-", "-", row.reason or "not measured")

@@ -43,6 +43,12 @@ class Scale:
     kills: int = 20
     drains: int = 10
     clients: int = 64  # that retry, at most
+    raw_requests: int = 100_000
+    stalled: int = 500  # readers
+    slow: int = 1000  # connections
+    prompts: int = 64  # that are answered alone and among others
+    prompts_at_once: int = 100  # as long as they may be
+    pairs: int = 500  # of prompts that another key had sent or not
 
 
 @dataclass(frozen=True, slots=True)

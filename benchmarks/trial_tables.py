@@ -14,7 +14,8 @@ def trials(results: Path) -> str | None:
         return None
     places = sorted({_place(row["machine"]) for row in rows})
     lines = [[row["trial"], row["what"], _numbers(row), _met(row)] for row in rows]
-    where = f"Our server alone, with a model of two layers ({'; '.join(places)}). In brackets what was to be reached:"
+    model = "a model of two layers where no other is named"
+    where = f"Our server alone, with {model} ({'; '.join(places)}). In brackets what was to be reached:"
     return f"{where}\n\n{table(['trial', 'what', 'measured', 'goals met'], lines)}"
 
 

@@ -68,7 +68,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     jobs = FineTuning(
         settings.data_folder / "finetune",
         store,
-        replace(settings.trainer_config(), answering_fd=lifecycle.answering.fd),
+        replace(settings.trainer_config(), answering_fd=lifecycle.answering.fd, template=lifecycle.template),
         lifecycle.load_adapter,
         lifecycle.engine.unload_adapter,
         max_live_jobs=settings.max_fine_tuning_jobs,

@@ -71,6 +71,12 @@ def serve(
     port: Annotated[int | None, Flag(help="Port to listen on.")] = None,
     api_key: Annotated[list[str] | None, Flag(help="Key(s) clients must send; or LONGWAVE_API_KEY.")] = None,
     load_format: Annotated[str | None, Flag(help="auto, or dummy: random weights.")] = None,
+    chat_template: Annotated[
+        Path | None, Flag(help="Jinja file in the place of the model's own chat template.")
+    ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, Flag(help="JSON: variables of the chat template where a request names none.")
+    ] = None,
     dtype: Annotated[str | None, Flag(help="auto, bfloat16, float16 or float32.")] = None,
     device: Annotated[str | None, Flag(help="auto, cpu or cuda.")] = None,
     max_model_len: Annotated[int | None, Flag(help="Longest prompt and answer together, in tokens.")] = None,
@@ -153,7 +159,7 @@ def _write_defaults_into_help() -> None:
     """From Settings, their only home: a flag that is not given is None, so that its variable counts."""
     for name, hint in get_type_hints(serve, include_extras=True).items():
         default = Settings.model_fields[name].default if name in Settings.model_fields else None
-        if default not in (None, ()):
+        if default not in (None, (), {}):
             shown = default if not isinstance(default, bool) else "on" if default else "off"
             get_args(hint)[1].help += f" [{shown}]"
 
@@ -169,15 +175,16 @@ def _serve(settings: Settings) -> NoReturn:
     from server.announcement import announce
     from server.engine.client import EngineClient
     from server.lifecycle import Lifecycle
+    from server.text.operators_template import TemplateFileError, read_template
 
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    for library in ("httpx", "uvicorn"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+    _begin_log(settings.log_level.upper())
     if unknown := unknown_variables():
         logging.getLogger("longwave").warning("no such setting, and so not used: %s", ", ".join(unknown))
-    problems = named_folders.problems(settings)
+    problems, chat_template = named_folders.problems(settings), None
+    try:
+        chat_template = None if settings.chat_template is None else read_template(settings.chat_template)
+    except TemplateFileError as error:
+        problems.append(f"chat-template: {error}")
     try:
         source = registry.resolve(settings.model, cache_dir=settings.cache_dir, image_dir=settings.model_image_dir)
     except ModelLoadError as error:
@@ -194,9 +201,17 @@ def _serve(settings: Settings) -> NoReturn:
         settings,
         EngineClient(settings.engine_config()),
         lambda: _load_tokenizer(source),
+        chat_template=chat_template,
         began=process.began(),
     )
     process.end(process.serve(lambda: _make_app(lifecycle), lifecycle, listener, lambda: announce(lifecycle, port)))
+
+
+def _begin_log(level: str) -> None:
+    """Of libraries warnings, at most, and not even those below `level`: any client can make uvicorn warn."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for library in ("httpx", "uvicorn"):
+        logging.getLogger(library).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
 
 
 def _make_app(lifecycle: "Lifecycle") -> "FastAPI":

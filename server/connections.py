@@ -86,6 +86,11 @@ class ImpatientProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._was_read()
+        self._expect_rest_to_be_read()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_rest_to_be_read()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._request_came()
@@ -170,9 +175,17 @@ class ImpatientProtocol(H11Protocol):
         """Of any part of these bytes: a long answer may take a client several times as long."""
         self._reading = self.loop.call_later(self.read_timeout, self._look_at_reading, unread)
 
+    def _expect_rest_to_be_read(self) -> None:
+        """Of a reply that is complete, and too short to pause who writes it: closing waits for it without end."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and self._reading is None and self._is_between_requests():
+            self._expect_reading(unread)
+
     def _look_at_reading(self, unread: int) -> None:
         still_unread = self.transport.get_write_buffer_size()
-        if still_unread < unread:
+        if not still_unread:
+            self._reading = None
+        elif still_unread < unread:
             self._expect_reading(still_unread)
         else:
             self.transport.abort()

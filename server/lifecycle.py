@@ -21,7 +21,9 @@ from server.errors import EngineUnavailable, LongwaveError, ModelNotFound, Serve
 from server.metrics import Metrics
 from server.schemas.sampling_defaults import SamplingDefaults
 from server.settings import FINE_TUNED, Settings
+from server.text.chat_template import unread_variables
 from server.text.generator import Generator
+from server.text.operators_template import OperatorsTemplate
 from server.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("longwave")
@@ -74,11 +76,19 @@ class Lifecycle:
     """Owns the engine and what exists only while it serves."""
 
     def __init__(
-        self, settings: Settings, engine: Engine, load_tokenizer: Callable[[], Any], *, began: float | None = None
+        self,
+        settings: Settings,
+        engine: Engine,
+        load_tokenizer: Callable[[], Any],
+        *,
+        chat_template: str | None = None,
+        began: float | None = None,
     ) -> None:
-        """`began`: when this process did, on time.monotonic()'s clock; now, by default."""
+        """`chat_template`: what settings.chat_template holds. `began`: when this process did, on time.monotonic()'s
+        clock; now, by default."""
         self.settings = settings
         self.engine = engine
+        self.template = OperatorsTemplate(chat_template, settings.default_chat_template_kwargs)
         self.metrics = Metrics(settings.model_names[0], lambda: engine.stats, lambda: self.adapters(""))
         self.created = int(time.time())
         self.phase = Phase.STARTING
@@ -219,8 +229,10 @@ class Lifecycle:
     async def _come_up(self) -> None:
         try:
             ready, tokenizer = await asyncio.gather(
-                self.engine.ready(), in_daemon_thread(lambda: TextTokenizer(self._load_tokenizer()))
+                self.engine.ready(), in_daemon_thread(lambda: TextTokenizer(self._load_tokenizer(), self.template))
             )
+            if unread := unread_variables(tokenizer):
+                logger.warning("default-chat-template-kwargs: the chat template never reads %s", ", ".join(unread))
             for name, folder in self.settings.lora_folders.items():
                 await self.engine.load_adapter(name, str(folder))
             admission = Admission.of(self.settings.engine_config())

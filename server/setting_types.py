@@ -1,17 +1,27 @@
-"""What the values of settings are, beyond their bounds: names, keys, folders, and several of them in one text ("a,b").
-Reads no environment."""
+"""What the values of settings are, beyond their bounds: names, keys, folders, and several of them in one text ("a,b");
+variables of chat templates, in requests too. Reads no environment."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 
+from server import strict_json
 from server.engine.adapter_registry import NAME
 from server.engine.config import BLOCK_SIZES
+from server.engine.token_ids import TokenIds
 
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
 MAX_NAME = 256  # characters of a model's name, as requests may give it (server/schemas/wire.py)
+MAX_VARIABLES, MAX_VARIABLE_NAME = 64, 64  # that a chat template is given; characters
+MAX_VARIABLE_VALUES = 16_384  # of all of them together: characters of texts, digits, and other values
+MAX_VARIABLE_DEPTH = 8
+#: What a template has from the server, or what is said in another place.
+SERVERS_VARIABLES = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+})  # fmt: skip
 SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 
 
@@ -69,6 +79,38 @@ def _kv_dtype_is_served(value: str) -> str:
     return value
 
 
+def _json_read(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return strict_json.loads(value or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+
+
+def _variables_may_be_set(variables: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted(SERVERS_VARIABLES & variables.keys())
+    if taken:
+        raise ValueError(f"'{taken[0]}' is set by the server itself")
+    if sum(map(_number_of_values, variables.values())) > MAX_VARIABLE_VALUES:
+        raise ValueError(f"they have more than {MAX_VARIABLE_VALUES} characters and values")
+    return variables
+
+
+def _number_of_values(value: Any, depth: int = 1) -> int:
+    if depth > MAX_VARIABLE_DEPTH:
+        raise ValueError(f"they are nested more than {MAX_VARIABLE_DEPTH} deep")
+    if isinstance(value, str):
+        return 1 + len(value)
+    if isinstance(value, dict):
+        return 1 + sum(len(key) + _number_of_values(one, depth + 1) for key, one in value.items())
+    if isinstance(value, list):
+        return 1 + sum(_number_of_values(one, depth + 1) for one in value)
+    if isinstance(value, TokenIds):  # as server.large_json reads long lists
+        raise ValueError("they have a list of thousands of numbers")
+    return 1 + (value.bit_length() // 3 if isinstance(value, int) else 0)
+
+
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
 
@@ -76,5 +118,10 @@ ModelNames = Annotated[Texts, AfterValidator(_names_are_names)]
 LoraModules = Annotated[Texts, AfterValidator(_modules_have_names_and_folders)]
 ApiKeys = Annotated[Secrets, AfterValidator(_keys_are_secrets)]
 Folder = Annotated[Path | None, BeforeValidator(_empty_is_unset), AfterValidator(_is_absolute)]
+VariableName = Annotated[str, Field(pattern=rf"^[A-Za-z_][A-Za-z0-9_]{{0,{MAX_VARIABLE_NAME - 1}}}$")]
+TemplateVariables = Annotated[
+    dict[VariableName, Any], Field(max_length=MAX_VARIABLES), AfterValidator(_variables_may_be_set)
+]
+JsonVariables = Annotated[TemplateVariables, NoDecode, BeforeValidator(_json_read)]
 BlockSize = Annotated[int, AfterValidator(_block_size_is_served)]
 KvDtype = Annotated[str, AfterValidator(_kv_dtype_is_served)]

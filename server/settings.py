@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from server.engine.config import EngineConfig
 from server.environment import PREFIX, data_home
 from server.finetune.config import TrainerConfig
-from server.setting_types import MAX_NAME, ApiKeys, BlockSize, Folder, KvDtype, LoraModules, ModelNames
+from server.setting_types import MAX_NAME, ApiKeys, BlockSize, Folder, JsonVariables, KvDtype, LoraModules, ModelNames
 from server.training.config import TrainingConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -44,6 +44,10 @@ class Settings(BaseSettings):
         None, description="Uploaded files; default: longwave in the user's data folder (XDG_DATA_HOME)."
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights of the model's shape.")
+    chat_template: Folder = Field(None, description="A Jinja file, in the place of the model's own chat template.")
+    default_chat_template_kwargs: JsonVariables = Field(
+        {}, description='JSON, {"enable_thinking": false}: variables of the chat template where a request names none.'
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

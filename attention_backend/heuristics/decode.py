@@ -7,6 +7,9 @@ from attention_backend.heuristics.sm80 import ROW_PAD, SHARED_MEMORY
 
 #: Query rows of a key head's group that the decode kernels take.
 DECODE_ROWS = 64
+#: Up to how many they are faster than the Hopper forward: of more they read keys several times, where that, split over
+#: the keys, has one tile (benchmarks/few_rows.py).
+FEW_HOPPER_ROWS = 16
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
 

@@ -23,7 +23,8 @@
 // PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K and V in
 // registers), FINISHES (dQ on the way, where the launch says so: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not
 // with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK,
-// SOFTCAP, ALIBI, DROPOUT.
+// SOFTCAP, ALIBI, DROPOUT. EVERY_STEP, for compute-sanitizer's synccheck: warpgroups compute also the steps of which their
+// keys see nothing, as it takes warps that meet at one barrier from two places in the code for a mistake.
 #define BIAS 0
 #include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
@@ -210,7 +211,11 @@ class Consumer {
 
   // Whether a step's rows come before all that see this warpgroup's keys.
   __device__ __forceinline__ bool sees_nothing(const SeenKeyTile& tile, int m) const {
+#ifdef EVERY_STEP
+    return false;
+#else
     return (m + 1) * kRows <= tile.rows[group * 64].first;
+#endif
   }
 
   // Leaves a step's dS to the sum of dQ, starts those of dK and dV, and waits until what they read may be overwritten.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attention_backend.heuristics.decode import DECODE_ROWS, hopper_page_rows
+from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
 from attention_backend.heuristics.sm90 import LONG, MIN_PAGE_ROWS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
@@ -31,7 +31,10 @@ def step_variants(
     """For layers of `group` query heads a key head over pages of `page_size` keys, dtype bfloat16 or float16: prefill,
     decode and short prefills, merges; `most_keys`: of a sequence. Raises UnsupportedError for what no kernel serves."""
     options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
+    most_rows = DECODE_ROWS
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
+        if not fp8_kv:
+            most_rows = FEW_HOPPER_ROWS
         which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
         each_kind = [which, which._replace(long=True)] if most_keys >= LONG else [which]
         if fp8_kv and reads_fp8_pages(options):
@@ -43,7 +46,7 @@ def step_variants(
     else:
         yield forward_variant(options, arch)[0]
     rows = group
-    while rows <= DECODE_ROWS:
+    while rows <= most_rows:
         if arch == _HOPPER and hopper_page_rows(page_size) is not None:
             yield hopper_decode_variant(options, rows, page_size, fp8_kv=fp8_kv)[0]
         else:

@@ -10,11 +10,13 @@ class PlanError(TrainingError, ValueError):
 
 
 class ExampleError(TrainingError, ValueError):
-    """Training data that cannot be learnt from. `index`: which example, counted from 0; None: all of them."""
+    """Training data that cannot be learnt from. `index`: which example, counted from 0; None: all of them.
+    `in_validation`: whether it is one of the validation's."""
 
     def __init__(self, message: str, index: int | None = None) -> None:
         super().__init__(message)
         self.index = index
+        self.in_validation = False
 
 
 class CheckpointError(TrainingError):

@@ -163,8 +163,9 @@ class TrainableModel:
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True))
 
-    def save_result(self, folder: Path) -> None:
-        """What is served: the adapter, or the whole model as a Hugging Face folder with its tokenizer."""
+    def save_result(self, folder: Path, chat_template: str | None = None) -> None:
+        """What is served: the adapter, or the whole model as a Hugging Face folder with its tokenizer, and with this
+        template in the place of the source's."""
         if self.adapter is not None:
             self.save_adapter(folder)
             return
@@ -174,6 +175,8 @@ class TrainableModel:
         for pattern in _TOKENIZER_FILES:
             for file in origin.glob(pattern):
                 (folder / file.name).write_bytes(file.read_bytes())
+        if chat_template is not None:
+            (folder / "chat_template.jinja").write_text(chat_template, "utf-8")
 
 
 def _dtype(name: TrainingDType, device: torch.device) -> Any:

@@ -21,7 +21,7 @@ from models.training import examples as data
 from models.training import objectives, order, packing
 from models.training.boundaries import rest_between_layers
 from models.training.checkpoint import Checkpoints, Identity, Progress
-from models.training.errors import CheckpointError, DivergedError, OtherRunError, OutOfMemoryError
+from models.training.errors import CheckpointError, DivergedError, ExampleError, OtherRunError, OutOfMemoryError
 from models.training.folder import is_whole, remove_unfinished, write_folder
 from models.training.objectives import Sums
 from models.training.optimizer import Optimizer
@@ -61,19 +61,23 @@ class Trainer:
         keep_checkpoints: int = 3,
         pacer: Pacer | None = None,
         spare_bytes: int = 0,
+        chat_template: str | None = None,
     ) -> None:
         """device None: the GPU if there is one. `source`: where the plan's model is; None: where its name says. It may
         be elsewhere when the run goes on. `pacer`: lets the run rest between layers. `spare_bytes`: of what a GPU has
-        free when the model is loaded, so much stays free for others.
+        free when the model is loaded, so much stays free for others. `chat_template`: which
+        a whole model brings in its folder, where that is not the source's own.
 
         Raises ModelNotFoundError and ExampleError; loads nothing yet.
         """
         self._source = source or registry.resolve(plan.model)
         data.check(examples, plan)
         if validation:
-            data.check(validation, plan)
+            with _of_validation():
+                data.check(validation, plan)
         self._plan, self._examples, self._validation = plan, examples, validation or ()
         self._folder, self._pacer, self._spare = folder, pacer, spare_bytes
+        self._chat_template = chat_template
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         identity = Identity(plan, data.digest(examples), data.digest(self._validation))
         self._checkpoints = Checkpoints(folder / "checkpoints", identity, keep_checkpoints)
@@ -128,14 +132,15 @@ class Trainer:
                 on_step(replace(progress.report, checkpoint=self._save(progress)))
             if verdict is not Verdict.CONTINUE:
                 return Outcome(False, progress.step, progress.trained_tokens, None)
-        write_folder(result, self._model.save_result)
+        write_folder(result, lambda folder: self._model.save_result(folder, self._chat_template))
         return Outcome(True, progress.step, progress.trained_tokens, result)
 
     def _load(self) -> None:
         leave_spare(self._device, self._spare)
         self._model = TrainableModel(self._plan, self._source, self._device)
-        for examples in (self._examples, self._validation):
-            data.check_vocabulary(examples, self._model.config.vocab_size)
+        data.check_vocabulary(self._examples, self._model.config.vocab_size)
+        with _of_validation():
+            data.check_vocabulary(self._validation, self._model.config.vocab_size)
         check_packed_path(self._model)
         if self._pacer is not None:
             rest_between_layers(self._model, self._pacer)
@@ -224,6 +229,16 @@ class Trainer:
                 self._model.save_adapter(folder)
 
         return self._checkpoints.write(progress, self._optimizer.state_tensors(), servable)
+
+
+@contextmanager
+def _of_validation() -> Iterator[None]:
+    """Marks ExampleErrors from inside."""
+    try:
+        yield
+    except ExampleError as error:
+        error.in_validation = True
+        raise
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from models.training import LoraSettings
 from server.finetune.records import MAX_EVENTS
+from server.text.operators_template import NOTHING_SAID, OperatorsTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class TrainerConfig:
     back_off: float = 1.0  # seconds after a first crash, twice as long after each one more
     answering_fd: int | None = None  # of the sign that answers are open; None: there is none, training never rests
     gpu_share: float = 1.0  # of the time, that training works while answers are open
+    template: OperatorsTemplate = NOTHING_SAID  # of jobs that are made from now on
     worker: str = "server.finetune.worker"  # the module of the trainer process
 
     @property

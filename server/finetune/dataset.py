@@ -2,12 +2,13 @@
 must not know SQL, HTTP or tensors."""
 
 import json
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from models.training import Example, Preference
+from models.training import Example, ExampleError, Preference
 from server.finetune.rendering import CannotLearnError, render_example
 from server.text.tokenizer import TextTokenizer
 
@@ -27,30 +28,43 @@ class Dataset:
     examples: tuple[Example, ...] | tuple[Preference, ...]
     tokens: int
     longest: int  # tokens of the longest sequence
+    lines: Sequence[int]  # where each example stands in the file, counted from 1: a line may be several
+
+    def refusal(self, error: ExampleError, param: str) -> DatasetError:
+        """What a trainer has against an example, with its line."""
+        place = "" if error.index is None else f"Line {self.lines[error.index]}: "
+        return DatasetError(f"{place}{error}", param)
 
 
 def read_dataset(path: Path, tokenizer: TextTokenizer, max_length: int, param: str) -> Dataset:
     """Raises DatasetError, OSError."""
     same: dict[int, int] = {}  # one object for all places of a token
     examples: list[Example | Preference] = []
+    lines = array("L")
     tokens = longest = 0
-    for number, line in _lines(path):
-        try:
-            example = render_example(tokenizer, json.loads(line), max_length)
-        except CannotLearnError as error:
-            raise DatasetError(f"Line {number}: {error}.", param) from None
+    for number, example in _examples(path, tokenizer, max_length, param):
         for sequence in _sequences(example):
             longest = max(longest, len(sequence))
             tokens += len(sequence)
         if tokens > MAX_TOKENS:
             raise DatasetError(f"The file has more than {MAX_TOKENS} tokens.", param)
         examples.append(_shared(example, same))
-    return Dataset(cast(tuple[Example, ...], tuple(examples)), tokens, longest)
+        lines.append(number)
+    return Dataset(cast(tuple[Example, ...], tuple(examples)), tokens, longest, lines)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _examples(
+    path: Path, tokenizer: TextTokenizer, max_length: int, param: str
+) -> Iterator[tuple[int, Example | Preference]]:
+    """With the line of each. One after the other: all sequences of a long conversation may be more than there is room
+    for."""
     with path.open("rb") as file:
-        yield from enumerate(file, 1)
+        for number, line in enumerate(file, 1):
+            try:
+                for example in render_example(tokenizer, json.loads(line), max_length):
+                    yield number, example
+            except CannotLearnError as error:
+                raise DatasetError(f"Line {number}: {error}.", param) from None
 
 
 def _sequences(example: Example | Preference) -> tuple[Example, ...]:

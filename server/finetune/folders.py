@@ -1,6 +1,7 @@
 """A job's files on the disk, and the finished adapters: server-made names in a private folder. Knows no SQL, no HTTP.
 
-A job has its own links to the files it learns from: deleting or expiry of a file takes nothing from the job.
+A job has its own links to the files it learns from: deleting or expiry of a file takes nothing from the job. What the
+operator said of the chat template when it was made is kept with them, so its examples stay the same tokens.
 """
 
 import contextlib
@@ -11,8 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from server.files.folder import PRIVATE, make_private, sync_folder
 from server.finetune.records import JOB_ID
+from server.text.operators_template import NOTHING_SAID, OperatorsTemplate
 
 TRAINING, VALIDATION = "training_file", "validation_file"  # the request's names
 DELETED = ".deleted-"  # how names of whole models begin that are on their way out
@@ -40,6 +44,24 @@ class JobFolder:
 
     def dataset(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
+
+    def keep_template(self, template: OperatorsTemplate) -> None:
+        """Before anybody knows the job. On the disk when this returns. Raises OSError."""
+        with self._template.open("wb") as file:
+            file.write(msgspec.json.encode(template))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def template(self) -> OperatorsTemplate:
+        """Raises OSError, msgspec.DecodeError."""
+        try:
+            return msgspec.json.decode(self._template.read_bytes(), type=OperatorsTemplate)
+        except FileNotFoundError:  # made by a server that could be told nothing
+            return NOTHING_SAID
+
+    @property
+    def _template(self) -> Path:
+        return self.path / "chat_template.json"
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:

@@ -86,7 +86,7 @@ class FineTuning:
             return _same(known, request)
         job_id = f"{JOB_ID}{secrets.token_hex(16)}"
         check(request, job_id, self._config)
-        await asyncio.to_thread(make_folder, self._folders, self._files, job_id, owner, request)
+        await asyncio.to_thread(make_folder, self._folders, self._files, self._config.template, job_id, owner, request)
         seed = secrets.randbelow(MAX_SEED) if request.seed is None else request.seed
         try:
             job = await self._store(

@@ -8,14 +8,12 @@ from models.errors import ModelLoadError
 from models.training import (
     DiskFullError,
     DivergedError,
-    ExampleError,
     ModelTooLargeError,
     OtherRunError,
     OutOfMemoryError,
     PlanError,
 )
 from server.finetune.dataset import DatasetError
-from server.finetune.folders import TRAINING
 from server.finetune.messages import Crashed, NoRoom, Refused
 
 logger = logging.getLogger(__name__)
@@ -37,9 +35,6 @@ def _refusal(error: Exception) -> Refused | None:
     match error:
         case DatasetError(param=param):
             return Refused(f"invalid_{param}", str(error), param)
-        case ExampleError(index=index):
-            line = "" if index is None else f"Line {index + 1}: "
-            return Refused(f"invalid_{TRAINING}", f"{line}{error}", TRAINING)
         case OtherRunError():  # its message names folders
             logger.error("%s", error)
             return Refused("checkpoint_mismatch", OTHER_RUN)

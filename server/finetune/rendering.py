@@ -4,7 +4,7 @@ The tokens are those that a request would have: a prompt ends where the assistan
 apart from it, as the answer of a generation is. Text of users and assistants can forge no control token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from models.training import Example, Preference
@@ -20,39 +20,59 @@ class CannotLearnError(Exception):
     """Why nothing can be learnt from a line: a sentence that goes on from "Line 3: "."""
 
 
-def render_example(tokenizer: TextTokenizer, example: dict[str, Any], max_length: int) -> Example | Preference:
-    """Of a line that server.files has accepted. Raises CannotLearnError, for more than `max_length` tokens too."""
+def render_example(
+    tokenizer: TextTokenizer, example: dict[str, Any], max_length: int
+) -> Iterator[Example] | Iterator[Preference]:
+    """All that is learnt from a line that server.files has accepted: of a conversation, perhaps several sequences.
+    Raises CannotLearnError, for more than `max_length` tokens of one too."""
     if "messages" in example:
         return render_conversation(tokenizer, example["messages"], max_length)
     if "input" in example:
-        prompt = [{**message, "weight": 0} for message in example["input"]["messages"]]
-        return Preference(
-            render_conversation(tokenizer, [*prompt, *example["preferred_output"]], max_length),
-            render_conversation(tokenizer, [*prompt, *example["non_preferred_output"]], max_length),
-        )
-    return _render_pair(tokenizer, example["prompt"], example["completion"], max_length)
+        return iter([_render_preference(tokenizer, example, max_length)])
+    return iter([_render_pair(tokenizer, example["prompt"], example["completion"], max_length)])
 
 
-def render_conversation(tokenizer: TextTokenizer, messages: Sequence[dict[str, Any]], max_length: int) -> Example:
-    """What the assistant says is learnt, with the control token that ends it; not where `weight` is 0."""
+def render_conversation(
+    tokenizer: TextTokenizer, messages: Sequence[dict[str, Any]], max_length: int
+) -> Iterator[Example]:
+    """What the assistant says is learnt, with the control token that ends it; not where `weight` is 0.
+
+    Before each answer stands what a request for it would have there. Usually that begins with the answer before, and
+    they are one sequence. Where the template writes that one otherwise by then (Qwen3's leaves out what was thought
+    before the last question), another sequence begins.
+    """
     answers = [n for n, said in enumerate(messages) if said["role"] == "assistant" and said.get("weight", 1)]
     hidden = HiddenTexts()
     shown = [hide_control_text(tokenizer, _message(said), hidden) for said in messages]
     if answers and len(messages) > MANY_MESSAGES:
         through = _render(tokenizer, shown[: answers[-1] + 1]).rstrip()
         _check_length(len(encode_rendered(tokenizer, through, hidden)), max_length)
-    whole = _render(tokenizer, shown)
-    tokens: list[int] = []
-    targets: list[bool] = []
-    at = 0
+    sequence = _Sequence(tokenizer, hidden)
     for number in answers:
-        start, end = _answer(tokenizer, shown, number, whole)
-        for piece, learnt in ((whole[at:start], False), (whole[start:end], True)):
-            ids = encode_rendered(tokenizer, piece, hidden)
-            tokens += ids
-            targets += [learnt] * len(ids)
-        at = end
-    return _example(tokens, targets, max_length)
+        prompt, through = _answer(tokenizer, shown, number)
+        if not prompt.startswith(sequence.text):
+            yield _example(sequence.tokens, sequence.targets, max_length)
+            sequence = _Sequence(tokenizer, hidden)
+        sequence.go_on(prompt, learnt=False)
+        sequence.go_on(through, learnt=True)
+    yield _example(sequence.tokens, sequence.targets, max_length)
+
+
+class _Sequence:
+    """A rendered conversation as far as it is taken apart: its text, and that as tokens."""
+
+    def __init__(self, tokenizer: TextTokenizer, hidden: HiddenTexts) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.targets: list[bool] = []
+        self._tokenizer, self._hidden = tokenizer, hidden
+
+    def go_on(self, text: str, *, learnt: bool) -> None:
+        """`text`: all of it, of which what is there already is the beginning."""
+        ids = encode_rendered(self._tokenizer, text[len(self.text) :], self._hidden)
+        self.text = text
+        self.tokens += ids
+        self.targets += [learnt] * len(ids)
 
 
 def _message(said: dict[str, Any]) -> Message:
@@ -62,18 +82,27 @@ def _message(said: dict[str, Any]) -> Message:
     return Message("system" if role == "developer" else role, text, said.get("name"))
 
 
-def _answer(tokenizer: TextTokenizer, shown: Sequence[Message], number: int, whole: str) -> tuple[int, int]:
-    """Where the assistant's message `number` begins and ends in the rendered conversation."""
+def _answer(tokenizer: TextTokenizer, shown: Sequence[Message], number: int) -> tuple[str, str]:
+    """What is rendered before the assistant's message `number`, and that with the message."""
     if number == 0:
         raise CannotLearnError("messages[0] is the assistant's: there is nothing that it would answer")
     prompt = _render(tokenizer, shown[:number], add_generation_prompt=True)
     through = _render(tokenizer, shown[: number + 1]).rstrip()  # a generation ends at the control token before
-    if not (through.startswith(prompt) and whole.startswith(through)):
+    if not through.startswith(prompt):
         raise CannotLearnError(
-            f"messages[{number}]: the model's chat template writes an answer differently once it is given, so its "
-            "tokens cannot be told apart"
+            f"messages[{number}]: with this answer, the chat template writes something else before it than where it is "
+            "asked for, so its tokens cannot be told apart"
         )
-    return len(prompt), len(through)
+    return prompt, through
+
+
+def _render_preference(tokenizer: TextTokenizer, example: dict[str, Any], max_length: int) -> Preference:
+    prompt = [{**message, "weight": 0} for message in example["input"]["messages"]]
+    chosen, rejected = (
+        [*render_conversation(tokenizer, [*prompt, *example[output]], max_length)]
+        for output in ("preferred_output", "non_preferred_output")
+    )
+    return Preference(*chosen, *rejected)
 
 
 def _render(tokenizer: TextTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

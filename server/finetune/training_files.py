@@ -1,5 +1,5 @@
-"""The files that a request names: checked against what its method learns from, and linked into a folder for the job.
-Blocking; must not know SQL, HTTP or training."""
+"""The files that a request names: checked against what its method learns from, and linked into a folder for the job,
+beside what chats are rendered with. Blocking; must not know SQL, HTTP or training."""
 
 import logging
 
@@ -9,13 +9,16 @@ from server.files.examples import Form
 from server.files.store import FileStore
 from server.finetune.folders import TRAINING, VALIDATION, Folders, JobFolder
 from server.finetune.records import JobRequest
+from server.text.operators_template import OperatorsTemplate
 
 logger = logging.getLogger("longwave")
 
 FORMS = {"supervised": (Form.CHAT, Form.COMPLETION), "dpo": (Form.PREFERENCE,)}
 
 
-def make_folder(folders: Folders, files: FileStore, job_id: str, owner: str, request: JobRequest) -> None:
+def make_folder(
+    folders: Folders, files: FileStore, template: OperatorsTemplate, job_id: str, owner: str, request: JobRequest
+) -> None:
     """Raises InvalidFile, InsufficientStorage, and has then left nothing."""
     wanted = {TRAINING: request.training_file}
     if request.validation_file is not None:
@@ -30,6 +33,7 @@ def make_folder(folders: Folders, files: FileStore, job_id: str, owner: str, req
                 files.link(file_id, owner, folder.dataset(name))
             except InvalidRequest as error:  # deleted since
                 raise _invalid(name, error) from None
+        folder.keep_template(template)
 
     try:
         folders.create(job_id, link)

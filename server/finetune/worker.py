@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from models.training import Outcome, Pacer, StepReport, TrainingPlan, Verdict
+from models.training import ExampleError, Outcome, Pacer, StepReport, TrainingPlan, Verdict
 from models.training.size import check_size
 from models.unused_packages import leave_out_torch
 from server.answering import SignReader
@@ -69,18 +69,24 @@ def _train(arguments: Arguments, folder: JobFolder, link: TrainerLink, make_trai
     plan = TrainingPlan.from_json(arguments.plan)
     # Not the server's limit of today: the files were validated, perhaps under another.
     training, validation = read_datasets(arguments, folder, plan.max_length)
-    trainer = make_trainer(
-        plan,
-        training.examples,
-        None if validation is None else validation.examples,
-        folder.run,
-        None if arguments.device == "auto" else arguments.device,
-        source=model_source(arguments),
-        pacer=_pacer(arguments, link),
-        spare_bytes=SPARE_BYTES,
-    )
-    link.send(Started(_device_name(arguments.device)))
-    outcome = trainer.run(lambda report: Verdict.PAUSE if link.step(_stepped(report)) else Verdict.CONTINUE)
+    try:
+        trainer = make_trainer(
+            plan,
+            training.examples,
+            None if validation is None else validation.examples,
+            folder.run,
+            None if arguments.device == "auto" else arguments.device,
+            source=model_source(arguments),
+            pacer=_pacer(arguments, link),
+            spare_bytes=SPARE_BYTES,
+            chat_template=folder.template().source,
+        )
+        link.send(Started(_device_name(arguments.device)))
+        outcome = trainer.run(lambda report: Verdict.PAUSE if link.step(_stepped(report)) else Verdict.CONTINUE)
+    except ExampleError as error:
+        if validation is not None and error.in_validation:
+            raise validation.refusal(error, VALIDATION) from error
+        raise training.refusal(error, TRAINING) from error
     if not outcome.finished or outcome.result is None:
         return Stopped()
     return Finished(outcome.trained_tokens, str(outcome.result))
@@ -111,7 +117,7 @@ def read_datasets(arguments: Arguments, folder: JobFolder, max_length: int | Non
     from models import descriptions
 
     source = model_source(arguments)
-    tokenizer = TextTokenizer(descriptions.load_tokenizer(source))
+    tokenizer = TextTokenizer(descriptions.load_tokenizer(source), folder.template())
     positions = descriptions.max_positions(source)
     longest = min(positions, max_length or positions)
     training = read_dataset(folder.dataset(TRAINING), tokenizer, longest, TRAINING)

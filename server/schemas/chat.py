@@ -9,6 +9,7 @@ from server.schemas.labels import UNUSED, CacheOptions
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import RequestModel, Text, WireModel
+from server.setting_types import TemplateVariables
 from server.text.chat_template import ChatPrompt, Message
 from server.text.choice import TextFinish
 from server.text.details import Candidate, TokenDetail
@@ -58,7 +59,6 @@ class ChatCompletionRequest(SamplingFields):
         "audio": (),
         "best_of": (1,),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
@@ -83,6 +83,7 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
@@ -100,7 +101,9 @@ class ChatCompletionRequest(SamplingFields):
 
     def prompt(self) -> ChatPrompt:
         generate = self.add_generation_prompt is not False
-        return ChatPrompt(tuple(message.message() for message in self.messages), add_generation_prompt=generate)
+        return ChatPrompt(
+            tuple(message.message() for message in self.messages), generate, self.chat_template_kwargs or {}
+        )
 
 
 class TopLogprob(WireModel):

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.chat import MAX_MESSAGES, ChatMessage
 from server.schemas.wire import MAX_TOKEN_IDS, MayBeLong, ModelName, RequestModel, Text, TokenId, WireModel
+from server.setting_types import TemplateVariables
 from server.text.chat_template import ChatPrompt
 
 
@@ -15,7 +16,6 @@ class TokenizeRequest(RequestModel):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
         "mm_processor_kwargs": ({},),
         "tools": ([],),
@@ -26,12 +26,16 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        if self.messages is None and self.chat_template_kwargs:
+            message = "chat_template_kwargs is for messages: a prompt has no template."
+            raise InvalidRequest(message, param="chat_template_kwargs")
         if self.messages is not None and self.add_special_tokens:
             message = "add_special_tokens is not served with messages: the chat template decides."
             raise UnsupportedParameter(message, param="add_special_tokens")
@@ -41,7 +45,9 @@ class TokenizeRequest(RequestModel):
         if self.messages is None:
             return self.prompt or ""
         generate = self.add_generation_prompt is not False
-        return ChatPrompt(tuple(message.message() for message in self.messages), add_generation_prompt=generate)
+        return ChatPrompt(
+            tuple(message.message() for message in self.messages), generate, self.chat_template_kwargs or {}
+        )
 
 
 class TokenizeReply(WireModel):

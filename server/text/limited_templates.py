@@ -3,12 +3,15 @@ anybody could check before. Must not know messages or tokens."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateRuntimeError, nodes
+from jinja2 import Environment, Template, TemplateRuntimeError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LEAST_CHARACTERS = 2**20  # of one text, or values of one list, that any template may put together
@@ -17,6 +20,10 @@ MOST_DIGITS = 4096  # binary ones of a power
 
 class RenderingTooLongError(Exception):
     """A template that did not end within its seconds."""
+
+
+class TemplateSourceError(Exception):
+    """What is no Jinja template, in words: with its line where that is known."""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -103,6 +110,28 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return Template.from_code(self, self.compile(tree), self.make_globals(None))
 
 
+class _Generation(Extension):
+    """transformers' tag around what an assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def check_source(source: str) -> None:
+    """Whether `compiled` will take it, without transformers, which takes a second to import. Raises
+    TemplateSourceError."""
+    syntax = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+    try:
+        LimitedEnvironment(syntax).limited(source)
+    except TemplateSyntaxError as error:
+        raise TemplateSourceError(f"line {error.lineno}: {error.message}") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:  # of the Python that is made of it
+        raise TemplateSourceError(f"it is nested too deeply ({error})") from error
+
+
 @lru_cache(maxsize=8)
 def compiled(source: str) -> Template:
     """Its environment is a LimitedEnvironment. Raises jinja2.TemplateSyntaxError."""
@@ -112,14 +141,19 @@ def compiled(source: str) -> Template:
     return LimitedEnvironment(theirs).limited(source)
 
 
-def render(source: str, seconds: float, characters: int, **variables: Any) -> str:
+def names_read(source: str) -> set[str]:
+    """The variables that a template looks at. Raises jinja2.TemplateSyntaxError."""
+    return find_undeclared_variables(compiled(source).environment.parse(source))
+
+
+def render(source: str, seconds: float, characters: int, variables: Mapping[str, Any]) -> str:
     """Within these limits. Raises RenderingTooLongError, jinja2.TemplateError, and whatever the template's expressions
     do."""
     template = compiled(source)
     environment = template.environment
     assert isinstance(environment, LimitedEnvironment)
     with environment.limits(seconds, characters):
-        return template.render(**variables)
+        return template.render(variables)
 
 
 def _replace_joins(node: nodes.Node) -> None:

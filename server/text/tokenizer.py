@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from server.text.operators_template import NOTHING_SAID, OperatorsTemplate
+
 INLINE_CHARACTERS = 4096  # a text this short costs less on the event loop (about a millisecond) than a thread hop
 SAMPLE_CHARACTERS, SAMPLE_EVERY = 2**10, 2**15  # of a text whose tokens are estimated: one part in 32
 PIECE_CHARACTERS = 2**16  # of a text whose tokens are only counted: about 30 milliseconds
@@ -22,12 +24,17 @@ T = TypeVar("T")
 
 
 class TextTokenizer:
-    """One model's vocabulary. `source` is a transformers fast tokenizer (for its chat template and special tokens)."""
+    """One model's vocabulary. `source` is a transformers fast tokenizer (for its chat template and special tokens);
+    `operators` is what chat_template renders with before what the model brings."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, operators: OperatorsTemplate = NOTHING_SAID) -> None:
         if not hasattr(source, "backend_tokenizer"):
             raise ValueError("the model has no tokenizer.json: only tokenizers of the tokenizers library are served")
+        taken = sorted(operators.variables.keys() & source.special_tokens_map.keys())
+        if taken:
+            raise ValueError(f"default-chat-template-kwargs: '{taken[0]}' is set by the server itself")
         self.source = source
+        self.operators = operators
         self._tokens: Tokenizer = Tokenizer.from_str(source.backend_tokenizer.to_str())
         self._tokens.no_truncation()
         self._tokens.no_padding()

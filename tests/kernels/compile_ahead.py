@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from attention_backend.heuristics import sm90
-from attention_backend.heuristics.decode import hopper_page_rows
+from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
 from attention_backend.heuristics.sm80_backward import is_short
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
 from attention_backend.kernels import hopper_backward_variants
@@ -19,8 +19,6 @@ from attention_backend.kernels.hopper_variants import HopperOptions, can_own_key
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
 from .problems import Case
-
-_DECODE_ROWS = 64  # up to here flash_decode serves
 
 
 def options_of(case: Case) -> Options:
@@ -42,13 +40,13 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         return [f32_variant(options, arch)[0]]
     variants = [forward_variant(options, arch)[0]]
     rows = case.heads // case.kv_heads * case.sq
-    if rows <= _DECODE_ROWS:
+    if rows <= DECODE_ROWS:
         page = case.page if options.paged else 0
         if arch == "sm_90a" and not options.key_mask and (not page or hopper_page_rows(page)):
             variants += [hopper_decode_variant(options, rows, page)[0]]
         else:
             variants += [decode_variant(options, arch, rows)[0]]
-    elif arch == "sm_90a" and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
+    if arch == "sm_90a" and rows > FEW_HOPPER_ROWS and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
         if options.paged or case.layout == "varlen":
             which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
         else:

@@ -14,6 +14,7 @@ from attention_backend.problem import AttentionArgs
 
 from .backward_oracle import kernels_for
 from .problems import Case, build, generator, randn
+from .test_dropout import with_dropout
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -24,6 +25,13 @@ REPEATED = (
     Case(300, 777, batch=2, dim=256, dim_v=256),
     Case(257, 513, batch=5, layout="varlen", mask="chunk"),
     Case(200, 200, batch=2, dim=72, dim_v=72, keys="key_mask", score="softcap_alibi", dtype="fp16"),
+    Case(700, 700, batch=2, heads=8, kv_heads=2, dim=128, dim_v=128, mask="sliding", sinks=True),
+    Case(300, 300, batch=2, dim=256, dim_v=256, sinks=True),
+)
+DROPPED = (
+    Case(700, 700, batch=2, heads=8, kv_heads=2, dim=128, dim_v=128),
+    Case(300, 500, batch=2, mask="full", dtype="fp16"),
+    Case(300, 300, batch=2, dim=256, dim_v=256, sinks=True),
 )
 
 
@@ -32,8 +40,10 @@ def inputs(seqlen: int, device: torch.device, dim: int = 64, heads: int = 4, kv_
     return [randn((2, seqlen, h, dim), BF16, g).requires_grad_() for h in (heads, kv_heads, kv_heads)]
 
 
-def check_repeats(case: Case, device: torch.device, repeats: int) -> None:
+def check_repeats(case: Case, device: torch.device, repeats: int, dropout_p: float = 0.0) -> None:
     args = replace(build(case, device), deterministic=True)
+    if dropout_p:
+        args = with_dropout(args, dropout_p)
     out, lse = dispatch.run(args)
     grad_out = randn(args.out_shape, args.dtype, generator(case, device))
     for kernel in kernels_for(args):
@@ -43,6 +53,9 @@ def check_repeats(case: Case, device: torch.device, repeats: int) -> None:
             got = backward.run(args, out, lse, grad_out, kernel=kernel)
             # Counted on the device: a host sync after every call would hide races between calls.
             differing += (got.dq != want.dq).any() | (got.dk != want.dk).any() | (got.dv != want.dv).any()
+            if want.dsinks is not None:
+                assert got.dsinks is not None
+                differing += (got.dsinks != want.dsinks).any()
         assert int(differing) == 0, f"{kernel}: {int(differing)} of {repeats} repeats differ"
 
 
@@ -52,8 +65,15 @@ def test_a_thousand_deterministic_repeats_are_bitwise_equal(case: Case, device: 
     check_repeats(case, device, 1000 if device.type == "cuda" else 3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DROPPED, ids=str)
+def test_a_thousand_repeats_with_one_seed_of_dropout_are_bitwise_equal(case: Case, device: torch.device) -> None:
+    check_repeats(case, device, 1000 if device.type == "cuda" else 3, dropout_p=0.2)
+
+
 def test_deterministic_repeats_are_bitwise_equal_on_cpu() -> None:
     check_repeats(REPEATED[0].with_shape(33, 70), CPU, 5)
+    check_repeats(replace(REPEATED[0].with_shape(33, 70), sinks=True), CPU, 5, dropout_p=0.2)
 
 
 @pytest.mark.gpu

@@ -187,13 +187,15 @@ def test_what_lies_past_the_last_key_reaches_no_row(device: torch.device) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["longformer", "random of each"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_200_repeats_are_bitwise_equal(dim: int, name: str, device: torch.device) -> None:
+def test_a_thousand_repeats_are_bitwise_equal(dim: int, name: str, device: torch.device) -> None:
     sparsity = PATTERNS[name](1000, 1153, device)
     q, k, v = tensors("repeats", (1000, 1153), 2, dim, device)
-    first = run(q, k, v, sparsity)
-    for _ in range(200 if device.type == "cuda" else 2):
-        again = block_sparse_attention(q, k, v, sparsity, return_lse=True)
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    want, want_lse = run(q, k, v, sparsity)
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(1000 if device.type == "cuda" else 2):
+        out, lse = block_sparse_attention(q, k, v, sparsity, return_lse=True)
+        differing += (out != want).any() | (lse != want_lse).any()
+    assert int(differing) == 0
 
 
 def same_as_dispatch(q: Tensor, k: Tensor, v: Tensor, sparsity: BlockSparsity, left: int, right: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_backend import dispatch
 from attention_backend.problem import AttentionArgs
 
 from .error_rule import check, poisoned_memory, run
@@ -160,6 +161,20 @@ def test_what_is_not_finite_is_seen_whatever_the_number_of_splits(tma: bool, spl
     assert out[1, ..., :8].isnan().all()
     assert out[2, ..., :8].isinf().all()
     assert out[1:, ..., 8:].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "rows", "kernel"),
+    [(128, 4, "flash_decode"), (128, 5, "flash_fwd_sm90"), (64, 4, "flash_decode"), (64, 16, "flash_fwd_sm90")],
+)
+def test_more_rows_than_a_tile_of_decodes_go_to_the_forward(
+    dim: int, rows: int, kernel: str, hopper: torch.device
+) -> None:
+    args = decode([1000, rows, 0, 129, 16_384], device=hopper, rows=rows, dim=dim)
+    assert dispatch.select(args).kernel == kernel
+    with poisoned_memory():
+        check(args, dispatch.run(args))
 
 
 @pytest.mark.gpu

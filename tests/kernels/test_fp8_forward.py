@@ -194,11 +194,11 @@ def test_long_sums_keep_their_precision(head_dim: int) -> None:
 
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_hundred_repeats_are_bitwise_equal(causal: bool, head_dim: int) -> None:
+def test_a_thousand_repeats_are_bitwise_equal(causal: bool, head_dim: int) -> None:
     x = problem("repeats", 1500, 1500, head_dim, heads=(8, 4))
     want, want_lse = run(x, causal=causal)
     differing = torch.zeros((), dtype=torch.int64, device=want.device)
-    for _ in range(100):
+    for _ in range(1000):
         out, lse = flash_attn_fp8_func(*x, causal=causal, return_lse=True)
         differing += (out != want).any() | (lse != want_lse).any()
     assert int(differing) == 0

@@ -122,6 +122,21 @@ def test_keys_and_values_of_other_widths_meet_the_error_rule(tma: bool, device: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tma", [True, False], ids=["tma", "generic"])
+@pytest.mark.parametrize("splits", [0, 3])
+def test_a_thousand_repeats_are_bitwise_equal(splits: int, tma: bool, device: torch.device) -> None:
+    from attention_backend.kernels import flash_decode
+
+    args = problem([5000, 1, 777, 16_384], device, splits=splits)
+    want, want_lse = forward(args, tma=tma)
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(1000):
+        out, lse = flash_decode.forward(args, tma=tma)
+        differing += (out != want).any() | (lse != want_lse).any()
+    assert int(differing) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tma", [True, False], ids=["tma", "generic"])
 @pytest.mark.parametrize("power", [-60, 40])
 def test_queries_beyond_the_range_of_fp16_lose_nothing(power: int, tma: bool, device: torch.device) -> None:
     """A power of two on the queries, taken back by the softmax scale, changes no bit."""

@@ -80,6 +80,20 @@ def test_every_head_dim_meets_the_error_rule(dims: tuple[int, int], dtype: str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_thousand_repeats_are_bitwise_equal(splits: int, hopper: torch.device) -> None:
+    from attention_backend.kernels import flash_fwd_sm90
+
+    args = problem(replace(SMALL, sq=300, sk=2001, batch=3, num_splits=splits), hopper)
+    want, want_lse = forward(args)
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for _ in range(1000):
+        out, lse = flash_fwd_sm90.forward(args)
+        differing += (out != want).any() | (lse != want_lse).any()
+    assert int(differing) == 0
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_length_meets_the_error_rule(rows: int, keys: int, hopper: torch.device) -> None:

@@ -41,8 +41,10 @@ def test_results_repeat_and_rows_do_not_depend_on_each_other(hopper: torch.devic
     with poisoned_memory():
         first = linears.gated_linear(x, weight, "silu")
     assert_out_close(first, gated(x.double(), weight.double(), "silu"), gated(x, weight, "silu"))
-    for _ in range(100):
-        assert torch.equal(linears.gated_linear(x, weight, "silu"), first)
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for _ in range(1000):
+        differing += (linears.gated_linear(x, weight, "silu") != first).any()
+    assert int(differing) == 0
     wide = torch.cat([x, x], dim=1)  # rows need not lie together
     assert torch.equal(linears.gated_linear(wide[:, 4096:], weight, "silu"), first)
     x[7] = torch.nan

@@ -10,9 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_backend import block_patterns, block_sparse_attention
+from attention_backend.fp8 import flash_attn_fp8_func
 from attention_backend.problem import AttentionArgs
 
 from .error_rule import check, kernels_for
+from .prefix_problems import build, one_prefix
+from .prefix_problems import check as check_prefix
 from .problems import generator, randn
 
 pytestmark = pytest.mark.gpu
@@ -137,3 +141,70 @@ def test_queries_and_output_may_be_larger_than_two_to_the_31(cuda: torch.device)
         torch.testing.assert_close(lse[:, rows], alone_lse[:, rows], atol=1e-4, rtol=1e-5)
         assert bool(out.isfinite().all())
         del out
+
+
+def test_rows_of_a_block_sparse_mask_may_lie_past_two_to_the_31(hopper: torch.device) -> None:
+    """The last query head of all rows, against the same head alone, whose tensors are small enough."""
+    g = generator("sparse rows", hopper)
+    heads, dim = 16, 128
+    rows = LIMIT // (heads * dim) + 300
+    q = torch.empty((1, rows, heads, dim), dtype=BF16, device=hopper).normal_(generator=g)
+    k, v = (randn((1, rows, 1, dim), BF16, g) for _ in range(2))
+    window = block_patterns.sliding_window(rows, window=(100, 0), device=hopper)
+    out = block_sparse_attention(q, k, v, window)
+    alone = block_sparse_attention(q[:, :, -1:].contiguous(), k, v, window)
+    assert isinstance(out, Tensor)
+    assert isinstance(alone, Tensor)
+    assert torch.equal(out[:, :, -1:], alone)
+    assert bool(out[0, -1000:].isfinite().all())
+
+
+def test_keys_of_a_block_sparse_mask_may_lie_past_two_to_the_31(hopper: torch.device) -> None:
+    g = generator("sparse keys", hopper)
+    heads, dim, rows = 16, 128, 300
+    keys = LIMIT // (heads * dim) + 300
+    q = randn((1, rows, heads, dim), BF16, g)
+    k, v = (torch.empty((1, keys, heads, dim), dtype=BF16, device=hopper).normal_(generator=g) for _ in range(2))
+    window = block_patterns.sliding_window(rows, keys, window=(1000, 0), device=hopper)
+    out = block_sparse_attention(q, k, v, window)
+    near = slice(keys - 1536 - keys % 128, keys)  # whole blocks of 128 keys, and all that any row sees
+    few = block_patterns.sliding_window(rows, near.stop - near.start, window=(1000, 0), device=hopper)
+    alone = block_sparse_attention(q, k[:, near].contiguous(), v[:, near].contiguous(), few)
+    assert isinstance(out, Tensor)
+    assert isinstance(alone, Tensor)
+    assert torch.equal(out, alone)
+    assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(LIMIT // 2048 + 300, 500), (200, LIMIT // 2048 + 300)], ids=["q", "kv"])
+def test_tensors_of_the_fp8_forward_may_be_larger_than_two_to_the_31(
+    rows: int, keys: int, hopper: torch.device
+) -> None:
+    """The last head, whose values are quantised by themselves, against the same head alone."""
+    g = generator(("fp8", rows), hopper)
+    q, k, v = (torch.empty((1, n, 16, 128), dtype=BF16, device=hopper).normal_(generator=g) for n in (rows, keys, keys))
+    out = flash_attn_fp8_func(q, k, v)
+    alone = flash_attn_fp8_func(*(x[:, :, -1:].contiguous() for x in (q, k, v)))
+    assert isinstance(out, Tensor)
+    assert isinstance(alone, Tensor)
+    assert torch.equal(out[:, :, -1:], alone)
+    assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("requests", [3, 40], ids=["decode", "tensor_cores"])
+def test_shared_pages_may_lie_past_two_to_the_31(requests: int, cuda: torch.device) -> None:
+    """The same pages at the end of a large pool, whose other slots are NaN."""
+    small = build(one_prefix(5000, tuple(37 * r % 500 for r in range(requests)), kv_heads=8), cuda)
+    blocks, page, kv_heads, dim = small.k.shape
+    num_blocks = LIMIT // (page * kv_heads * dim) + blocks
+    first = num_blocks - blocks
+    caches = []
+    for x in (small.k, small.v):
+        cache = torch.full((num_blocks, kv_heads, page, dim), torch.nan, dtype=x.dtype, device=cuda).transpose(1, 2)
+        cache[first:] = x
+        caches.append(cache)
+    prefixes = [replace(level, block_table=level.block_table + first) for level in small.prefixes]
+    large = replace(small, k=caches[0], v=caches[1], prefixes=prefixes, suffix=small.suffix + first)
+    for ours, theirs in zip(large.attend(), small.attend(), strict=True):
+        assert torch.equal(ours, theirs)
+    check_prefix(small)

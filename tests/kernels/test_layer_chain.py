@@ -112,9 +112,11 @@ def test_every_run_gives_the_same_bits(sizes: tuple[int, int, int, int], hopper:
     chain = Chain(hopper, torch.bfloat16, sizes)
     attended, residual = chain.rows(MOST_ROWS)
     first = layer_chain(attended, residual, chain.weights, OPTIONS)
-    for _ in range(100):
-        again = layer_chain(attended, residual, chain.weights, OPTIONS)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for _ in range(1000):
+        total, projected = layer_chain(attended, residual, chain.weights, OPTIONS)
+        differing += (total != first[0]).any() | (projected != first[1]).any()
+    assert int(differing) == 0
 
 
 def test_weights_may_be_parts_of_larger_ones(hopper: torch.device) -> None:

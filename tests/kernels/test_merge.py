@@ -118,13 +118,14 @@ def test_rows_past_two_to_the_31_elements_merge(cuda: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_repeats_are_bitwise_equal(device: torch.device) -> None:
+def test_a_thousand_repeats_are_bitwise_equal(device: torch.device) -> None:
     outs, lses = (list(x) for x in states(5, (4, 65, 8, 128), torch.bfloat16, generator("repeats", device)))
     want, want_lse = merge_states(outs, lses)
-    for _ in range(100 if device.type == "cuda" else 3):
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(1000 if device.type == "cuda" else 3):
         out, lse = merge_states(outs, lses)
-        assert torch.equal(out, want)
-        assert torch.equal(lse, want_lse)
+        differing += (out != want).any() | (lse != want_lse).any()
+    assert int(differing) == 0
 
 
 def test_bfloat16_states_merge_on_cpu() -> None:

@@ -25,13 +25,22 @@ def test_the_linears_run_on_cpu() -> None:
 
 
 def test_the_gradients_run_on_cpu() -> None:
-    assert sanitize.run_gradients(torch.device("cpu")) == 2 * len(sanitize.GRADIENTS)
+    assert sanitize.run_gradients(torch.device("cpu")) == 2 * (len(sanitize.GRADIENTS) + len(sanitize.DROPPED))
+
+
+def test_the_tiles_run_on_cpu() -> None:
+    assert sanitize.run_tiles(torch.device("cpu")) == 8
 
 
 @pytest.mark.gpu
 def test_the_gradients_run(device: torch.device) -> None:
     kernels = 3 if torch.cuda.get_device_capability(device) == (9, 0) else 2  # the exact path is one of them
-    assert sanitize.run_gradients(device) == 2 * kernels * len(sanitize.GRADIENTS)
+    assert sanitize.run_gradients(device) == 2 * kernels * (len(sanitize.GRADIENTS) + len(sanitize.DROPPED))
+
+
+@pytest.mark.gpu
+def test_the_tiles_run(device: torch.device) -> None:
+    assert sanitize.run_tiles(device) == 8
 
 
 @pytest.mark.gpu
@@ -53,7 +62,7 @@ def test_the_layers_run(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_the_linears_run(device: torch.device) -> None:
-    assert sanitize.run_linears(device) == 4
+    assert sanitize.run_linears(device) == 6
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
@@ -94,12 +103,21 @@ RACES = f"""\
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 ANOTHER = f"========= {RACE} store_ds(unsigned int)+0x10 in backward_scores.cuh:9\n"
+NO_MORE_WORK = f"""\
+========= {RACE} WorkLine::draw(int, Tile &, const HopperParams &)+0xf000 in forward_work.cuh:82
+=========     and Read access at Consumer::next_tile(int) const+0x6a0 in flash_fwd_sm90.cuh:188 [20 hazards]
+=========     and Read access at void for_tiles<void load_tiles<(bool)1>()>(T1)+0xb9 in forward_loads.cuh:48
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
 
 
 @pytest.mark.parametrize(
     ("output", "unknown"),
     [
         (RACES, 0),
+        (NO_MORE_WORK, 0),
+        (NO_MORE_WORK.replace("for_tiles<", "store<"), 1),
+        (RACES.replace("store_shared", "clear_values").replace("forward_convert", "forward_masks"), 1),  # with itself
         (RACES.replace("clear_values", "load_values"), 1),
         (RACES.replace("1 hazard ", "2 hazards ") + ANOTHER, 1),
         (RACES.replace("1 hazard ", "2 hazards "), None),  # one that was not printed

@@ -91,8 +91,10 @@ def test_results_repeat_and_rows_do_not_depend_on_each_other(hopper: torch.devic
     x, weight, bias = layer(hopper, torch.bfloat16, 64, 4096, 4096)
     assert kernel.config_of(x, weight, gated=False) is not None
     first = linears.linear(x, weight, bias)
-    for _ in range(100):
-        assert torch.equal(linears.linear(x, weight, bias), first)
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for _ in range(1000):
+        differing += (linears.linear(x, weight, bias) != first).any()
+    assert int(differing) == 0
     x[7] = torch.nan
     alone = linears.linear(x, weight, bias)
     assert alone[7].isnan().all()

@@ -142,13 +142,14 @@ def test_parts_that_the_device_chooses_meet_the_error_rule(case: Chunks, hopper:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
-def test_split_keys_repeat_bitwise(case: Chunks, hopper: torch.device) -> None:
+def test_a_thousand_repeats_of_split_keys_are_bitwise_equal(case: Chunks, hopper: torch.device) -> None:
     args = build(case, hopper)
     want, want_lse = attend(args, 7)
-    for _ in range(100):
+    differing = torch.zeros((), dtype=torch.int64, device=hopper)
+    for _ in range(1000):
         out, lse = attend(args, 7)
-        assert torch.equal(out, want)
-        assert torch.equal(lse, want_lse)
+        differing += (out != want).any() | (lse != want_lse).any()
+    assert int(differing) == 0
 
 
 def replayed(args: AttentionArgs, work: Callable[[], Tensor], lengths: Sequence[int]) -> None:

@@ -193,11 +193,11 @@ class WorkLine {
     __syncwarp();
     const int m_tiles = tile.drawn, units = m_tiles * splits;
     // Halves of halves, so sections are even, and none of less than one and a half tiles a block: a small last one would
-    // leave its longest tiles to run beside idle blocks.
+    // leave its longest tiles to run beside idle blocks. In a cluster all tiles are as long.
     const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
     int together = p.work.key_heads;
     while (together > 1 && together * kilobytes > kL2Kilobytes &&
-           (together + 1) / 2 * p.work.heads_per_key * units * 2 >= static_cast<int>(gridDim.x) * 3)
+           (CLUSTER > 1 || (together + 1) / 2 * p.work.heads_per_key * units * 2 >= static_cast<int>(gridDim.x) * 3))
       together = (together + 1) / 2;
     together *= p.work.heads_per_key;
     const int section = index / (together * units);

@@ -236,7 +236,7 @@ def test_every_value_row_is_in_a_part_and_every_head_in_a_section() -> None:
     for seqlen in (1, 255, 256, 1000, 8191, 8192, 100_003):
         parts, rows = value_parts(seqlen)
         assert parts * rows >= seqlen
-    assert section_heads(16, 1, 16384, 128) == 8
+    assert section_heads(16, 1, 16384, 128) == 4
     assert section_heads(32, 4, 1 << 20, 128) == 1
     assert section_heads(4, 1, 100, 64) == 4
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import hbm_probe, roofline, roofline_plot
+from benchmarks import hbm_probe, roofline, roofline_ours, roofline_plot
 from benchmarks.hbm_counters import CountersUnavailableError, HbmBytes
 from benchmarks.roofline_counts import (
+    DOCUMENTS,
     RABE_STAATS_KEYS,
     RABE_STAATS_ROWS,
     Shape,
@@ -19,7 +20,8 @@ from benchmarks.roofline_counts import (
     standard_bytes,
     standard_memory,
 )
-from benchmarks.roofline_methods import DECODE, HOPPER, METHODS, RABE_STAATS, STANDARD, NotServedError, random_tensors
+from benchmarks.roofline_methods import DECODE, HOPPER, METHODS, OURS, RABE_STAATS, REQUESTS, STANDARD, random_tensors
+from benchmarks.roofline_ours import NotServedError
 from benchmarks.roofline_report import Report, Row
 from benchmarks.stopwatch import Stopwatch
 
@@ -29,7 +31,7 @@ CPU = torch.device("cpu")
 def row(method: str, seqlen: int, *, causal: bool = False, **fields: Any) -> Row:
     chosen = METHODS[method]
     shape = chosen.shape(seqlen, causal)
-    return Row(method, chosen.title, shape, chosen.flops_done(shape), chosen.counted(shape), **fields)
+    return Row(method, chosen.title, shape, chosen.work(shape), **fields)
 
 
 @pytest.fixture
@@ -54,8 +56,8 @@ def test_flops_are_four_a_pair_and_element_and_half_of_it_under_a_causal_mask() 
 def test_standard_attention_computes_masked_scores_too() -> None:
     causal = Shape(64, 64, causal=True)
 
-    assert METHODS[STANDARD].flops_done(causal) == 2 * causal.flops
-    assert METHODS[HOPPER].flops_done(causal) == causal.flops
+    assert METHODS[STANDARD].work(causal).done == 2 * causal.flops
+    assert METHODS[HOPPER].work(causal).done == causal.flops
 
 
 def test_the_least_is_four_tensors_once() -> None:
@@ -86,24 +88,70 @@ def test_decode_is_one_row_on_all_keys() -> None:
     assert shape.flops / shape.least_bytes == pytest.approx(1.0, rel=1e-3)
 
 
+def test_what_other_formulas_cost() -> None:
+    shape = Shape(4096, 4096)
+    tensor = 16 * 4096 * 128 * 2
+
+    assert METHODS["documents"].work(shape).flops * DOCUMENTS == shape.flops
+    assert METHODS["backward"].work(shape).least_bytes == 8 * tensor
+    assert METHODS["backward"].work(shape).flops == 2.5 * shape.flops
+    assert METHODS["fp8"].work(shape).counted == (4 + 3) * tensor
+    assert METHODS["float32"].work(shape).least_bytes == 8 * tensor
+    assert METHODS["linear"].work(shape).flops == 4 * 16 * 4096 * 128 * 128
+    assert METHODS["linear"].work(Shape(4096, 4096, causal=True)).counted == 6 * tensor
+    one = METHODS["decode-fp8"].shape(4096, causal=False)
+    assert METHODS["decode-fp8"].work(one).least_bytes == tensor + one.least_bytes - 2 * tensor
+    assert METHODS["shared-prefix"].shape(4096, causal=False).rows == REQUESTS
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", ["documents", "linear", "float32", HOPPER])
+def test_what_runs_on_a_cpu_meets_its_truth(method: str, causal: bool) -> None:
+    """`hopper` is refused there."""
+    chosen = METHODS[method]
+    shape = replace(chosen.shape(512, causal), heads=2, head_dim=64)
+    tensors = random_tensors(shape, CPU)
+    if method == HOPPER:
+        with pytest.raises(NotServedError, match="cpu_reference"):
+            chosen.make(shape, tensors)
+        return
+
+    assert roofline.relative_error(chosen.make(shape, tensors)(), chosen.truth(shape, tensors)) < chosen.tolerance
+
+
+def test_shared_keys_and_gradients_meet_their_truth() -> None:
+    chosen = METHODS["shared-prefix"]
+    shape = replace(chosen.shape(256, causal=False), heads=2, head_dim=64)
+    tensors = random_tensors(shape, CPU)
+    with pytest.raises(NotServedError, match="fill no pages"):
+        chosen.make(replace(shape, keys=200), tensors)
+    assert roofline.relative_error(chosen.make(shape, tensors)(), chosen.truth(shape, tensors)) < chosen.tolerance
+
+    shape = Shape(70, 70, heads=2, head_dim=64, causal=True)
+    tensors = random_tensors(shape, CPU)
+    exact = roofline_ours.backward_by("cpu_reference_backward")(shape, tensors)()
+    assert roofline.relative_error(exact, METHODS["backward"].truth(shape, tensors)) < METHODS["backward"].tolerance
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_standard_attention_is_sdpa(causal: bool) -> None:
     shape = Shape(48, 48, heads=2, head_dim=16, causal=causal)
     tensors = random_tensors(shape, CPU)
 
-    out = METHODS[STANDARD].make(shape, tensors)()
+    standard = METHODS[STANDARD]
+    outputs = standard.make(shape, tensors)()
 
-    assert out.shape == tensors[0].shape
-    assert roofline.relative_error(shape, tensors, out) < roofline.TOLERANCE
+    assert outputs[0].shape == tensors[0].shape
+    assert roofline.relative_error(outputs, standard.truth(shape, tensors)) < standard.tolerance
 
 
 def test_rabe_staats_in_parts_is_sdpa() -> None:
     shape = Shape(RABE_STAATS_ROWS + 5, RABE_STAATS_KEYS + 3, heads=1, head_dim=16)
     tensors = random_tensors(shape, CPU)
 
-    out = METHODS[RABE_STAATS].make(shape, tensors)()
+    parts = METHODS[RABE_STAATS]
 
-    assert roofline.relative_error(shape, tensors, out) < roofline.TOLERANCE
+    assert roofline.relative_error(parts.make(shape, tensors)(), parts.truth(shape, tensors)) < parts.tolerance
 
 
 @pytest.mark.parametrize("method", [RABE_STAATS, DECODE])
@@ -120,15 +168,15 @@ def test_the_others_are_measured_full_and_causal() -> None:
 
 
 def test_a_result_with_nan_has_an_infinite_error() -> None:
-    shape = Shape(8, 8, heads=1, head_dim=16)
-    tensors = random_tensors(shape, CPU)
+    good, bad = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
 
-    assert roofline.relative_error(shape, tensors, torch.full_like(tensors[0], torch.nan)) == float("inf")
+    assert roofline.relative_error((good,), (good,)) == 0
+    assert roofline.relative_error((good, bad), (good, good)) == float("inf")
 
 
 def test_intensity_is_flops_over_the_bytes_that_the_row_says() -> None:
     counted = row(HOPPER, 4096)
-    measured = replace(counted, counters=HbmBytes(3 * counted.shape.least_bytes, counted.shape.least_bytes, 1))
+    measured = replace(counted, counters=HbmBytes(3 * counted.work.least_bytes, counted.work.least_bytes, 1))
 
     assert counted.hbm_source == "counted"
     assert measured.hbm_source == "counters"
@@ -215,12 +263,18 @@ def test_the_plot_is_a_png_of_a_written_file(report: Report, tmp_path: Path) -> 
 def test_the_plot_leaves_out_what_has_no_time_and_no_memory(report: Report) -> None:
     rows = report.content()["rows"]
 
-    times = {(method, mask): points for method, _, mask, points in roofline_plot.series(rows, "ms")}
-    memory = {method for method, *_ in roofline_plot.series(rows, "extra_bytes")}
+    times = dict(roofline_plot.series(roofline_plot.full(rows), "ms"))
+    memory = {title for title, _ in roofline_plot.series(rows, "extra_bytes")}
 
-    assert [keys for keys, _ in times[STANDARD, "full"]] == [4096, 16384]
-    assert (HOPPER, "causal") in times
-    assert memory == {STANDARD, HOPPER}
+    assert [keys for keys, _ in times[METHODS[STANDARD].title]] == [4096, 16384]
+    assert [ms for _, ms in times[METHODS[HOPPER].title]] == [0.4096, 1.6384]  # not the causal ones
+    assert memory == {METHODS[STANDARD].title, METHODS[HOPPER].title}
+
+
+def test_every_method_has_a_colour_of_its_own() -> None:
+    rows = [{"title": method.title} for method in METHODS.values()]
+
+    assert len(set(roofline_plot.colours(rows).values())) == len(METHODS)
 
 
 def test_the_plot_wants_two_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,5 +304,5 @@ def test_a_method_is_right_and_measured_on_the_gpu(method: str) -> None:
         measured = roofline.row_of(METHODS[method], shape, watch)
 
         assert not measured.wrong, measured.reason
-        assert measured.reason is None or method == HOPPER
+        assert measured.reason is None or METHODS[method] in OURS
         assert measured.ms is None or measured.extra_bytes is not None

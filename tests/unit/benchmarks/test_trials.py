@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import egress, faults, trial_list, trial_tables
+from benchmarks.agreement import Token, compare, prompts_of
+from benchmarks.cache_timing import auc
 from benchmarks.egress import ends_of, leaves_machine
 from benchmarks.mixed_traffic import EVERY_KIND, MIXED
 from benchmarks.process_tree import children, family, zombies
@@ -49,6 +51,13 @@ def chunked(*parts: bytes) -> bytes:
 )
 def test_answers_are_whole_or_clear_or_neither(seen: Answer, whole: bool, refusal: bool, clear: bool) -> None:
     assert (seen.is_whole, seen.is_refusal, seen.is_clear) == (whole, refusal, clear)
+
+
+def test_a_guess_by_time_is_as_good_as_the_pairs_that_it_tells_apart() -> None:
+    assert auc([1, 2], [3, 4]) == 1
+    assert auc([3, 4], [1, 2]) == 0
+    assert auc([1, 1], [1]) == 0.5
+    assert auc([1, 5], [3, 3, 5]) == (3 + 0.5) / 6
 
 
 class Listener:
@@ -190,3 +199,18 @@ def test_a_trial_that_raises_has_failed_and_says_why(tmp_path: Path, monkeypatch
 
 def test_every_kind_of_request_is_in_the_mix_but_for_jobs() -> None:
     assert set(EVERY_KIND) - set(MIXED) == {EVERY_KIND[-1]}
+
+
+def test_answers_agree_until_they_first_differ() -> None:
+    alone = [[Token(b"a", -0.5, 1.0), Token(b"b", -0.7, 0.01), Token(b"c", -0.1, 1.0)], [Token(b"d", -0.2, 2.0)]]
+    other = [[Token(b"a", -0.25, 1.0), Token(b"x", -0.7, 0.02), Token(b"c", -0.1, 1.0)]]
+    found = compare(alone, other)
+    assert (found.gaps, found.leads, found.positions, found.share) == ([0.25], [0.02], [1], 0.5)
+    assert compare(alone, alone).share == 1
+
+
+def test_prompts_are_the_same_each_time_and_differ() -> None:
+    prompts = list(prompts_of(50))
+    assert prompts == list(prompts_of(50))
+    assert len(set(prompts)) == 50
+    assert max(map(len, prompts)) > 10 * min(map(len, prompts))

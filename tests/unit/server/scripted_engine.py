@@ -211,9 +211,11 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def live_server(*, wait: bool = True, engine: ScriptedEngine | None = None, **changes: Any) -> Iterator[LiveServer]:
+def live_server(
+    *, wait: bool = True, engine: ScriptedEngine | None = None, template: str | None = None, **changes: Any
+) -> Iterator[LiveServer]:
     engine = engine or ScriptedEngine()
-    lifecycle = Lifecycle(settings(**changes), engine, tiny_tokenizer)
+    lifecycle = Lifecycle(settings(**changes), engine, tiny_tokenizer, chat_template=template)
     listener = listen("127.0.0.1", 0)
     server = Server(uvicorn_config(create_app(lifecycle), lifecycle.settings))
     loops: list[asyncio.AbstractEventLoop] = []

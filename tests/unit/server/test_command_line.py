@@ -1,9 +1,11 @@
 import io
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,7 @@ from rich.console import Console
 from scripted_engine import LiveServer, Script, live_server, tiny_tokenizer, wait_until
 from typer.testing import CliRunner
 
-from server.cli import app, serve
+from server.cli import _begin_log, app, serve
 from server.terminal import Conversation, connect, talk
 
 runner = CliRunner()
@@ -30,10 +32,36 @@ def test_a_model_that_does_not_exist_exits_3() -> None:
     assert "no-such-model" in result.stderr
 
 
+def test_a_chat_template_that_is_none_exits_3_beside_what_else_is_wrong(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}\n{{ message.content }}")
+    result = runner.invoke(app, ["serve", "no-such-model", "--chat-template", str(template)])
+    assert result.exit_code == 3
+    first, second, *_ = result.stderr.splitlines()
+    assert first.startswith(f"longwave: chat-template: {template} is no template: line 2: ")
+    assert "no-such-model" in second
+
+
+def test_a_chat_template_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGWAVE_CHAT_TEMPLATE", str(tmp_path / "missing.jinja"))
+    result = runner.invoke(app, ["serve"])
+    assert result.exit_code == 3
+    assert "missing.jinja' cannot be read: No such file or directory" in result.stderr
+
+
 def test_a_taken_port_is_known_before_anything_loads(server: LiveServer) -> None:
     result = runner.invoke(app, ["serve", "--port", str(server.port)])
     assert result.exit_code == 1
     assert "cannot listen" in result.stderr
+
+
+@pytest.mark.parametrize(("level", "told"), [("DEBUG", "WARNING"), ("WARNING", "WARNING"), ("CRITICAL", "CRITICAL")])
+def test_libraries_tell_no_more_than_the_server_does(level: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("httpx", "uvicorn"):
+        monkeypatch.setattr(logging.getLogger(library), "level", logging.NOTSET)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    _begin_log(level)
+    assert {logging.getLevelName(logging.getLogger(library).level) for library in ("httpx", "uvicorn")} == {told}
 
 
 def test_every_name_of_a_flag_is_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

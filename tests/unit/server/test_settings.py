@@ -1,4 +1,5 @@
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,41 @@ def test_flags_come_before_variables_before_defaults(monkeypatch: pytest.MonkeyP
     assert len(settings.api_key) == 2
     assert settings.enable_prefix_caching is False
     assert ClientSettings().key == "a"
+
+
+@pytest.mark.parametrize("given", ['{"enable_thinking": false, "a": {"b": [1, null]}}', "", "{}"])
+def test_variables_of_the_chat_template_are_json(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = json.loads(given or "{}")
+    assert load_settings({"default_chat_template_kwargs": given}).default_chat_template_kwargs == expected
+    monkeypatch.setenv("LONGWAVE_DEFAULT_CHAT_TEMPLATE_KWARGS", given)
+    assert load_settings({}).default_chat_template_kwargs == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("enable_thinking=false", "it is no JSON"),
+        ('{"a": NaN}', "it is no JSON: NaN is no JSON value"),
+        ('{"a": 1, "a": 2}', "it is no JSON: an object has a key twice"),
+        ("[" * 100_000, "it is no JSON"),
+        ("[]", "valid dictionary"),
+        ("null", "valid dictionary"),
+        ('{"1a": 1}', "should match pattern"),
+        ('{"messages": []}', "'messages' is set by the server itself"),
+        ('{"a": 1, "eos_token": "x"}', "'eos_token' is set by the server itself"),
+        (json.dumps({"a": "x" * 16_384}), "more than 16384 characters and values"),
+        (json.dumps({f"v{at}": 1 for at in range(65)}), "at most 64 items"),
+        ('{"a": ' + "[" * 9 + "]" * 9 + "}", "nested more than 8 deep"),
+    ],
+)
+def test_what_can_be_no_variables_of_a_chat_template_is_refused(
+    given: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = problems(default_chat_template_kwargs=given)
+    assert line.startswith("default-chat-template-kwargs:")
+    assert said in line
+    monkeypatch.setenv("LONGWAVE_DEFAULT_CHAT_TEMPLATE_KWARGS", given)
+    assert problems() == [line]
 
 
 def test_the_engines_own_rules_are_checked_here_too() -> None:

@@ -19,6 +19,7 @@ from server.process import Server, uvicorn_config
 
 ASKED = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 AT_ONCE = ASKED.replace(b"/", b"/at-once", 1)
+SHORT = ASKED.replace(b"/", b"/short", 1).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
 HALF = 1 << 20
 
 
@@ -61,6 +62,10 @@ class Answers:
                 await send({"type": f"lifespan.{stage}.complete"})
             return
         await receive()
+        if scope["path"] == "/short":  # more than the system's buffers take, and too little to pause who writes it
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"60000")]})
+            await send({"type": "http.response.body", "body": bytes(60000)})
+            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (2 * HALF))]})
         if scope["path"] == "/at-once":
             await send({"type": "http.response.body", "body": bytes(2 * HALF)})
@@ -147,6 +152,13 @@ def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
         wait_until(lambda: not answers.server.server_state.connections)
 
 
+def test_a_short_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImpatientProtocol, "read_timeout", 0.3)
+    with answering() as answers, answers.connect(SHORT):
+        wait_until(lambda: answers.num_connections == 1)
+        wait_until(lambda: not answers.server.server_state.connections)
+
+
 class Draining(asyncio.Transport):
     """Its buffer has these sizes, one after the other."""
 
@@ -181,7 +193,8 @@ async def _nothing(_scope: Any, _receive: Any, _send: Any) -> None:
     raise AssertionError
 
 
-def test_whoever_reads_is_not_cut_later() -> None:
+def test_whoever_reads_is_not_cut_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImpatientProtocol, "read_timeout", 1.0)
     with answering() as answers, answers.connect() as client:
         received = 0
         while received < 2 * HALF:

@@ -171,7 +171,9 @@ def test_a_fully_tuned_model_is_a_hugging_face_folder_with_its_tokenizer(tiny_fo
     for name, parameter in model.base.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
     assert (result / "tokenizer.json").read_text() == "{}"
-    assert (result / "chat_template.jinja").exists()
+    assert (result / "chat_template.jinja").read_text() == "{{ messages }}"
+    model.save_result(result, "{{ 'another' }}")
+    assert (result / "chat_template.jinja").read_text() == "{{ 'another' }}"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -229,8 +229,18 @@ def test_packing_changes_the_result_by_rounding_only(tiny_folder: Path, tmp_path
 
 def test_tokens_that_the_model_does_not_have_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     bad = replace(EXAMPLES[0], tokens=(500, *EXAMPLES[0].tokens[1:]))
-    with pytest.raises(ExampleError, match="example 1: a token id is outside"):
-        Trainer(tiny_plan(tiny_folder), [EXAMPLES[1], bad], None, tmp_path, "cpu").run(Reports())
+    for training, validation in (([EXAMPLES[1], bad], None), ([EXAMPLES[1]], [EXAMPLES[1], bad])):
+        with pytest.raises(ExampleError, match="example 1: a token id is outside") as error:
+            Trainer(tiny_plan(tiny_folder), training, validation, tmp_path, "cpu").run(Reports())
+        assert error.value.in_validation is (validation is not None)
+
+
+def test_an_example_of_the_validation_is_refused_as_one(tiny_folder: Path, tmp_path: Path) -> None:
+    nothing = replace(EXAMPLES[0], targets=(False,) * len(EXAMPLES[0]))
+    for training, validation in (([nothing], None), (EXAMPLES, [nothing])):
+        with pytest.raises(ExampleError, match="example 0: no token is learnt") as error:
+            Trainer(tiny_plan(tiny_folder), training, validation, tmp_path, "cpu")
+        assert error.value.in_validation is (validation is not None)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:

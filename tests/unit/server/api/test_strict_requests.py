@@ -198,6 +198,34 @@ def test_what_is_not_served_is_named_where_it_stands(server: LiveServer, change:
     assert error["message"] == f"Unsupported parameter: '{param}' is not served here."
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"messages": []}, "'messages' is set by the server itself"),
+        ({"tools": []}, "'tools' is set by the server itself"),
+        ({"eos_token": "x"}, "'eos_token' is set by the server itself"),
+        ({"a": "x" * 16_384}, "they have more than 16384 characters and values"),
+        ({"a": [10**4000] * 5}, "they have more than 16384 characters and values"),
+        ({"a": [[[[[[[[1]]]]]]]]}, "they are nested more than 8 deep"),
+        ({"a": list(range(30_000))}, "they have a list of thousands of numbers"),
+        ({f"v{at}": 1 for at in range(65)}, "Dictionary should have at most 64 items"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_variables_of_the_template_have_bounds(
+    server: LiveServer, path: str, variables: dict[str, Any], said: str
+) -> None:
+    error = refused(server, path, {**CHAT, "chat_template_kwargs": variables} if path != "/tokenize" else
+                    {"messages": CHAT["messages"], "chat_template_kwargs": variables})  # fmt: skip
+    assert (error["param"], error["code"]) == ("chat_template_kwargs", None)
+    assert said in error["message"]
+
+
+def test_a_prompt_has_no_variables_of_a_template(server: LiveServer) -> None:
+    error = refused(server, "/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}})
+    assert error["param"] == "chat_template_kwargs"
+
+
 def test_images_are_refused_by_name(server: LiveServer) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
     error = refused(server, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [part]}]})

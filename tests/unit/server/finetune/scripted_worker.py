@@ -68,6 +68,7 @@ class ScriptedTrainer:
         source: None,
         pacer: Pacer | None,
         spare_bytes: int,
+        chat_template: str | None,
     ) -> None:
         self.plan, self.examples, self.folder, self.pacer = plan, examples, _[1], pacer
         path = Path(os.environ["FINE_TUNING_SCRIPT"])
@@ -164,7 +165,8 @@ def read(_: Arguments, folder: JobFolder, __: int | None) -> tuple[Dataset, None
     lines = folder.dataset(TRAINING).read_bytes().splitlines()
     if b"bad" in lines[-1]:
         raise DatasetError(f"Line {len(lines)}: it is bad.", TRAINING)
-    return Dataset(tuple(Example((1, 2), (False, True)) for _ in lines), 2 * len(lines), 2), None
+    examples = tuple(Example((1, 2), (False, True)) for _ in lines)
+    return Dataset(examples, 2 * len(lines), 2, range(1, len(lines) + 1)), None
 
 
 def check_size(_: None, most: int) -> None:

@@ -10,11 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from models import descriptions
-from models.training import Outcome, TrainingPlan
+from models.training import ExampleError, Outcome, TrainingPlan
 from server.finetune import dataset as dataset_module
 from server.finetune import worker
 from server.finetune.dataset import DatasetError, read_dataset
+from server.finetune.folders import JobFolder
 from server.finetune.messages import Arguments, LastWord, Refused, Stopped
+from server.text.operators_template import OperatorsTemplate
 from server.text.tokenizer import BYTE_OF_CHARACTER, TextTokenizer
 
 
@@ -61,6 +63,29 @@ def test_a_job_that_trains_keeps_the_length_under_which_its_files_were_validated
     assert isinstance(refused, Refused)
     assert refused.message == "Line 1: it has 12 tokens; an example may have 8."
     assert serve("train", plan) == Stopped()
+
+
+@pytest.mark.parametrize("in_validation", [False, True])
+def test_what_a_trainer_has_against_an_example_is_named_by_its_line(
+    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, in_validation: bool
+) -> None:
+    """Where the first line is two examples: its template forgets answers."""
+    forgets = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }};{% endfor %}"
+    monkeypatch.setattr(worker, "model_source", lambda _: None)
+    monkeypatch.setattr(descriptions, "load_tokenizer", lambda _: tokenizer.source)
+    monkeypatch.setattr(descriptions, "max_positions", lambda _: 4096)
+    JobFolder(tmp_path).keep_template(OperatorsTemplate(forgets))
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for name in ("training_file", "validation_file"):
+        chats = [json.dumps({"messages": turn * turns}) for turns in (2, 1)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(chats))
+    plan = TrainingPlan("base").to_json()
+    arguments = Arguments("train", "base", "supervised", str(tmp_path), "cpu", None, None, None, plan, True, 1, 20)
+    error = ExampleError("a token id is outside the vocabulary", 2)
+    error.in_validation = in_validation
+    refused = worker.serve(arguments, Mock(), lambda *_, **__: Mock(run=Mock(side_effect=error)))
+    name = "validation_file" if in_validation else "training_file"
+    assert refused == Refused(f"invalid_{name}", "Line 2: a token id is outside the vocabulary", name)
 
 
 def test_an_example_too_long_is_named_by_its_line(tmp_path: Path, tokenizer: TextTokenizer) -> None:

@@ -15,11 +15,10 @@ from server.text.tokenizer import TextTokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "hello?"}, {"role": "assistant", "content": "yes, hell"}
 LIMIT = 1000
-STRIPS = "{% for m in messages %}{{ m['role'] + ':' }}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %};{% endfor %}"  # noqa: E501
 
 
 def render(tokenizer: TextTokenizer, *messages: dict[str, Any]) -> Example:
-    example = render_example(tokenizer, {"messages": list(messages)}, LIMIT)
+    (example,) = render_example(tokenizer, {"messages": list(messages)}, LIMIT)
     assert isinstance(example, Example)
     return example
 
@@ -78,7 +77,7 @@ def test_a_conversation_too_long_is_told_before_it_is_taken_apart(
     rendering = Mock(wraps=render_chat)
     monkeypatch.setattr("server.finetune.rendering.render_chat", rendering)
     with pytest.raises(CannotLearnError, match=f"^it has {length} tokens; an example may have {length - 1}$"):
-        render_example(tokenizer, {"messages": [USER, ASSISTANT] * turns}, length - 1)
+        list(render_example(tokenizer, {"messages": [USER, ASSISTANT] * turns}, length - 1))
     assert 1 <= rendering.call_count <= 3
 
 
@@ -95,14 +94,14 @@ def test_text_forges_no_control_token(tokenizer: TextTokenizer, role: str) -> No
 
 
 def test_a_pair_learns_its_completion_and_its_end(tokenizer: TextTokenizer) -> None:
-    example = render_example(tokenizer, {"prompt": "2 + 2 =", "completion": " 4<|im_end|>"}, LIMIT)
+    (example,) = render_example(tokenizer, {"prompt": "2 + 2 =", "completion": " 4<|im_end|>"}, LIMIT)
     assert isinstance(example, Example)
     assert learnt(tokenizer, example) == [" 4<|im_end|><|im_end|>"]
     assert [token for token in example.tokens if token in tokenizer.control_ids] == [EOS]
 
 
 def test_a_preference_learns_two_answers_to_one_prompt(tokenizer: TextTokenizer) -> None:
-    pair = render_example(
+    (pair,) = render_example(
         tokenizer,
         {
             "input": {"messages": [USER, ASSISTANT, USER]},
@@ -130,7 +129,7 @@ def test_roles_and_parts_are_what_the_chat_route_makes_of_them(
     answer = {"role": "assistant", "content": [{"type": "text", "text": "yes,"}, {"type": "text", "text": "hell"}]}
     plain = {"role": "assistant", "content": "no"}
     example = render(tokenizer, *messages, answer)
-    pair = render_example(
+    (pair,) = render_example(
         tokenizer,
         {"input": {"messages": messages}, "preferred_output": [answer], "non_preferred_output": [plain]},
         LIMIT,
@@ -144,15 +143,6 @@ def test_roles_and_parts_are_what_the_chat_route_makes_of_them(
 def test_a_conversation_that_begins_with_the_assistant_cannot_be_learnt(tokenizer: TextTokenizer) -> None:
     with pytest.raises(CannotLearnError, match=r"messages\[0\] is the assistant's"):
         render(tokenizer, ASSISTANT, USER, ASSISTANT)
-
-
-def test_a_template_that_rewrites_earlier_answers_is_refused_by_name() -> None:
-    source = tiny_tokenizer()
-    source.chat_template = STRIPS
-    tokenizer = TextTokenizer(source)
-    with pytest.raises(CannotLearnError, match=r"messages\[1\]: .* template writes an answer differently"):
-        render(tokenizer, USER, ASSISTANT, USER, ASSISTANT)
-    tokenizer.close()
 
 
 def test_a_model_without_a_template_says_so() -> None:

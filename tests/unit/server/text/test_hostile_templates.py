@@ -60,7 +60,7 @@ def outcome(template: str, folder: Path, *, is_ours: bool) -> str | None:
     before = deepcopy(messages)
     try:
         if is_ours:
-            text = render(source, 5, 2**20, messages=messages)
+            text = render(source, 5, 2**20, {"messages": messages})
         else:
             known = {"raise_exception": outcome, "strftime_now": outcome}
             text = (

@@ -42,7 +42,7 @@ def tokenizer_of(template: str) -> TextTokenizer:
 def test_what_has_no_end_is_ended(kind: str) -> None:
     begin = time.thread_time()
     with pytest.raises(RenderingTooLongError):
-        render(ENDLESS[kind], 0.05, LEAST_CHARACTERS)
+        render(ENDLESS[kind], 0.05, LEAST_CHARACTERS, {})
     assert time.thread_time() - begin < 2, "a hundred times what was given, and less than for ever"
 
 
@@ -109,7 +109,7 @@ def test_a_template_that_takes_longer_than_most_is_rendered_all_the_same(monkeyp
 )
 def test_templates_render_as_transformers_renders_them(template: str, rendered: str) -> None:
     theirs = tiny_tokenizer().apply_chat_template([{"role": "user"}], chat_template=template, tokenize=False)
-    assert render(template, 2.0, LEAST_CHARACTERS, messages=[{"role": "user"}]) == theirs == rendered
+    assert render(template, 2.0, LEAST_CHARACTERS, {"messages": [{"role": "user"}]}) == theirs == rendered
 
 
 def test_a_template_is_compiled_once() -> None:
