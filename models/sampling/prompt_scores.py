@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts' own tokens: a step's rows after which the next token is known. Knows no model and no slot.
+"""Log-probabilities of prompts' own tokens: of a step's rows after which the next token is known. Knows no model.
+slot.
 
 As those of sampled tokens, they are of the model's own distribution (logprobs.py).
 """

@@ -1,5 +1,6 @@
 """A delta of many tokens in pieces that take few milliseconds each to spell out and to write: the event loop has its
-turns between them. So are the log-probabilities of a prompt, a step's worth in one delta. A stream merges what a slow reader leaves, up to thousands of tokens. Knows no wire format."""
+turns between them. A step scores thousands of a prompt's tokens, and a stream merges what a slow reader leaves. Knows
+no wire format."""
 
 from collections.abc import Iterator
 
