@@ -64,7 +64,7 @@ def test_a_prompt_alone(server: ServerProcess, eager: EagerAnswers, text: str) -
 
 
 def test_a_prompt_whose_prefix_is_cached_is_scored_whole(server: ServerProcess, eager: EagerAnswers) -> None:
-    text = " ".join(QUESTIONS) + " Which of them is the longest?"
+    text = LONG_QUESTION + " Which of them is the longest?"
     body = {"model": MODEL, "prompt": text, "max_tokens": 1, "temperature": 0}
     for _ in range(2):
         first = server.post("/v1/completions", body).json()
