@@ -66,7 +66,6 @@ class Known:
             "request_id": cycle(things.ended_calls()).__next__,
         }
         self._in_bodies_of: dict[str, dict[str, Find]] = {
-            "POST /v1/completions": {"stream": cycle([True, False]).__next__},
             "POST /v1/load_lora_adapter": {"lora_name": things.new_name},
             "POST /v1/unload_lora_adapter": {"lora_name": things.adapter},
             f"POST {TRAINING}/unload_model": {"model_id": things.live_model, "seq_id": lambda: 1},
