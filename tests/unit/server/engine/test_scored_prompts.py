@@ -98,6 +98,22 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     assert engine.runner.num_scored == 299
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_prompt_that_gives_up_its_blocks_half_way_is_scored_on_from_there(caching: bool) -> None:
+    """But for the rest of a block or a chunk, which is scored twice and told once."""
+    rng = random.Random(2)
+    engine = Engine(41, 16, budget=9, caching=caching)
+    engine.add("old", tokens(rng, 200), max_tokens=200, ignore_eos=True)
+    prompt = tokens(rng, 400)
+    engine.run(until=lambda: "old" in engine.tokens)
+    engine.add("scored", prompt, max_tokens=1, prompt_logprobs=1)
+    engine.run(until=lambda: engine.scheduler.num_preemptions > 0)
+    assert 100 < len(engine.scores["scored"]) < 399
+    engine.run()
+    assert engine.scores["scored"] == expected_scores(prompt)
+    assert 399 <= engine.runner.num_scored < 399 + 32
+
+
 def test_a_prompt_of_one_token_has_no_scores() -> None:
     engine = Engine()
     engine.add("r", [5], max_tokens=3, prompt_logprobs=2, ignore_eos=True)
