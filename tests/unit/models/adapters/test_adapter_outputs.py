@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from batch_driver import generate
+from batch_driver import GREEDY, generate
 from random_adapters import FAMILIES, LIMITS, PackedBatch, alone, family, save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import as_loaded, random_model, tiny_config
 
 from models.adapters import LoraLimits, find_linears
 from models.adapters.slots import memory_bytes
-from models.batch import NO_ADAPTER
+from models.batch import NO_ADAPTER, ScheduledSeq, ScoredRows, StepBatch
 from models.packed_linear import PackedLinear, pack_linears
 from models.runner import ModelRunner
 
@@ -181,6 +181,34 @@ def test_a_runner_generates_with_adapters_what_peft_generates(tmp_path: Path) ->
     for preempt_every in (0, 5):
         outputs = generate(runner, PROMPTS, 6, budget=24, preempt_every=preempt_every, adapter_slots=slots)
         assert [output.tokens for output in outputs] == wanted
+
+
+def test_prompts_are_scored_by_the_adapters_of_their_rows(tmp_path: Path) -> None:
+    """Adapters know the rows of a whole batch, of which the head sees those that are scored."""
+    model = random_model(tiny_config())
+    adapted = [save_adapter(model, tmp_path / str(at), seed=at) for at in range(2)]
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "num_blocks": 64}
+    runner = ModelRunner(as_loaded(model), block_size=16, lora=LoraLimits(2, 8), **limits)  # type: ignore[arg-type]
+    assert runner.adapters is not None
+    for at in range(2):
+        runner.adapters.read(at, str(tmp_path / str(at)))
+        runner.adapters.place(at, at)
+    runner._sampler.rows_per_piece = 4
+    prompts, seqs, scored = PROMPTS[:2], [], []
+    for at, prompt in enumerate(prompts):
+        runner.add_request(at, GREEDY, prompt)
+        blocks = list(range(1 + 4 * at, 5 + 4 * at))
+        seqs.append(ScheduledSeq(at, prompt, 0, blocks, sample=True, adapter_slot=at))
+        scored.append(ScoredRows(at, prompt[1:], 0))
+    output = runner.execute(StepBatch(tuple(seqs), scored=tuple(scored)))
+    for prompt, peft, token, found in zip(prompts, adapted, output.token_ids, output.prompt_logprobs, strict=True):
+        logits = alone(peft, prompt)
+        wanted = logits[:-1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert found is not None
+        assert torch.frombuffer(bytearray(found.logprobs), dtype=torch.float32).tolist() == pytest.approx(
+            wanted.tolist(), abs=1e-3
+        )
+        assert token == int(logits[-1].argmax())
 
 
 def test_a_runner_without_adapters_refuses_a_step_that_names_a_slot() -> None:
