@@ -27,6 +27,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones', 0 <= k <= 20
+    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
@@ -45,11 +46,21 @@ class ScheduledSeq:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of a prompt after which the next token is known, and its log-probability wanted."""
+
+    seq: int  # which of the batch
+    targets: Sequence[int]  # what follows the first rows of the sequence: as many rows as there are targets
+    num_top: int  # alternatives of each
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Sequences with one token first (decodes), then the others."""
 
     seqs: tuple[ScheduledSeq, ...]
     sharing: StepSharing = NOT_SHARED  # blocks that several of them have, to be read once
+    scored: tuple[ScoredRows, ...] = ()  # in the order of seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +71,36 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of tokens of a prompt that follow each other. Bytes of arrays: a prompt may have a hundred thousand of them."""
+
+    num_top: int  # alternatives of each
+    logprobs: bytes  # float32 [n]: of the tokens themselves
+    top_ids: bytes  # int32 [n, num_top], most likely first
+    top_logprobs: bytes  # float32 [n, num_top]
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // 4
+
+    def part(self, start: int, end: int) -> "PromptLogprobs":
+        """Of the tokens from `start` to `end - 1`."""
+        width = 4 * self.num_top
+        return PromptLogprobs(
+            self.num_top,
+            self.logprobs[4 * start : 4 * end],
+            self.top_ids[width * start : width * end],
+            self.top_logprobs[width * start : width * end],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """A token for each sequence of the batch that had `sample`, and one for each of its drafts, in their order."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     finite: list[bool]  # false: this row's logits held NaN or Inf; its token must not be used
+    prompt_logprobs: list[PromptLogprobs | None] = field(default_factory=list)  # of `scored`; None: NaN or Inf
 
 
 @dataclass(frozen=True, slots=True)

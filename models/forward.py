@@ -1,7 +1,9 @@
 """One forward of a Hugging Face decoder over a flattened batch and a paged cache. Knows no sampling and no requests."""
 
 import inspect
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -62,6 +64,22 @@ class PagedForward:
     def every_row(self, step: StepTensors, kv_caches: KVCaches) -> Tensor:
         """Logits of all rows: `[num_tokens, vocab_size]`."""
         return self._run(step, kv_caches, None)
+
+    def in_pieces(self, step: StepTensors, kv_caches: KVCaches, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Logits of each piece's rows (int64 indices, one at least), one piece after the other: `[rows, vocab_size]`.
+        Fused layers run once for all. Modules, whose heads are their own, run once a piece, and write the same keys and
+        values each time. The step has no `sampled`."""
+        if self._decoder is not None and self._decoder.intact():
+            hidden = self._decoder.hidden(step, kv_caches, torch.cat(list(pieces)))
+            for part in hidden.split([len(piece) for piece in pieces]):
+                yield self._decoder.head(part)
+        elif self._selects_rows:
+            for piece in pieces:
+                yield self._run(step, kv_caches, piece)
+        else:  # all of them at once, whatever is asked
+            logits = self._run(step, kv_caches, None)
+            for piece in pieces:
+                yield logits[piece]
 
     def _run(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         if self._decoder is not None and self._decoder.intact():

@@ -182,7 +182,7 @@ class StepInputs:
             sample_rows=layout.tensor(staged, sample_rows),
             metadata=metadata,
             sampled=single_samples(tables, slots_on_device, layout.tensor(staged, sample_keys), metadata)
-            if num_adapter_slots == 0 and rows.samples_alone(sharing)
+            if num_adapter_slots == 0 and not batch.scored and rows.samples_alone(sharing)
             else None,
             sample_slots=arrays.sample_slots,
             sample_slots_on_device=slots_on_device[:num_samples],

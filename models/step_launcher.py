@@ -3,16 +3,18 @@ it (runner.py)."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from models.adapters import AdapterSlots
 from models.batch import SamplingParams, StepBatch, StepOutput
+from models.copies import to_device
 from models.cpu_threads import CpuThreads
 from models.forward import PagedForward
 from models.graphs import StepGraphs
 from models.inputs import StepInputs, StepTensors
 from models.kv_pool import KVCaches
-from models.sampling import LaunchedSample, Sampler
+from models.sampling import LaunchedSample, PromptScores, Sampler
 from models.step_rows import StepRows
 from models.step_shapes import GraphKey
 
@@ -61,7 +63,7 @@ class StepLauncher:
             self._threads.look()
         rows = StepRows.of(batch)
         try:
-            key = None if self._graphs is None else self._graphs.key_of(batch, rows)
+            key = None if self._graphs is None or batch.scored else self._graphs.key_of(batch, rows)
             if self._graphs is None or key is None or not self._graphs.record(key):
                 return self._run(batch, rows)
             return self._replay(self._graphs, key, batch, rows)
@@ -78,10 +80,30 @@ class StepLauncher:
             self.adapters.select(step.adapter_rows, step.num_adapter_slots)
         elif step.adapter_rows is not None:
             raise ValueError("a step names an adapter's slot, but this runner was made without adapters")
-        logits = self._forward.sampled_rows(step, self._kv_caches)[: len(step.sample_slots)]
-        token_ids, launched = self._sampler.launch(logits, step.sample_slots, step.sample_positions)
+        if not batch.scored:
+            logits = self._forward.sampled_rows(step, self._kv_caches)[: len(step.sample_slots)]
+            token_ids, launched = self._sampler.launch(logits, step.sample_slots, step.sample_positions)
+        else:
+            logits, scores = self._score(step, batch, rows)
+            token_ids, launched = self._sampler.launch(logits, step.sample_slots, step.sample_positions)
+            launched.add(scores)
         self._inputs.note(step.sample_slots_on_device, token_ids)
         return launched
+
+    def _score(self, step: StepTensors, batch: StepBatch, rows: StepRows) -> tuple[torch.Tensor, PromptScores]:
+        """Logits of the samples, and what those of prompts' rows say of the tokens that follow, a few rows at a time:
+        the logits of a whole chunk may be gigabytes."""
+        device = step.sample_rows.device
+        starts = np.cumsum(rows.lengths) - rows.lengths
+        wanted = np.concatenate([starts[of.seq] + np.arange(len(of.targets)) for of in batch.scored])
+        pieces = list(to_device(wanted, device).split(self._sampler.rows_per_piece))
+        num_samples = len(step.sample_slots)
+        samples = [step.sample_rows[:num_samples]] if num_samples else []
+        scores = PromptScores(batch.scored, device)
+        logits = self._forward.in_pieces(step, self._kv_caches, [*pieces, *samples])
+        for _ in pieces:
+            scores.add(next(logits))  # and no name keeps them: there is one piece at a time
+        return next(logits) if samples else torch.empty(0, 1, device=device), scores
 
     def _replay(self, graphs: StepGraphs, key: GraphKey, batch: StepBatch, rows: StepRows) -> LaunchedSample:
         self._inputs.update_tables(batch, rows)

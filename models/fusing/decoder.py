@@ -3,7 +3,7 @@
 (block output, residual) go from layer to layer, so each sum is one call with the norm that follows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,21 @@ class FusedDecoder:
 
     def logits(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None) -> Tensor:
         """Logits of `rows` (int64 indices) of the flat batch, of all without: `[rows, vocab_size]`."""
+        return self._run(step, kv_caches, rows, self.head)
+
+    def hidden(self, step: StepTensors, kv_caches: KVCaches, rows: Tensor) -> Tensor:
+        """What `head` makes logits of: `[rows, hidden_size]`. The step has no `sampled`."""
+        if step.sampled is not None:
+            raise ValueError("the last layer's attention would be of samples alone")
+        return self._run(step, kv_caches, rows, lambda normed: normed)
+
+    def head(self, normed: Tensor) -> Tensor:
+        return self._capped(self._model.lm_head(normed))
+
+    def _run(
+        self, step: StepTensors, kv_caches: KVCaches, rows: Tensor | None, finish: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`finish`: `head`, unless `rows` are given and the step has no `sampled`."""
         x = self._inner.embed_tokens(step.input_ids)[0]
         tables = {kind: self.rotary.tables(step.position_ids, kind, x) for kind in self._types}
         block, residual = x, None
@@ -132,7 +147,7 @@ class FusedDecoder:
                 block, residual = self._after_attention(layer, attended, residual, step, rows if i == last else None)
         assert residual is not None
         normed, _ = self.norm.add(block, residual)
-        return self._capped(self._model.lm_head(normed))
+        return finish(normed)
 
     def _before_attention(self, layer: FusedLayer, block: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of (block + residual), and the next residual."""

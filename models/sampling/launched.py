@@ -8,6 +8,7 @@ from torch import Tensor
 from models.batch import StepOutput, TokenLogprobs
 from models.copies import to_host
 from models.sampling.logprobs import LogprobRows, to_rows
+from models.sampling.prompt_scores import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,15 @@ class LaunchedSample:
     def __init__(self, token_ids: Tensor, finite: Tensor, logprobs: list[WantedLogprobs]) -> None:
         """token_ids int64 `[n]`, finite bool `[n]`, on the device."""
         self._token_ids, self._finite, self._logprobs = to_host(token_ids), to_host(finite), logprobs
+        self._scores: PromptScores | None = None
         self._copied: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
+
+    def add(self, scores: PromptScores) -> None:
+        """Of the same step, whose rows were all added before this was made."""
+        self._scores = scores
 
     def collect(self) -> StepOutput:
         """Waits until the tokens are there."""
@@ -37,4 +43,5 @@ class LaunchedSample:
         for wanted in self._logprobs:
             for row, value in zip(wanted.rows, to_rows(wanted.values, wanted.counts), strict=True):
                 logprobs[row] = value
-        return StepOutput(token_ids=token_ids, logprobs=logprobs, finite=self._finite.tolist())
+        scores = [] if self._scores is None else self._scores.collect()
+        return StepOutput(token_ids, logprobs, self._finite.tolist(), scores)

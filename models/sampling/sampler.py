@@ -30,7 +30,8 @@ class Sampler:
         self._parameters = SlotParameters(max_num_seqs)
         self._penalties = Penalties(self._parameters, max_num_seqs, vocab_size, device)
         self._bias = VocabularyRows(max_num_seqs, vocab_size, torch.float32, device)
-        self._rows_per_piece = max(1, MAX_LOGITS_PER_PIECE // vocab_size)
+        #: Of which the logits are worked on at once.
+        self.rows_per_piece = max(1, MAX_LOGITS_PER_PIECE // vocab_size)
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         """`prompt_token_ids`: the prompt alone, also when the request comes back after a preemption.
@@ -79,8 +80,8 @@ class Sampler:
         """Chooses anew, in place, for the rows that ask for more than temperature and noise."""
         special = np.flatnonzero(self._parameters.need_more(slots, positions))
         logprobs = []
-        for start in range(0, len(special), self._rows_per_piece):
-            rows = special[start : start + self._rows_per_piece]
+        for start in range(0, len(special), self.rows_per_piece):
+            rows = special[start : start + self.rows_per_piece]
             wanted = self._choose_again(logits, token_ids, rows, slots[rows], positions[rows])
             if wanted is not None:
                 logprobs.append(wanted)

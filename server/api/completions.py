@@ -10,8 +10,7 @@ from server.api.sse import EVENTS, answer
 from server.schemas.completion_reply import CompletionReply
 from server.schemas.completions import Completion, CompletionRequest
 from server.schemas.failure import BODY_FAILURES
-from server.text.generation import Generation, Job
-from server.text.generator import Generator
+from server.text.generation import Job
 
 router = APIRouter(route_class=StrictJSONRoute, tags=["completions"])
 
@@ -25,32 +24,23 @@ async def create_completion(
     job = Job(
         request_id=origin.new_id("cmpl"),
         prompts=body.prompts(),
-        sampling=body.sampling_params(body.logprobs, lifecycle.sampling_defaults),
+        sampling=body.sampling_params(body.logprobs, lifecycle.sampling_defaults, body.prompt_logprobs),
         max_tokens=body.token_limit,
         arrival_time=origin.arrival_time,
         n=body.choices,
         stop=body.stops,
         cache_salt=origin.cache_salt,
         adapter=lifecycle.adapter_name(body.model),
+        echo=bool(body.echo),
     )
-    generation, echoes = await until_disconnect(request.receive, _opened(generator, job, echo=bool(body.echo)))
+    generation = await until_disconnect(request.receive, generator.open(job))
     reply = CompletionReply(
         id=job.request_id,
         model=body.model,
         created=origin.created,
-        echoes=echoes,
+        echoes=generation.echoes,
         logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
     )
     interval = lifecycle.settings.ping_interval
     return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)
-
-
-async def _opened(generator: Generator, job: Job, *, echo: bool) -> tuple[Generation, list[str]]:
-    """What is put in front of the choices is made once the job has its place."""
-    generation = await generator.open(job)
-    try:
-        return generation, await generator.prompt_texts(job) if echo else [""] * job.num_choices
-    except BaseException:
-        await generation.aclose()
-        raise

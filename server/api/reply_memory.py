@@ -42,8 +42,8 @@ class HeldReply:
         if self.num_held > ONE_BYTES:
             raise InvalidRequest(
                 f"The answer's log-probabilities take more than {ONE_BYTES >> 20} MiB of memory, compressed: no reply "
-                "that is not streamed may be longer. Ask with `stream` true, or for fewer tokens, choices or "
-                "alternatives.",
+                "that is not streamed may be longer. Ask with `stream` true, or for fewer tokens (those of echoed "
+                "prompts count), choices or alternatives.",
                 param="logprobs",
             )
         if self._memory.num_held > ALL_BYTES and self.num_held > ALL_BYTES // len(self._memory.replies):

@@ -40,10 +40,10 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def match(self, request: Request) -> list[Entry]:
-        """The longest cached prefix, in full blocks, leaving at least one token to compute. Takes nothing."""
+        """The longest cached prefix that it may have, in full blocks. Takes nothing."""
         if not self.enable_prefix_caching:
             return []
-        usable = (len(request.token_ids) - 1) // self.block_size
+        usable = request.num_reusable // self.block_size
         hashes, hits = request.block_hashes, list[Entry]()
         parent = 0
         for index, token_bytes in enumerate(self._contents(request, 0, usable)):

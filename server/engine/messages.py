@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from models.batch import AdapterFacts, SamplingParams, TokenLogprobs
+from models.batch import AdapterFacts, PromptLogprobs, SamplingParams, TokenLogprobs
 from server.engine.offload_stats import OffloadStats
 from server.engine.token_ids import TokenIds
 
@@ -76,6 +76,7 @@ class TokenDelta(msgspec.Struct, frozen=True, tag=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that stopped it (it is the last of token_ids, and no text)
     num_cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprobs] | None = None  # of the prompt's next tokens, from the second one on
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):

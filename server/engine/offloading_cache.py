@@ -54,7 +54,7 @@ class OffloadingKVCache(KVCache):
     def prepare(self, request: Request, hits: Sequence[Entry], num_blocks: int) -> bool:
         """Waits for more of the prefix, and for blocks that can be taken without losing what they hold."""
         offload, fetched = self.offload, self._fetched.get(request.request_id)
-        usable = (len(request.token_ids) - 1) // self.block_size
+        usable = request.num_reusable // self.block_size
         if fetched is None:
             fetched = self._fetched[request.request_id] = Fetched()
             offload.num_queried += usable - len(hits)

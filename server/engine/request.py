@@ -6,7 +6,7 @@ from dataclasses import replace
 from enum import Enum
 from secrets import randbits
 
-from models.batch import SamplingParams
+from models.batch import PromptLogprobs, SamplingParams
 from server.engine.adapters import Adapter
 from server.engine.messages import AddRequest, FinishReason, RequestTimes
 from server.engine.token_ids import TokenIds
@@ -44,6 +44,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered",
+        "num_scored",
         "num_slot_bypassed",
         "request_id",
         "sampling",
@@ -86,6 +87,7 @@ class Request:
         self.num_in_flight = 0  # sampled by a launched step and not read back yet
         self.num_drafts = 0  # guesses of a launched step that nobody has compared with what it sampled
         self.num_registered = 0  # blocks already offered to the prefix cache
+        self.num_scored = 0  # tokens of the prompt, after its first, whose log-probabilities have come back
         self.block_hashes: list[bytes] = []  # chained, of full blocks
         self.chain = (b"", 0)  # hash and serial number of the cache entry that the next block is chained onto
         self.num_cached_tokens = -1  # prefix hit of the first admission; -1 before it
@@ -125,6 +127,33 @@ class Request:
     def awaits_its_end(self) -> bool:
         """Whether the token in flight is its last, whichever it is."""
         return self.num_in_flight > 0 and self.num_tokens >= self.max_length
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens that may be found in the prefix cache: one at least is to be computed, and so is each after which a
+        token of the prompt is still to be scored, for what follows from it is not in the cache."""
+        is_scored = not self.wants_scores or self.num_scored == self.num_prompt_tokens - 1
+        return len(self.token_ids) - 1 if is_scored else self.num_scored
+
+    @property
+    def wants_scores(self) -> bool:
+        """Log-probabilities of the prompt's tokens."""
+        return self.sampling.prompt_logprobs is not None
+
+    def to_score(self, count: int) -> TokenIds:
+        """Tokens of the prompt that follow the next `count` ones to run, if some of them were not scored before."""
+        start, last = self.num_computed, self.num_prompt_tokens - 1
+        end = min(start + count, last)
+        return self.token_ids[start + 1 : end + 1] if end > max(start, self.num_scored) else TokenIds()
+
+    def take_scores(self, first: int, scores: PromptLogprobs) -> list[PromptLogprobs] | None:
+        """Those that are new, of the prompt's tokens from number `first` on (the first one is 0, and has none): after a
+        preemption some are computed twice."""
+        known = self.num_scored + 1 - first
+        if known >= len(scores):
+            return None
+        self.num_scored += len(scores) - known
+        return [scores.part(known, len(scores))]
 
     def append(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Takes generated tokens up to the one that ends the request. Returns those taken, and why it has ended."""

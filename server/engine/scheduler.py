@@ -126,17 +126,19 @@ class Scheduler:
         rows = []
         for request, count in zip(step.requests, step.num_tokens, strict=True):
             drafts = step.drafts.get(request, ())
+            first_scored = request.num_computed + 1 if request in step.scored else 0
             request.num_computed += count - len(drafts)
             request.num_drafts = len(drafts)
             samples = request.num_remaining == 0
             request.num_in_flight += samples
-            rows.append(LaunchedRow(request, request.num_computed, samples, request.num_preemptions, drafts))
+            end, preemptions = request.num_computed, request.num_preemptions
+            rows.append(LaunchedRow(request, end, samples, preemptions, drafts, first_scored))
         return rows
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """The step took so long. One with drafts may take longer than its work says, which is for the drafter to learn;
-        one with prompts takes long for other reasons than drafts."""
-        if not step.drafts:
+        one with prompts takes long for other reasons than drafts, and one that scores them for longer than others."""
+        if not step.drafts and not step.scored:
             self.step_time.observe(step.work, seconds)
         if self.drafter is not None and not step.has_prompts:
             self.drafter.observe(len(step.requests), sum(map(len, step.drafts.values())), seconds)
@@ -145,21 +147,23 @@ class Scheduler:
         """Takes a step's results: appends the sampled tokens, offers full blocks for reuse, ends what is finished.
 
         `output` has a token for every row that samples, and one more for each of its drafts. Rows whose request has
-        ended meanwhile are dropped; one that lost its blocks keeps its tokens."""
+        ended meanwhile are dropped; one that lost its blocks keeps its tokens, and what its prompt was scored."""
         events: list[Event] = []
         now = self.clock()
         at = 0
+        all_scores = iter(output.prompt_logprobs)
         ended = False
         for row in rows:
             request = row.request
             first, at = at, at + row.num_sampled
             request.num_in_flight -= row.samples
             request.num_drafts -= len(row.drafts)
+            scores = next(all_scores) if row.first_scored else None
             if request.state is RequestState.FINISHED:
                 continue
             num_right = num_equal(row.drafts, output.token_ids[first:at]) if row.drafts else 0
             last = first + num_right + row.samples  # what was sampled after a wrong draft means nothing
-            if not all(output.finite[first:last]):
+            if not all(output.finite[first:last]) or (row.first_scored and scores is None):
                 self.cache.withdraw(request)
                 self.corrupted_requests += 1
                 events += self.open.fail(
@@ -169,7 +173,10 @@ class Scheduler:
             token_ids, reason = request.append(output.token_ids[first:last])
             if row.num_preemptions == request.num_preemptions:
                 self._fill(request, row.end, min(num_right, len(token_ids)))
+            prompt_logprobs = None if scores is None else request.take_scores(row.first_scored, scores)
             if not row.samples:
+                if prompt_logprobs is not None:
+                    events.append(TokenDelta(request.request_id, [], prompt_logprobs=prompt_logprobs))
                 continue
             if row.drafts and self.drafter is not None:
                 self.drafter.count(len(row.drafts), num_right)
@@ -186,6 +193,7 @@ class Scheduler:
                     reason,
                     token_ids[-1] if reason == "stop" else None,
                     request.num_cached_tokens,
+                    prompt_logprobs,
                 )
             )
             if reason is not None:
@@ -232,6 +240,6 @@ class Scheduler:
         request.num_cached_tokens = request.num_computed
         request.scheduled_time = self.clock()
         self.prompt_tokens += request.num_prompt_tokens
-        if self.cache.enable_prefix_caching:
+        if self.cache.enable_prefix_caching and not request.wants_scores:
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_computed

@@ -1,15 +1,16 @@
 """One step: put together from the requests that run, told to the runner, and what its rows were once it is launched.
 Knows requests and who shares a prefix; not why these requests run, nor what becomes of their tokens."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
-from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, StepBatch
+from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, ScoredRows, StepBatch
 from models.shared_runs import NOT_SHARED, Levels, StepSharing
 from server.engine.request import Request, RequestState
 from server.engine.sharing import PrefixSharing
 from server.engine.step_time import StepWork, work_of
+from server.engine.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class ScheduledStep:
     sharing: StepSharing = NOT_SHARED
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # guesses, among num_tokens, after the last token
     has_prompts: bool = True
+    scored: dict[Request, TokenIds] = field(default_factory=dict)  # tokens of prompts that are scored in it
 
     @property
     def total_tokens(self) -> int:
@@ -44,7 +46,12 @@ class ScheduledStep:
             seqs.append(
                 ScheduledSeq(request.slot, token_ids, start, request.block_ids, sample, adapter_slot, len(drafts))
             )
-        return StepBatch(tuple(seqs), self.sharing)
+        return StepBatch(tuple(seqs), self.sharing, tuple(self._scored_rows()) if self.scored else ())
+
+    def _scored_rows(self) -> Iterator[ScoredRows]:
+        for row, request in enumerate(self.requests):
+            if request in self.scored:
+                yield ScoredRows(row, self.scored[request], request.sampling.prompt_logprobs or 0)
 
     def living(self) -> "ScheduledStep":
         """Without rows whose requests have ended since it was scheduled."""
@@ -65,6 +72,7 @@ class ScheduledStep:
             work=work_of(zip(contexts, num_tokens, strict=True)),
             sharing=NOT_SHARED,
             drafts={request: self.drafts[request] for request in requests if request in self.drafts},
+            scored={request: self.scored[request] for request in requests if request in self.scored},
         )
 
 
@@ -77,6 +85,7 @@ class LaunchedRow:
     samples: bool
     num_preemptions: int  # of the request, at the launch
     drafts: Sequence[int] = ()
+    first_scored: int = 0  # which of the prompt's tokens is the first that the step scores; 0: it scores none
 
     @property
     def num_sampled(self) -> int:
@@ -125,7 +134,9 @@ class StepAssembly:
                 several, prefill_levels = self.sharing.arrange(several, list(counts.values()))
                 sharing = StepSharing(levels, prefill_levels)
         num_tokens = [1] * len(single) + [counts[request] for request in several]
-        return ScheduledStep(single + several, num_tokens, admitted, work, sharing, drafts, has_prompts)
+        wanted = {request: request.to_score(count) for request, count in shares if request.wants_scores}
+        scored = {request: token_ids for request, token_ids in wanted.items() if token_ids}
+        return ScheduledStep(single + several, num_tokens, admitted, work, sharing, drafts, has_prompts, scored)
 
     def _keys_read(self, keys: int) -> int:
         return round(self._read_share * keys)

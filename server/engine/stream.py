@@ -3,11 +3,14 @@
 import asyncio
 from collections import deque
 
+from models.batch import PromptLogprobs
 from server.engine.messages import TokenDelta
 from server.errors import LongwaveError, RequestFailedError
 
 MAX_EVENTS = 256  # then new deltas are merged into the last one
-MAX_BUFFERED = 65_536  # tokens and logprobs entries: a reader that far behind is not reading
+#: Tokens and logprobs entries: a reader that far behind is not reading. Those of prompts are packed, no more than the
+#: prompt's length and far faster there than read: whoever asks for them has room for all.
+MAX_BUFFERED = 65_536
 
 
 class TokenStream:
@@ -71,4 +74,12 @@ def _merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         second.finish_reason,
         second.stop_token_id,
         second.num_cached_tokens,
+        _both(first.prompt_logprobs, second.prompt_logprobs),
     )
+
+
+def _both(first: list[PromptLogprobs] | None, second: list[PromptLogprobs] | None) -> list[PromptLogprobs] | None:
+    if first is None or second is None:
+        return second if first is None else first
+    first.extend(second)
+    return first

@@ -11,7 +11,8 @@ from server.schemas.usage import UsageInfo
 from server.schemas.wire import RequestModel, Text, WireModel
 from server.setting_types import TemplateVariables
 from server.text.chat_template import ChatPrompt, Message
-from server.text.choice import Candidate, TextFinish, TokenDetail
+from server.text.choice import TextFinish
+from server.text.details import Candidate, TokenDetail
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1024

@@ -6,11 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import Field, model_validator
 
 from server.engine.token_ids import TokenIds
-from server.errors import UnsupportedParameter
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import MAX_TOKEN_IDS, MayBeLong, Text, TokenId, WireModel
-from server.text.choice import TextFinish, TokenDetail
+from server.settings import MAX_MODEL_LEN
+from server.text.choice import TextFinish
+from server.text.details import TokenDetail
 
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 5
@@ -32,19 +34,28 @@ class CompletionRequest(SamplingFields):
     prompt: Text | TokenIdList | Texts | TokenIdLists
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_MODEL_LEN)] | None = None
     best_of: Annotated[int, Field(ge=1, le=20)] | None = None
 
     @model_validator(mode="after")
     def _served_combinations(self) -> "CompletionRequest":
         if self.best_of not in (None, self.choices):
             raise UnsupportedParameter("best_of is only served when it equals n.", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedParameter("echo together with logprobs is not served.", param="echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens is 0, which is only allowed when echo is true: there would be nothing to answer.",
+                param="max_tokens",
+            )
         return self
 
     @property
     def token_limit(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """As many as of generated tokens, where the prompt is part of the text."""
+        return self.logprobs if self.echo else None
 
     def prompts(self) -> tuple[str | TokenIds, ...]:
         if isinstance(self.prompt, str):
@@ -60,25 +71,26 @@ def _packed(prompt: Sequence[int]) -> TokenIds:
 
 
 class CompletionLogprobs(WireModel):
-    """OpenAI's first logprobs: four lists side by side. Offsets are characters into the choice's text."""
+    """OpenAI's first logprobs: four lists side by side. Offsets are characters into the choice's text. null: of the
+    first token of an echoed prompt, before which there is nothing."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
     @classmethod
     def of(cls, details: tuple[TokenDetail, ...]) -> "CompletionLogprobs":
         return cls(
             tokens=[detail.chosen.text for detail in details],
-            token_logprobs=[detail.chosen.logprob for detail in details],
-            top_logprobs=[_top(detail) for detail in details],
+            token_logprobs=[None if detail.is_first else detail.chosen.logprob for detail in details],
+            top_logprobs=[None if detail.is_first else _top(detail) for detail in details],
             text_offset=[detail.offset for detail in details],
         )
 
 
 def _top(detail: TokenDetail) -> dict[str, float]:
-    """The sampled token is always among them. Of tokens spelled alike (broken bytes) the likeliest stays."""
+    """The token that is there is always among them. Of tokens spelled alike (broken bytes) the likeliest stays."""
     top: dict[str, float] = {}
     for candidate in (*detail.top, detail.chosen):
         top.setdefault(candidate.text, candidate.logprob)

@@ -109,7 +109,9 @@ class SamplingFields(LabelFields):
             return False
         return "continuous" if options.continuous_usage_stats else True
 
-    def sampling_params(self, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
+    def sampling_params(
+        self, logprobs: int | None, defaults: SamplingDefaults, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         """`max_tokens` is left for whoever knows the prompt's length."""
         shaped = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in _SHAPING}
         return SamplingParams(
@@ -124,6 +126,7 @@ class SamplingFields(LabelFields):
             logit_bias={int(token): float(bias) for token, bias in (self.logit_bias or {}).items()},
             seed=self.seed,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
         )

@@ -8,7 +8,8 @@ from pydantic_core import to_json
 
 from server.schemas.packed_json import PackedJSON
 from server.schemas.wire import WireModel
-from server.text.choice import TextDelta, TextFinish, TokenDetail
+from server.text.choice import TextDelta, TextFinish
+from server.text.details import TokenDetail
 
 LOGPROBS = b'"logprobs":'
 NO_LOGPROBS = LOGPROBS + b"null"  # within a string the quotation marks would not stand alone

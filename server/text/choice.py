@@ -1,4 +1,5 @@
-"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with logprobs spelled out.
+"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with logprobs spelled out, those of the
+prompt in front of them where it is echoed with them.
 Must not know the wire format, the other choices or the engine."""
 
 from collections.abc import Sequence
@@ -8,29 +9,12 @@ from typing import Literal
 from models.batch import TokenLogprobs
 from server.engine.messages import TokenDelta
 from server.errors import RequestFailedError
+from server.text.details import Candidate, PromptDetails, TokenDetail
 from server.text.detokenizer import detokenizer_for
 from server.text.stop import StopMatcher
 from server.text.tokenizer import TextTokenizer
 
 TextFinish = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A token that was likely at some place."""
-
-    text: str
-    bytes: bytes
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDetail:
-    """The token that was sampled there, and the most likely ones."""
-
-    chosen: Candidate
-    top: tuple[Candidate, ...]
-    offset: int  # characters of the choice's text before it: fewer than its tokens' spellings where some are hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +36,12 @@ class ChoiceText:
         prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         min_tokens: int = 0,
+        echo: str = "",
+        scores_prompt: bool = False,
+        prompt_only: bool = False,
     ) -> None:
+        """`echo`: what is shown in front of the text, by others. `scores_prompt`: the details begin with the prompt's.
+        `prompt_only`: what is generated is neither shown nor counted."""
         self.index = index
         self.num_tokens = 0
         self._tokenizer = tokenizer
@@ -60,20 +49,28 @@ class ChoiceText:
         self._stop = StopMatcher(stop)
         self._has_stop = bool(stop)
         self._min_tokens = min_tokens
+        self._prompt = PromptDetails(tokenizer, prompt_token_ids, echo) if scores_prompt else None
+        self._prompt_only = prompt_only
+        self._num_echoed = len(echo)
         self._num_characters = 0  # whole ones, of the tokens so far, also those that may begin a stop string
 
     def feed(self, delta: TokenDelta) -> TextDelta:
         if delta.finish_reason in ("abort", "error"):
             raise RequestFailedError("The engine gave this request up.")
+        details = [] if self._prompt is None else list(self._prompt.feed(delta.prompt_logprobs or ()))
+        if self._prompt_only:
+            end: TextFinish | None = None if delta.finish_reason is None else "length"
+            return TextDelta(self.index, "", tuple(details), end)
         num_texts = len(delta.token_ids) - (delta.stop_token_id is not None)
         pieces: list[str] = []
-        details: list[TokenDetail] = []
         for at, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
-            if at >= num_texts:  # the token that stopped it: counted, never shown
-                break
-            if delta.logprobs is not None:
+            is_text = at < num_texts
+            # Behind a prompt's, every token has its log-probability: callers count from the end.
+            if delta.logprobs is not None and (is_text or self._prompt is not None):
                 details.append(self._detail(token_id, delta.logprobs[at]))
+            if not is_text:  # the token that stopped it: counted, never shown
+                break
             text, stopped = self._text_of(token_id)
             pieces.append(text)
             if stopped:
@@ -101,9 +98,6 @@ class ChoiceText:
         return (result.text, True) if result.stopped else (result.text + self._stop.finish(), False)
 
     def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
-        top = tuple(self._candidate(token, logprob) for token, logprob in logprobs.top)
-        return TokenDetail(self._candidate(token_id, logprobs.logprob), top, self._num_characters)
-
-    def _candidate(self, token_id: int, logprob: float) -> Candidate:
-        spelled = self._tokenizer.token_bytes(token_id)
-        return Candidate(spelled.decode("utf-8", errors="replace"), spelled, logprob)
+        top = tuple(Candidate.of(self._tokenizer, token, logprob) for token, logprob in logprobs.top)
+        chosen = Candidate.of(self._tokenizer, token_id, logprobs.logprob)
+        return TokenDetail(chosen, top, self._num_echoed + self._num_characters)

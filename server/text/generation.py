@@ -40,7 +40,8 @@ class TokenEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate. `sampling.max_tokens` is a placeholder: `max_tokens` (None: as many as fit) decides."""
+    """What to generate. `sampling.max_tokens` is a placeholder: `max_tokens` (None: as many as fit; 0: the engine
+    generates a token, which nobody sees) decides."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
@@ -52,6 +53,7 @@ class Job:
     cache_salt: bytes = b""
     adapter: str | None = None  # None: the base model
     prompt_field: str = "prompt"  # named in errors
+    echo: bool = False  # whether prompts are shown in front of their choices
 
     @property
     def num_choices(self) -> int:
@@ -77,9 +79,12 @@ class Generation:
         tokenizer: TextTokenizer,
         metrics: Metrics,
         reservation: ExitStack,
+        echoes: Sequence[str] | None = None,
     ) -> None:
+        """`echoes`: each request's prompt as it is shown in front of its choice; None: no prompt is."""
         self.job = job
         self.requests = requests
+        self.echoes = [""] * len(requests) if echoes is None else echoes
         self._engine = engine
         self._metrics = metrics
         self._reservation = reservation
@@ -90,6 +95,9 @@ class Generation:
                 prompt_token_ids=request.prompt_token_ids,
                 stop=job.stop,
                 min_tokens=job.sampling.min_tokens,
+                echo=self.echoes[index],
+                scores_prompt=job.sampling.prompt_logprobs is not None,
+                prompt_only=job.max_tokens == 0,
             )
             for index, request in enumerate(requests)
         ]

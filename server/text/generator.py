@@ -21,6 +21,7 @@ from server.errors import (
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt, Pieces, any_length, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
+from server.text.prompt_memory import PromptMemory
 from server.text.tokenizer import TextTokenizer
 
 LIKELY_CHARACTERS = 8  # of a token: texts have about four, and one that is longer is rarely one that fits
@@ -58,6 +59,7 @@ class Generator:
         self._max_n = max_n
         self._on_active = on_active
         self._open: set[Generation] = set()
+        self._prompt_memory = PromptMemory()
         self.num_active = 0  # open ones, and those still being tokenised
         self._idle = asyncio.Event()
         self._idle.set()
@@ -73,6 +75,11 @@ class Generator:
             stack.enter_context(self._admission.reserve(job.num_choices, job.cache_salt))
             stack.enter_context(self._active())
             requests = await self._requests(job)
+            num_top = job.sampling.prompt_logprobs
+            if num_top is not None:
+                lengths = [len(request.prompt_token_ids) for request in requests]
+                stack.enter_context(self._prompt_memory.hold(lengths, num_top, job.cache_salt))
+            echoes = await self._echoes(job) if job.echo else None
             reservation = stack.pop_all()
         generation = Generation(
             job,
@@ -81,6 +88,7 @@ class Generator:
             tokenizer=self.tokenizer,
             metrics=self._metrics,
             reservation=reservation,
+            echoes=echoes,
         )
         self._open.add(generation)
         reservation.callback(self._open.discard, generation)
@@ -91,11 +99,6 @@ class Generator:
         """Room for work that speaks with the engine in token ids alone. Raises ServerOverloaded, InvalidRequest."""
         with self._admission.reserve(num_sequences, tenant), self._active():
             yield
-
-    async def prompt_texts(self, job: Job) -> list[str]:
-        """For each choice of a text job that is open, so that its prompts fit, its prompt as text."""
-        texts = [await self._text(prompt) for prompt in job.prompts]
-        return [text for text in texts for _ in range(job.n)]
 
     async def idle(self) -> None:
         """Returns when no generation is open."""
@@ -157,13 +160,18 @@ class Generator:
             AddRequest(
                 request_id=f"{job.request_id}-{at * job.n + choice}",
                 prompt_token_ids=prompt,
-                sampling=replace(job.sampling, max_tokens=limit, seed=_choice_seed(job.sampling.seed, choice)),
+                sampling=replace(job.sampling, max_tokens=max(limit, 1), seed=_choice_seed(job.sampling.seed, choice)),
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
             )
             for at, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True))
             for choice in range(job.n)
         ]
+
+    async def _echoes(self, job: Job) -> list[str]:
+        """For each choice of a text job whose prompts fit, its prompt as text."""
+        texts = [await self._text(prompt) for prompt in job.prompts]
+        return [text for text in texts for _ in range(job.n)]
 
     async def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, str):
@@ -176,7 +184,7 @@ class Generator:
         if num_prompt_tokens == 0:
             raise InvalidRequest("The prompt is empty: it has no tokens.", param=job.prompt_field)
         with _about(job.prompt_field):
-            self._admission.check(num_prompt_tokens, job.max_tokens)
+            self._admission.check(num_prompt_tokens, None if job.max_tokens is None else max(job.max_tokens, 1))
         room = self.ready.max_model_len - num_prompt_tokens
         limit = room if job.max_tokens is None else job.max_tokens
         if job.sampling.min_tokens > limit:

@@ -1,7 +1,10 @@
 """A delta of many tokens in pieces that take few milliseconds each to spell out and to write: the event loop has its
-turns between them. A stream merges what a slow reader leaves, up to thousands of tokens. Knows no wire format."""
+turns between them. A step scores thousands of a prompt's tokens, and a stream merges what a slow reader leaves. Knows
+no wire format."""
 
 from collections.abc import Iterator
+
+from msgspec.structs import replace
 
 from server.engine.messages import TokenDelta
 
@@ -12,12 +15,19 @@ MAX_TOKENS = 2048  # of a piece without
 
 def in_pieces(delta: TokenDelta) -> Iterator[TokenDelta]:
     """What they say together, in their order, is what `delta` says; the last one ends it."""
+    for scores in delta.prompt_logprobs or ():
+        at_once = max(1, MAX_LOGPROBS // (1 + scores.num_top))
+        for start in range(0, len(scores), at_once):
+            piece = [scores.part(start, start + at_once)]
+            yield TokenDelta(delta.request_id, [], num_cached_tokens=delta.num_cached_tokens, prompt_logprobs=piece)
+    if delta.prompt_logprobs and not delta.token_ids and delta.finish_reason is None:
+        return
     most = MAX_TOKENS
     if delta.logprobs:
         most = max(1, MAX_LOGPROBS // (1 + len(delta.logprobs[0].top)))
     count = len(delta.token_ids)
     if count <= most:
-        yield delta
+        yield delta if not delta.prompt_logprobs else replace(delta, prompt_logprobs=None)
         return
     for start in range(0, count, most):
         end = start + most

@@ -34,6 +34,12 @@ class EagerAnswers:
         return self._known[key]
 
     @torch.inference_mode()
+    def log_probabilities(self, token_ids: list[int]) -> torch.Tensor:
+        """Of every token at each place after the first: `[len(token_ids) - 1, vocab_size]`."""
+        logits = self._model(torch.tensor([token_ids])).logits[0, :-1]
+        return torch.Tensor(logits.log_softmax(-1))
+
+    @torch.inference_mode()
     def _generate(self, question: str, max_tokens: int) -> Answer:
         prompt = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -22,7 +22,8 @@ from server.schemas.chat_reply import ChatReply
 from server.schemas.completion_reply import CompletionReply
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
 from server.schemas.usage import UsageInfo
-from server.text.choice import Candidate, TextDelta, TokenDetail
+from server.text.choice import TextDelta
+from server.text.details import Candidate, TokenDetail
 from server.text.generation import Usage
 
 MODEL = 'a "model" of "logprobs":null'

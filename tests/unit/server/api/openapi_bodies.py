@@ -36,8 +36,8 @@ def _chat(body: Body) -> None:
 def _completion(body: Body) -> None:
     _generation(body)
     body["prompt"] = _known_tokens(body["prompt"])
-    if body.get("logprobs") is not None:
-        body.pop("echo", None)
+    if body.get("max_tokens") == 0:
+        body["echo"] = True
 
 
 def _text_or_messages(body: Body) -> None:

@@ -145,7 +145,9 @@ def test_wrong_fields_are_named(server: LiveServer, change: dict[str, Any], para
         ({"prompt": [512]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "logprobs": 6}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
         ({"suffix": "x"}, "suffix"),
     ],
 )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import fake_runner
+import numpy as np
 import pytest
 from fake_runner import FakeRunner
 
@@ -113,6 +114,7 @@ class Engine:
         self.stats: list[EngineStats] = []
         self.times: dict[str, RequestTimes] = {}
         self.cached: dict[str, int] = {}
+        self.scores: dict[str, list[float]] = {}  # of prompts' tokens
         self.replies: dict[int, CommandReply] = {}
         self.num_turns = 0
 
@@ -163,7 +165,11 @@ class Engine:
         for message in self.link.sent:
             match message:
                 case TokenDelta():
-                    self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
+                    for some in message.prompt_logprobs or ():
+                        assert message.request_id not in self.tokens, "a prompt is scored before there is an answer"
+                        self.scores.setdefault(message.request_id, []).extend(np.frombuffer(some.logprobs, np.float32))
+                    if message.token_ids or message.finish_reason:
+                        self.tokens.setdefault(message.request_id, []).extend(message.token_ids)
                     if message.finish_reason:
                         self.reasons[message.request_id] = message.finish_reason
                     if message.token_ids:

@@ -17,8 +17,10 @@ from models.batch import (
     IN_FLIGHT,
     NO_ADAPTER,
     AdapterFacts,
+    PromptLogprobs,
     SamplingParams,
     ScheduledSeq,
+    ScoredRows,
     StepBatch,
     StepOutput,
     TokenLogprobs,
@@ -72,6 +74,17 @@ def expected(prompt: Sequence[int], max_tokens: int, *, stop: Iterable[int] = (E
         if token_ids[-1] in stop:
             break
     return token_ids[len(prompt) :]
+
+
+def score(seen: npt.ArrayLike, token: int) -> float:
+    """The log-probability of a token of a prompt after those before it."""
+    return -float(1 + zlib.crc32(np.append(np.asarray(seen, np.int64), token).tobytes()) % 1000)
+
+
+def expected_scores(prompt: Sequence[int], *, adapter: int = 0) -> list[float]:
+    """Of each of its tokens but the first."""
+    seen = np.asarray(prompt, np.int64) + ADAPTER_STRIDE * adapter
+    return [score(seen[:number], prompt[number]) for number in range(1, len(prompt))]
 
 
 class FakeAdapters:
@@ -144,6 +157,7 @@ class FakeRunner:
         self.keep_batches = False
         self.num_steps = 0
         self.num_shared_runs = 0
+        self.num_scored = 0  # tokens of prompts
         self.lost = False
         self.memory_for: Callable[[StepBatch], bool] = bool
 
@@ -196,7 +210,22 @@ class FakeRunner:
         output = StepOutput([], [], [])
         for seq in batch.seqs:
             self._row(seq, output)
+        for rows in batch.scored:
+            output.prompt_logprobs.append(self._scores(batch.seqs[rows.seq], rows))
         return output
+
+    def _scores(self, seq: ScheduledSeq, rows: ScoredRows) -> PromptLogprobs | None:
+        """Alternatives are the next numbers, each as likely as the token."""
+        assert 0 < len(rows.targets) <= len(seq.token_ids)
+        self.num_scored += len(rows.targets)
+        flat = self.memory[list(seq.block_ids)].reshape(-1)
+        seen = [flat[: seq.num_computed + number] for number in range(1, len(rows.targets) + 1)]
+        if NAN in seen[-1]:
+            return None
+        values = np.array([score(*pair) for pair in zip(seen, rows.targets, strict=True)], np.float32)
+        ids = np.asarray(rows.targets, np.int32)[:, None] + np.arange(rows.num_top, dtype=np.int32)
+        top = np.repeat(values, rows.num_top)
+        return PromptLogprobs(rows.num_top, values.tobytes(), ids.tobytes(), top.tobytes())
 
     def _check_sharing(self, batch: StepBatch) -> None:
         decodes = [seq for seq in batch.seqs if len(seq.token_ids) == 1]

@@ -12,7 +12,7 @@ import cranked_engine
 import fake_runner
 import pytest
 from cranked_engine import Engine, tokens
-from fake_runner import FakeRunner, expected, make_adapter
+from fake_runner import FakeRunner, expected, expected_scores, make_adapter
 
 from models.batch import SamplingParams, StepBatch, StepOutput
 from server.engine import executor
@@ -148,12 +148,15 @@ def test_whatever_fails_and_when_each_request_ends_once_and_no_answer_is_wrong(
     runner.rng, runner.failing = random.Random(seed), FAILURES.get(failing or "", (0.0, 0.0, 0.0))
     shared = tokens(rng, 90)
     wanted: dict[str, list[int]] = {}
+    scores: dict[str, list[float]] = {}  # of prompts that are to be scored
     for number in range(60):
         prompt = shared[: rng.choice([0, 15, 16, 17, 48, 90])] + tokens(rng, rng.randrange(1, 60))
         if rng.random() < 0.5:
             prompt = [fake_runner.QUOTES, *prompt, fake_runner.QUOTES, *prompt[:4]]
         count, key = rng.randrange(1, 100), rng.randrange(NUM_ADAPTERS + 1)
-        engine.add(f"r{number}", prompt, max_tokens=count, adapter=f"a{key}" if key else None)
+        num_top = 2 if number % 3 == 0 else None
+        engine.add(f"r{number}", prompt, max_tokens=count, adapter=f"a{key}" if key else None, prompt_logprobs=num_top)
+        scores[f"r{number}"] = [] if num_top is None else expected_scores(prompt, adapter=key)
         wanted[f"r{number}"] = expected(prompt, count, adapter=key)
         for _ in range(rng.randrange(6)):
             engine.turn()
@@ -170,3 +173,5 @@ def test_whatever_fails_and_when_each_request_ends_once_and_no_answer_is_wrong(
     for name, answer in wanted.items():
         got = engine.tokens.get(name, [])
         assert got == (answer[: len(got)] if name in cut_short else answer)
+        scored = engine.scores.get(name, [])
+        assert scored == (scores[name] if got or name not in cut_short else scores[name][: len(scored)])

@@ -19,7 +19,8 @@ from server.engine.messages import AddRequest, TokenDelta
 from server.schemas.chat_reply import ChatReply
 from server.schemas.completion_reply import CompletionReply
 from server.text import pieces
-from server.text.choice import ChoiceText, TextDelta, TokenDetail
+from server.text.choice import ChoiceText, TextDelta
+from server.text.details import TokenDetail
 from server.text.generation import MAX_UNREAD, Job
 from server.text.pieces import in_pieces
 from server.text.tokenizer import TextTokenizer
