@@ -10,7 +10,7 @@ from fake_runner import NAN, expected, expected_scores
 from host_memory import give_host_memory
 
 from models.batch import PromptLogprobs
-from server.engine.messages import AddRequest, TokenDelta
+from server.engine.messages import TokenDelta
 from server.engine.stream import MAX_EVENTS, TokenStream
 
 pytestmark = pytest.mark.usefixtures("_overlaps")
@@ -131,7 +131,7 @@ def test_scores_that_are_not_finite_fail_their_request_alone() -> None:
 
 
 def test_a_stream_keeps_all_scores_of_a_long_prompt_for_a_reader_that_is_late() -> None:
-    """They come faster than they are spelled out: 131,072 tokens with 5 alternatives are more than it holds of others'."""
+    """They come faster than they are spelled out, and of others it would not hold as many."""
     numbers = np.arange(512, dtype=np.float32)
     top = np.arange(512 * 5, dtype=np.int32)
     some = PromptLogprobs(5, numbers.tobytes(), top.tobytes(), top.astype(np.float32).tobytes())
