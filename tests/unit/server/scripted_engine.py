@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from models.batch import TokenLogprobs
+from models.batch import PromptLogprobs, TokenLogprobs
 from server.app import create_app
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, EngineStats, RequestTimes, TokenDelta
@@ -153,6 +154,8 @@ class ScriptedEngine:
 
     async def _deltas(self, request: AddRequest, script: Script) -> AsyncIterator[TokenDelta]:
         name, limit = request.request_id, request.sampling.max_tokens
+        if request.sampling.prompt_logprobs is not None and len(request.prompt_token_ids) > 1:
+            yield TokenDelta(name, [], prompt_logprobs=list(_prompt_logprobs(request)))
         for at in range(limit):
             if at == script.fail_after:
                 raise script.failure
@@ -177,6 +180,17 @@ def _logprobs(request: AddRequest, token: int) -> list[TokenLogprobs] | None:
         return None
     top = tuple(((token + other) % 256, -0.5 - other) for other in range(wanted))
     return [TokenLogprobs(-0.5, 1, top)]
+
+
+def _prompt_logprobs(request: AddRequest) -> Iterator[PromptLogprobs]:
+    """In pieces of three tokens: the token at place p has -p, and is the first of alternatives which have less."""
+    scored, wanted = list(request.prompt_token_ids)[1:], request.sampling.prompt_logprobs or 0
+    for at in range(0, len(scored), 3):
+        values = -np.arange(at + 1, min(at + 3, len(scored)) + 1, dtype=np.float32)
+        steps = np.arange(wanted, dtype=np.int32)
+        ids = (np.array(scored[at : at + 3], np.int32)[:, None] + steps) % VOCAB_SIZE
+        top = values[:, None] - steps
+        yield PromptLogprobs(wanted, values.tobytes(), ids.tobytes(), top.astype(np.float32).tobytes())
 
 
 async def _wait(event: threading.Event) -> None:

@@ -1,0 +1,67 @@
+"""A prompt's log-probabilities spelled out: which token each is of, and where that stands in the echo."""
+
+import numpy as np
+import pytest
+from test_detokenizer import sentencepiece_like
+
+from models.batch import PromptLogprobs
+from server.engine.messages import TokenDelta
+from server.text.choice import ChoiceText
+from server.text.details import PromptDetails
+from server.text.pieces import MAX_LOGPROBS, in_pieces
+from server.text.tokenizer import TextTokenizer
+
+
+def scores(count: int, num_top: int = 0) -> PromptLogprobs:
+    values, ids = -np.arange(count, dtype=np.float32), np.arange(count * num_top, dtype=np.int32)
+    return PromptLogprobs(num_top, values.tobytes(), ids.tobytes(), (-ids).astype(np.float32).tobytes())
+
+
+def offsets(tokenizer: TextTokenizer, token_ids: list[int], echo: str) -> list[int]:
+    details = PromptDetails(tokenizer, token_ids, echo)
+    return [detail.offset for detail in details.feed([scores(len(token_ids) - 1)])]
+
+
+def test_offsets_are_places_in_the_echo(tokenizer: TextTokenizer) -> None:
+    assert offsets(tokenizer, list(b"hello"), "hello") == [0, 1, 2, 3, 4]
+    text = "a日b"
+    assert offsets(tokenizer, list(text.encode()), text) == [0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("echo", "wanted"), [("hi", [0, 0, 1, 2]), ("<|im_start|>hi", [0, 12, 13, 14])])
+def test_control_tokens_take_room_where_they_are_shown(tokenizer: TextTokenizer, echo: str, wanted: list[int]) -> None:
+    """A prompt of token ids is echoed without them, and a text as it was written."""
+    ids = dict(zip(tokenizer.special_ids, map(tokenizer.token_bytes, tokenizer.special_ids), strict=True))
+    start = next(token for token, spelled in ids.items() if spelled == b"<|im_start|>")
+    end = next(token for token, spelled in ids.items() if spelled == b"<|im_end|>")
+    assert offsets(tokenizer, [start, *b"hi", end], echo) == wanted
+
+
+def test_a_vocabulary_of_pieces_is_spelled_too() -> None:
+    tokenizer = sentencepiece_like()
+    text = "日a"
+    found = offsets(tokenizer, [3 + byte for byte in text.encode()], text)
+    assert found == sorted(found)
+    assert (found[0], found[-1]) in ((0, 0), (0, 1))  # bytes are held back until their run ends
+
+
+def test_the_first_token_has_none_and_comes_once(tokenizer: TextTokenizer) -> None:
+    details = PromptDetails(tokenizer, list(b"hello"), "hello")
+    first, second = list(details.feed([])), list(details.feed([scores(1, 2), scores(3, 2)]))
+    assert [detail.is_first for detail in (*first, *second)] == [True, False, False, False, False]
+    assert "".join(detail.chosen.text for detail in (*first, *second)) == "hello"
+    assert [candidate.logprob for candidate in second[0].top] == [0.0, -1.0]
+
+
+def test_a_step_s_worth_of_scores_is_spelled_a_little_at_a_time(tokenizer: TextTokenizer) -> None:
+    """In front of the token that came with them."""
+    delta = TokenDelta("r", [104], None, "length", prompt_logprobs=[scores(1000, 5), scores(10, 5)])
+    pieces = list(in_pieces(delta))
+    counts = [len(some) for piece in pieces for some in piece.prompt_logprobs or ()]
+    assert (max(counts), sum(counts)) == (MAX_LOGPROBS // 6, 1010)
+    assert [piece.token_ids for piece in pieces] == [[]] * len(counts) + [[104]]
+    assert [piece.finish_reason for piece in pieces] == [None] * len(counts) + ["length"]
+    assert len(list(in_pieces(TokenDelta("r", [], prompt_logprobs=[scores(3)])))) == 1
+    choice = ChoiceText(tokenizer, 0, prompt_token_ids=[104] * 1011, echo="h" * 1011, scores_prompt=True)
+    details = [detail for piece in pieces for detail in choice.feed(piece).details]
+    assert [detail.offset for detail in details] == list(range(1011))
