@@ -4,7 +4,7 @@ much memory the largest take. Knows no weights."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from models.batch import NO_ADAPTER, ScheduledSeq, ScoredRows, StepBatch
+from models.batch import NO_ADAPTER, ScheduledSeq, StepBatch
 from models.shared_runs import SharedRun, StepSharing
 
 #: A rehearsal on a CPU only has to touch everything once: there is nothing to compile there, and no memory to measure.
@@ -14,7 +14,6 @@ _CPU_TOKENS = 32
 _CONTEXT = 16_384
 #: Few rows are served by a decode kernel, compiled for different numbers of them (parts of short prompts, prefix hits).
 _SHORT = (2, 4, 8, 16, 32, 64, 128)
-_MOST_TOP = 20  # alternatives that a request may want
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Rehearsals:
     shares: bool  # steps may name pages that sequences share
     copied_pages: int = 0  # so many of several sequences are copied at once, and of one all that it has
     adapter_slot: int = NO_ADAPTER
-    scored_rows: int = 0  # of a prompt, after which the next token is scored at once; 0: that need not be rehearsed
 
     def steps(self) -> Iterator[StepBatch]:
         """The one that takes most memory first."""
@@ -42,8 +40,6 @@ class Rehearsals:
                 if self.shares and self.max_num_seqs > 1 and fits:
                     yield self._shared_prefill(length)
         yield self._full_decode()
-        if self.scored_rows:
-            yield self._scored_prefill()
 
     def _largest_prefill(self) -> StepBatch:
         """max_num_batched_tokens new tokens, each sequence at the end of a long context. Where pages are copied, it has
@@ -65,11 +61,6 @@ class Rehearsals:
         shared = (self.max_model_len - rows) // self.block_size
         seqs = tuple(self._sequence(slot, rows, shared * self.block_size) for slot in (0, 1))
         return StepBatch(seqs, StepSharing(prefills=((SharedRun(0, 2, 0, shared),),)))
-
-    def _scored_prefill(self) -> StepBatch:
-        """A prompt of which as many tokens are scored as are at once: a longer one takes that several times."""
-        rows = min(self.scored_rows, self.max_num_batched_tokens, self.max_model_len)
-        return StepBatch((self._sequence(0, rows, 0),), scored=(ScoredRows(0, [0] * rows, _MOST_TOP),))
 
     def _full_decode(self) -> StepBatch:
         """One token of as many sequences as there may be, each at the end of a long context."""

@@ -199,7 +199,6 @@ class ModelRunner(StepLauncher):
             shares=self.sharing_limits is not None,
             copied_pages=self._copied_pages(self._max_tokens),
             adapter_slot=NO_ADAPTER if self.adapters is None else self.adapters.limits.max_loras - 1,
-            scored_rows=self._sampler.rows_per_piece if self.device.type == "cuda" else 0,
         )
         with nullcontext() if self.adapters is None else self.adapters.rehearsing():
             for batch in rehearsals.steps():

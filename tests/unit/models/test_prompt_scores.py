@@ -24,7 +24,6 @@ from models.batch import PromptLogprobs, SamplingParams, ScheduledSeq, ScoredRow
 from models.descriptions import load_tokenizer
 from models.loader import LoadedModel
 from models.registry import ModelSource
-from models.rehearsals import Rehearsals
 from models.runner import ModelRunner
 
 TEXTS = [
@@ -243,19 +242,6 @@ def test_logits_that_are_not_finite_are_told(tiny_runner: ModelRunner, monkeypat
     assert (len(second), second.top_ids) == (1, b"")
     for slot in (0, 1):
         tiny_runner.remove_request(slot)
-
-
-def test_a_gpu_rehearses_as_many_rows_as_are_scored_at_once() -> None:
-    def steps(scored_rows: int) -> list[StepBatch]:
-        rehearsals = Rehearsals(
-            max_num_seqs=8, max_num_batched_tokens=512, max_model_len=4096, block_size=32, on_gpu=True, shares=False,
-            scored_rows=scored_rows,
-        )  # fmt: skip
-        return list(rehearsals.steps())
-
-    assert not any(step.scored for step in steps(0))
-    assert [len(rows.targets) for step in steps(262) for rows in step.scored] == [262]
-    assert [len(rows.targets) for step in steps(1000) for rows in step.scored] == [512]
 
 
 @pytest.mark.gpu
