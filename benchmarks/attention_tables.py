@@ -195,3 +195,20 @@ def roofline(results: Path) -> str:
     what = f"{ROOFLINE_KEYS:,} keys, 16 heads, head_dim 128, no mask; least: inputs and outputs once"
     header = ["method", "rows", "GFLOP", "HBM MB", "/ least", "FLOP/B", "ms", "TFLOP/s", "extra MB"]
     return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)
+
+
+def few_rows(results: Path) -> str:
+    """How long the decode kernel takes for rows of a key head beside the Hopper forward, over all problems."""
+    facts = load(results / "few_rows_h200.json")
+    ratios: dict[int, dict[int, list[float]]] = {}
+    for cell in facts["cells"]:
+        ratio = cell["ms"]["decode"] / cell["ms"]["forward"]
+        ratios.setdefault(cell["rows"], {}).setdefault(cell["head_dim"], []).append(ratio)
+    head_dims = sorted({cell["head_dim"] for cell in facts["cells"]})
+    rows = [[str(count), *(_spread(found[dim]) for dim in head_dims)] for count, found in sorted(ratios.items())]
+    what = "Time of the decode kernel over the forward's, geometric mean and extremes"
+    return f"{what}\n({origin(facts)}):\n\n" + table(["rows", *(f"head_dim {dim}" for dim in head_dims)], rows)
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

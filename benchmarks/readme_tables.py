@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "patterns": attention_feature_tables.patterns,
     "linear": attention_tables.linear,
     "roofline": attention_tables.roofline,
+    "few_rows": attention_tables.few_rows,
     "serving": engine_tables.serving,
     "longcontext": engine_tables.longcontext,
     "training": engine_tables.training,

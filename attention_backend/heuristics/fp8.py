@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 #: Head dimensions with an FP8 kernel.
 HEAD_DIMS = (64, 128, 256)
-#: Keys and values that are worked on at once should stay in the L2 cache (50 MB on an H200).
-_L2_BYTES = 16 << 20  # of keys and values that stay there beside what streams through
+#: Keys and values worked on at once should stay in the L2 cache (50 MB on an H200) beside what streams through it.
+_L2_BYTES = 16 << 20
 _STAGES = 2  # parts/forward_fp8_tiles.cuh: tiles of keys, and of values, in shared memory
 _MAX_VALUE_PARTS = 32
 _VALUE_PART_ROWS = 256

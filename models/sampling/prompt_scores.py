@@ -1,5 +1,4 @@
 """Log-probabilities of prompts' own tokens: of a step's rows after which the next token is known. Knows no model.
-slot.
 
 As those of sampled tokens, they are of the model's own distribution (logprobs.py).
 """

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import as_loaded, random_model, tiny_config
+from tiny_models import TINY, as_loaded, random_model, tiny_config
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -152,27 +152,15 @@ def test_prompts_of_the_bundled_model_are_scored_as_by_transformers(
         assert_same(scores(runner, prompts[1:2], chunk=chunk)[0], expected[1], prompts[1])  # alone
 
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FAMILIES: dict[str, tuple[PretrainedConfig, bool]] = {  # and whether its layers are fused
     "llama": (tiny_config(), True),
-    "qwen3": (Qwen3Config(**_SMALL, head_dim=16), True),
+    "qwen3": (Qwen3Config(**TINY, head_dim=16), True),
     "gemma2": (
-        Gemma2Config(**_SMALL, head_dim=16, query_pre_attn_scalar=16, final_logit_softcapping=3.0, sliding_window=8),
+        Gemma2Config(**TINY, head_dim=16, query_pre_attn_scalar=16, final_logit_softcapping=3.0, sliding_window=8),
         True,
     ),
-    "cohere": (CohereConfig(**_SMALL, logit_scale=0.25), False),
-    "granite": (GraniteConfig(**_SMALL, logits_scaling=4.0), False),
+    "cohere": (CohereConfig(**TINY, logit_scale=0.25), False),
+    "granite": (GraniteConfig(**TINY, logits_scaling=4.0), False),
     "gpt2": (
         GPT2Config(vocab_size=120, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2),
         False,

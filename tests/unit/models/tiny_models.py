@@ -8,21 +8,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 from models import patching
 from models.loader import LoadedModel
 
+#: Sizes that most families name so.
+TINY: dict[str, Any] = {
+    "vocab_size": 120,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def tiny_config(**changes: Any) -> LlamaConfig:
-    fields: dict[str, Any] = {
-        "vocab_size": 120,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return LlamaConfig(**{**fields, **changes})
+    return LlamaConfig(**{**TINY, **changes})
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
