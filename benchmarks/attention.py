@@ -39,7 +39,7 @@ from benchmarks.attention_goals import goals
 from benchmarks.attention_grid import SECTIONS, quick, select
 from benchmarks.attention_report import Record, Report
 from benchmarks.attention_timing import compile_ahead, time_cell
-from benchmarks.stopwatch import FLUSHED_BY, Stopwatch, copy_bandwidth
+from benchmarks.stopwatch import FLUSHED_BY, ORDERED_BY, Stopwatch, copy_bandwidth
 
 Section = StrEnum("Section", {name: name for name in (*SECTIONS, "all")})  # type: ignore[misc]
 
@@ -74,8 +74,8 @@ def main(
     flex: Annotated[bool, typer.Option("--flex", help="time FlexAttention too (compiles)")] = False,
     slow: Annotated[bool, typer.Option("--slow", help="time our generic kernel and memory-efficient too")] = False,
     flush: Annotated[bool, typer.Option(help="flush the L2 before every call")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="turns of every contender")] = 3,
-    repeat_ms: Annotated[float, typer.Option(min=1, help="milliseconds of calls a turn")] = 40.0,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of every contender")] = 10,
+    repeat_ms: Annotated[float, typer.Option(min=1, help="milliseconds of calls a turn")] = 15.0,
     warm_up_ms: Annotated[float, typer.Option(min=0, help="milliseconds of calls before a turn")] = 5.0,
     ahead: Annotated[bool, typer.Option(help="compile our kernels on all cores first")] = True,
     out: Annotated[Path | None, typer.Option(help="write every number to this JSON file")] = None,
@@ -99,6 +99,7 @@ def main(
         raise typer.BadParameter("no cell has these dimensions and contenders")
     watch = Stopwatch(device, flush, warm_up_ms, repeat_ms)
     options = {"flush": flush and FLUSHED_BY, "rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
+    options["order"] = ORDERED_BY
     report = Report(machine.facts(commit), options | {"peers": peer_versions()}, copy_bandwidth(watch))
     facts = {name: report.machine[name] for name in ("gpu", "driver", "torch", "cuda", "cudnn", "commit")}
     typer.echo(f"{facts}\n{peers_line()}\ndevice copy {report.copy_tb_per_s:.2f} TB/s (read + write)")

@@ -7,12 +7,14 @@ reading: lines that a flush had written would be written back while the call run
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from time import perf_counter
 
 import torch
 
 Call = Callable[[], object]
 FLUSHED_BY = "reading"  # as results name it; those without a name are of a flush that wrote
+ORDERED_BY = "neighbours"  # as results name `turns`; those without a name had one order in every round
 _FLUSH_BYTES = 256 * 1024 * 1024  # several times any L2
 _QUEUED = 64  # calls queued at a time: the driver holds about a thousand launches
 _TRIES = 3
@@ -79,21 +81,34 @@ def repeats(budget_ms: float, call_ms: float, fewest: int = _MIN_REPEATS) -> int
 def alternate(
     contenders: Mapping[str, Sequence[Call]], times: Callable[[Sequence[Call]], list[float]], rounds: int
 ) -> dict[str, float | Exception]:
-    """The median of all times of each contender; every round times each once, so that drift meets all alike.
+    """The median of all times of each contender. Every round times each once, so that drift meets all alike, in the
+    orders of `turns`, as whoever runs after a hot kernel has a slower clock at the card's power limit.
 
     A contender that raises leaves the race with its exception as the result.
     """
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     failed: dict[str, Exception] = {}
-    for _ in range(rounds):
-        for name, calls in contenders.items():
+    for _, order in zip(range(rounds), cycle(turns(list(contenders))), strict=False):
+        for name in order:
             if name in failed:
                 continue
             try:
-                samples[name] += times(calls)
+                samples[name] += times(contenders[name])
             except Exception as error:  # the reason is recorded beside the contender's name
                 failed[name] = error
     return {name: failed.get(name) or statistics.median(samples[name]) for name in contenders}
+
+
+def turns(names: Sequence[str]) -> list[list[str]]:
+    """Orders in which each name has each place, and comes right behind each other name, equally often.
+
+    An even number of names needs as many orders, an odd one twice as many. E. J. Williams, "Experimental designs
+    balanced for the estimation of residual effects of treatments", Australian Journal of Scientific Research A2, 1949.
+    """
+    count = len(names)
+    zigzag = [-(place // 2) if place % 2 == 0 else place // 2 + 1 for place in range(count)]  # 0, 1, -1, 2, -2, ...
+    orders = [[names[(first + step) % count] for step in zigzag] for first in range(count)]
+    return orders if count % 2 == 0 else orders + [order[::-1] for order in orders]
 
 
 def copy_bandwidth(stopwatch: Stopwatch, num_bytes: int = 1 << 31) -> float:

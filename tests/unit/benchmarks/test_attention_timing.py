@@ -3,9 +3,11 @@
 import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import Mock
 
 import pytest
@@ -21,7 +23,7 @@ from benchmarks.attention_registry import FLEX, OURS, found
 from benchmarks.attention_report import Result
 from benchmarks.attention_torch import key_padding_mask
 from benchmarks.attention_truth import Truth, acceptable, sampled_rows, visible
-from benchmarks.stopwatch import Call, Stopwatch, alternate, repeats
+from benchmarks.stopwatch import Call, Stopwatch, alternate, repeats, turns
 
 CPU = torch.device("cpu")
 FORWARD = Cell("forward", 2, 24, 24, 4, 2, 16, True)
@@ -287,8 +289,18 @@ def test_contenders_take_turns_and_the_median_of_all_rounds_counts() -> None:
         return next(samples)
 
     calls = {name: [lambda name=name: order.append(name)] for name in ("a", "b")}
-    assert alternate(calls, times, rounds=2) == {"a": 2.5, "b": 5.0}
-    assert order == ["a", "b", "a", "b"]
+    assert alternate(calls, times, rounds=2) == {"a": 6.0, "b": 3.0}
+    assert order == ["a", "b", "b", "a"]
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_each_contender_runs_behind_each_other_and_in_each_place_equally_often(count: int) -> None:
+    orders = turns([str(number) for number in range(count)])
+    neighbours = Counter(pair for order in orders for pair in pairwise(order))
+    places = Counter(place for order in orders for place in enumerate(order))
+    assert len(neighbours) == count * (count - 1)
+    assert len(places) == count**2
+    assert len({*neighbours.values(), *places.values()}) == 1
 
 
 def test_a_contender_that_raises_leaves_the_race_and_the_others_stay() -> None:
