@@ -65,9 +65,21 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
+    """Bytes of arrays: a reader that stalls may have thousands of alternatives before it."""
+
     logprob: float  # of the sampled token
     rank: int  # of the sampled token, 1 = most likely
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+    top_ids: bytes = b""  # int32 [num_top], most likely first
+    top_logprobs: bytes = b""  # float32 [num_top]
+
+    @property
+    def num_top(self) -> int:
+        return len(self.top_ids) // 4
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """Token id and log-probability of each alternative."""
+        return tuple(zip(memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ They are taken before biases, penalties, temperature and filters (vLLM's `raw_lo
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from models.batch import TokenLogprobs
@@ -39,9 +39,10 @@ def logprob_rows(raw_logits: Tensor, token_ids: Tensor, k: int) -> LogprobRows:
 
 def to_rows(rows: LogprobRows, wanted: list[int]) -> list[TokenLogprobs]:
     """Of rows on the host. wanted: alternatives of each row, `[m]`, each at most the k of `logprob_rows`."""
-    ids, values = rows.top_ids.tolist(), rows.top_logprobs.tolist()
-    packed = torch.stack([rows.chosen.double(), rows.rank.double()]).tolist()
+    ids, values = rows.top_ids.numpy().astype(np.int32), rows.top_logprobs.numpy()
     return [
-        TokenLogprobs(chosen, int(rank), tuple(zip(i[:k], v[:k], strict=True)))
-        for chosen, rank, i, v, k in zip(*packed, ids, values, wanted, strict=True)
+        TokenLogprobs(chosen, rank, of_ids[:k].tobytes(), of_values[:k].tobytes())
+        for chosen, rank, of_ids, of_values, k in zip(
+            rows.chosen.tolist(), rows.rank.tolist(), ids, values, wanted, strict=True
+        )
     ]

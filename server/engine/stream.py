@@ -58,7 +58,7 @@ class TokenStream:
 
 
 def _weight(delta: TokenDelta) -> int:
-    return len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs or ())
+    return len(delta.token_ids) + sum(1 + entry.num_top for entry in delta.logprobs or ())
 
 
 def _merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:

@@ -24,7 +24,7 @@ def in_pieces(delta: TokenDelta) -> Iterator[TokenDelta]:
         return
     most = MAX_TOKENS
     if delta.logprobs:
-        most = max(1, MAX_LOGPROBS // (1 + len(delta.logprobs[0].top)))
+        most = max(1, MAX_LOGPROBS // (1 + delta.logprobs[0].num_top))
     count = len(delta.token_ids)
     if count <= most:
         yield delta if not delta.prompt_logprobs else replace(delta, prompt_logprobs=None)

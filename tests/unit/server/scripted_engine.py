@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from token_logprobs import token_logprobs
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -178,8 +179,7 @@ def _logprobs(request: AddRequest, token: int) -> list[TokenLogprobs] | None:
     wanted = request.sampling.logprobs
     if wanted is None:
         return None
-    top = tuple(((token + other) % 256, -0.5 - other) for other in range(wanted))
-    return [TokenLogprobs(-0.5, 1, top)]
+    return [token_logprobs(-0.5, [((token + other) % 256, -0.5 - other) for other in range(wanted)])]
 
 
 def _prompt_logprobs(request: AddRequest) -> Iterator[PromptLogprobs]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from token_logprobs import token_logprobs
 
 from models.batch import (
     IN_FLIGHT,
@@ -23,7 +24,6 @@ from models.batch import (
     ScoredRows,
     StepBatch,
     StepOutput,
-    TokenLogprobs,
 )
 from models.errors import AdapterError
 from models.shared_runs import SharingLimits
@@ -262,7 +262,7 @@ class FakeRunner:
             seen = self.memory[list(seq.block_ids[:last])].reshape(-1)[: length + number]
             token = next_token(seen)
             output.token_ids.append(token)
-            output.logprobs.append(None if wanted is None else TokenLogprobs(-0.5, 1, ((token, -0.5),) * wanted))
+            output.logprobs.append(None if wanted is None else token_logprobs(-0.5, [(token, -0.5)] * wanted))
             output.finite.append(NAN not in seen)
             self.lengths[seq.slot] += right
             right = right and [token] == drafts[number : number + 1]

@@ -1,7 +1,7 @@
 import pytest
 from test_detokenizer import sentencepiece_like
+from token_logprobs import token_logprobs
 
-from models.batch import TokenLogprobs
 from server.engine.messages import TokenDelta
 from server.errors import RequestFailedError
 from server.text.choice import ChoiceText
@@ -50,7 +50,7 @@ def test_a_stop_string_of_byte_tokens_stops_at_its_last_one(text: str, stop: str
     """Their text is held back, as a broken byte after them would change it; but nothing comes after a stop."""
     tokenizer = sentencepiece_like()
     choice = ChoiceText(tokenizer, 0, stop=[stop])
-    logprobs = [TokenLogprobs(-1.0, 1, ()) for _ in text.encode()]
+    logprobs = [token_logprobs(-1.0) for _ in text.encode()]
     result = choice.feed(byte_fallback(text, logprobs=logprobs, finish_reason="length"))
     assert (result.text, result.finish_reason) == (shown, "length" if shown == text else "stop")
     assert choice.num_tokens == len(result.details) == num_tokens
@@ -91,7 +91,7 @@ def test_held_text_comes_out_when_the_length_ends_it(tokenizer: TextTokenizer) -
 
 def test_logprobs_are_cut_with_the_text(tokenizer: TextTokenizer) -> None:
     choice = ChoiceText(tokenizer, 0, stop=["b"])
-    logprobs = [TokenLogprobs(-1.0, 1, ((97, -1.0),)) for _ in range(3)]
+    logprobs = [token_logprobs(-1.0, [(97, -1.0)]) for _ in range(3)]
     result = choice.feed(delta(b"abc", logprobs=logprobs))
     assert [detail.chosen.text for detail in result.details] == ["a", "b"]
 
@@ -99,7 +99,7 @@ def test_logprobs_are_cut_with_the_text(tokenizer: TextTokenizer) -> None:
 def test_offsets_count_characters_of_the_text(tokenizer: TextTokenizer) -> None:
     token_ids = [*"aé🌍".encode(), EOS, *b"b!"]
     choice = ChoiceText(tokenizer, 0, stop=["b"])
-    logprobs = [TokenLogprobs(-1.0, 1, ()) for _ in token_ids]
+    logprobs = [token_logprobs(-1.0) for _ in token_ids]
     first = choice.feed(TokenDelta("r", token_ids[:4], logprobs[:4]))
     second = choice.feed(TokenDelta("r", token_ids[4:], logprobs[4:]))
     assert first.text + second.text == "aé🌍"

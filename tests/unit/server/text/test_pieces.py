@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import EOS, LiveServer, tiny_tokenizer
+from token_logprobs import token_logprobs
 
 from models.batch import SamplingParams, TokenLogprobs
 from server.api import sse
@@ -32,7 +33,7 @@ WORDS = "hello wörld, 日本語 "
 
 def merged(token_ids: list[int], top: int | None, **fields: Any) -> TokenDelta:
     def logprobs(token: int) -> TokenLogprobs:
-        return TokenLogprobs(-0.5, 1, tuple(((token + other) % 256, -0.5 - other) for other in range(top or 0)))
+        return token_logprobs(-0.5, [((token + other) % 256, -0.5 - other) for other in range(top or 0)])
 
     return TokenDelta("r", token_ids, None if top is None else [logprobs(token) for token in token_ids], **fields)
 
