@@ -1,5 +1,5 @@
 """The Hopper forward's tiles beside each other, and peers: those whose warpgroups leave out what none of their own rows
-sees, those that take each step together, and with `--full` those whose blocks load keys for each other.
+sees, those that take each step together, and those of which two neighbours load keys for each other.
 
     python benchmarks/forward_tiles.py [--head-dims 64,256] [--causal | --full] [--seqlens 512,1024,2048]
                                        [--tiles own,together,cluster] [--no-peers] [--out results.json]
@@ -26,8 +26,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
+from attention_backend.heuristics.sm90 import ALONE, BY_ROWS
 from attention_backend.kernels import flash_fwd_sm90
-from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys
+from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, can_share_keys
 from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 from benchmarks.arguments import numbers, require_gpu
@@ -47,9 +48,9 @@ class Tile(Enum):
     """What `flash_fwd_sm90.forward` is told: own and cluster."""
 
     DEFAULT = None, None
-    OWN = True, False
-    TOGETHER = False, False
-    CLUSTER = False, True
+    OWN = True, ALONE
+    TOGETHER = False, ALONE
+    CLUSTER = False, BY_ROWS
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -59,16 +60,17 @@ class Tile(Enum):
         return flash_fwd_sm90.forward(args, own=own, cluster=cluster)
 
 
-def tiles_of(head_dim: int, *, full: bool) -> list[Tile]:
-    """The default first. `full`: no cell has a causal mask."""
+def tiles_of(head_dim: int) -> list[Tile]:
+    """The default first."""
     plain = HopperOptions(Options(torch.bfloat16, head_dim, head_dim))
-    others = [tile for tile, serves in ((Tile.OWN, can_own_keys(plain)), (Tile.CLUSTER, full)) if serves]
+    serving = ((Tile.OWN, can_own_keys(plain)), (Tile.CLUSTER, can_share_keys(plain)))
+    others = [tile for tile, serves in serving if serves]
     return [Tile.DEFAULT, *others, Tile.TOGETHER] if others else [Tile.DEFAULT]
 
 
-def contenders_of(head_dim: int, only: Sequence[str] | None, *, full: bool = False) -> list[Contender]:
+def contenders_of(head_dim: int, only: Sequence[str] | None) -> list[Contender]:
     """The default tile, as OURS, and the others of a head_dim, or those of them that are named."""
-    return contenders(SECTION, tiles_of(head_dim, full=full), only, _of_tile)
+    return contenders(SECTION, tiles_of(head_dim), only, _of_tile)
 
 
 def _of_tile(tile: Tile) -> Make:
@@ -103,11 +105,10 @@ def main(
 ) -> None:
     """Times the tiles of the Hopper forward beside each other."""
     dims = numbers(head_dims)
-    full = causal is False
-    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim, full=full)[1:]])
+    names = chosen_names(tiles, [tile for dim in dims for tile in tiles_of(dim)[1:]])
     cells = square_cells(forward_cells(dims, numbers(seqlens)), causal)
     watch = Stopwatch(require_gpu(), True, warm_up_ms, repeat_ms)
-    ours = {dim: contenders_of(dim, names, full=full) for dim in dims}
+    ours = {dim: contenders_of(dim, names) for dim in dims}
     options = {"rounds": rounds, "warm_up_ms": warm_up_ms, "repeat_ms": repeat_ms}
     race(cells, ours, peers((CUDNN, FA3)) if with_peers else (), watch, options, out, commit)
 

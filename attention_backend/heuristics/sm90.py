@@ -17,11 +17,17 @@ SHORT = 2048
 #: Keys below which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none
 #: of its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
 OWN_CAUSAL, OWN_FULL = {64: LONG, 256: 4096}, {64: 2048}
-#: Blocks that load keys and values for each other.
+#: Blocks that load keys and values for each other,
 CLUSTER = 2
-#: Keys from which on that is faster where all rows see all keys and every query head has its own. Measured on an H100,
-#: from 512 keys on; at head_dim 128 it is slower up to 4,096.
-CLUSTER_KEYS = {128: LONG, 256: 2048}
+#: of neighbouring tiles of rows, or of the same rows of neighbouring query heads with one key head.
+BY_ROWS, BY_HEADS, ALONE = "rows", "heads", ""
+#: Keys from which on that is faster, by the tile's width. It saves energy, so it pays where a device is at its power
+#: limit, as in a long prefill: on an H200 that had nothing else to do for 80 ms heads gained 2 to 8 % from 8,192 keys
+#: on, and lost 1 to 4 % where it had rested before (docs/log.md).
+HEADS_KEYS = {128: LONG, 256: 4096}
+ROWS_KEYS = {128: LONG, 256: 2048}
+#: Under a causal mask one of two neighbouring tiles walks keys that none of its rows sees.
+CAUSAL_ROWS_KEYS = {128: 16384, 256: 32768}
 _WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
 #: Widest tile of the kernel that reads pages of e4m3.
 FP8_HEAD_DIM = 128
@@ -44,6 +50,7 @@ _TILE_SLOTS = 2  # descriptions of tiles
 _TILE_BYTES = 96  # a description of a tile (parts/forward_work.cuh)
 _OWN_BYTES = 16  # more of each warpgroup
 _LISTED_BYTES = 8  # of a stage: its key and bits
+_DRAWN_BYTES = 4 * (8 + 4)  # numbers of tiles that a cluster's blocks are told, with barriers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,8 @@ class HopperConfig:
         barriers = 8 * (2 * self.q_stages + 4 * (self.stages + self.raw_stages) + 2 * _TILE_SLOTS + 1)
         described = _TILE_SLOTS * (_TILE_BYTES + self.own_keys * _OWN_BYTES * (self.block_m // 64))
         # The tiles start at a multiple of 1,024.
-        return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + described + 1024
+        told = _DRAWN_BYTES if self.cluster > 1 else 0
+        return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + described + told + 1024
 
 
 #: By the tile widths of keys and values: the tiles whose warpgroups can own keys.
@@ -154,17 +162,31 @@ def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
     return tiles in OWN_TILES and seqlen_k < limits.get(tiles[0], 0)
 
 
-def shares_keys(
-    tiles: tuple[int, int], rows: int, *, seqlen_q: int, seqlen_k: int, lines: int, group: int, num_sms: int
-) -> bool:
-    """Whether blocks that load keys for each other are faster, of rows that all see all keys. `rows`: of a tile.
+def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] | None:
+    """Whose blocks load keys for each other, and from how many keys on; None: nobody's do.
 
-    `lines`: query heads of all sequences. Two tiles are drawn at a time then, so there may be another round of them.
+    `group`: query heads of a key head.
     """
-    if group > 1 or seqlen_k < CLUSTER_KEYS.get(tiles[0], seqlen_k + 1):
-        return False
+    if group % CLUSTER == 0:
+        kind, keys = BY_HEADS, HEADS_KEYS
+    else:
+        kind, keys = BY_ROWS, CAUSAL_ROWS_KEYS if causal else ROWS_KEYS
+    return (kind, keys[tile]) if tile in keys else None
+
+
+def who_shares_keys(
+    tile: int, rows: int, *, seqlen_q: int, seqlen_k: int, causal: bool, lines: int, group: int, num_sms: int
+) -> str:
+    """BY_ROWS, BY_HEADS or ALONE. `tile`: its width; `rows`: its rows. `lines`: query heads of all sequences.
+
+    Of pairs of rows two tiles are drawn at a time, so there may be another round of them.
+    """
+    shared = shares_keys_from(tile, group, causal=causal)
+    if shared is None or seqlen_k < shared[1]:
+        return ALONE
     alone, together = (-(-seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
-    return -(-together // (num_sms // CLUSTER)) <= -(-alone // num_sms)
+    more_rounds = -(-together // (num_sms // CLUSTER)) > -(-alone // num_sms)
+    return ALONE if shared[0] == BY_ROWS and more_rounds else shared[0]
 
 
 def _computed(rows: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:

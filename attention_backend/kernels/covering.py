@@ -10,6 +10,7 @@ import torch
 
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
+from attention_backend.heuristics.sm90 import BY_HEADS, BY_ROWS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import flash_fwd_fp8_sm90, hopper_backward_variants, linear_variants
 from attention_backend.kernels.backward_covering import backward_covering_set
@@ -85,9 +86,11 @@ def _hopper() -> Iterator[KernelVariant]:
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64), short=True))
     for dtype, (tile, tile_v) in product((bf16, fp16), sm90.OWN_TILES):
         yield hopper_variant(HopperOptions(Options(dtype, tile, tile_v), own=True))
-    for tile, long in ((64, False), (128, True), (256, False), (256, True)):
-        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=long, cluster=True))
-    yield hopper_variant(HopperOptions(Options(fp16, 128, 128), cluster=True))
+    for cluster, tile, long in product((BY_ROWS, BY_HEADS), (128, 256), (False, True)):
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=long, cluster=cluster))
+        paged = HopperOptions(Options(bf16, tile, tile, paged=True), long=long, page_size=32, cluster=cluster)
+        yield hopper_variant(paged)
+    yield hopper_variant(HopperOptions(Options(fp16, 128, 128), cluster=BY_HEADS))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
 

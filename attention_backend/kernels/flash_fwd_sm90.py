@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90 import LONG, HopperPlan, hopper_plan, owns_keys, shares_keys
+from attention_backend.heuristics.sm90 import (
+    BY_HEADS,
+    CLUSTER,
+    LONG,
+    HopperPlan,
+    hopper_plan,
+    owns_keys,
+    who_shares_keys,
+)
 from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
@@ -36,14 +44,14 @@ def forward(
     args: AttentionArgs,
     sparsity: BlockSparsity | None = None,
     own: bool | None = None,
-    cluster: bool | None = None,
+    cluster: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
-    `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whether blocks load keys
-    for each other, which needs that all rows see all keys of a dense batch. By default where that is faster;
-    raises ValueError where it cannot be.
+    `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whose blocks load keys for
+    each other: BY_ROWS, BY_HEADS (of an even number for each key head) or ALONE (nobody's). By default where that is
+    faster; raises ValueError where it cannot be.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -94,7 +102,7 @@ def _plan(
     sparse: bool,
     num_splits: int,
     own: bool | None = None,
-    cluster: bool | None = None,
+    cluster: str | None = None,
     partial: bool = False,
 ) -> tuple[HopperOptions, HopperPlan]:
     """How the problem is run; `num_splits` 0: as many as fill the device. `partial`: see hopper_plan."""
@@ -120,25 +128,23 @@ def _plan(
         total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
         partial=partial,
     )
-    if cluster is None:
-        apart = own is None and not plan.pack and plan.num_splits == 1
-        cluster = (
-            apart
-            and _all_see_all(args, which)
-            and shares_keys(
-                hopper_layout(which).tiles,
-                config.block_m,
-                seqlen_q=args.seqlen_q,
-                seqlen_k=seqlen_k,
-                lines=args.batch * args.num_heads,
-                group=args.num_heads // args.num_kv_heads,
-                num_sms=device.num_sms(args.q.device.index),
-            )
+    group = args.num_heads // args.num_kv_heads
+    whole = args.window_left < 0 and args.window_right <= 0 and args.chunk_size == 0  # few keys are seen through others
+    if cluster is None and own is None and whole and not plan.pack and plan.num_splits == 1 and can_share_keys(which):
+        cluster = who_shares_keys(
+            hopper_layout(which).tiles[0],
+            config.block_m,
+            seqlen_q=args.seqlen_q,
+            seqlen_k=seqlen_k,
+            causal=args.window_right == 0,
+            lines=args.batch * args.num_heads,
+            group=group,
+            num_sms=device.num_sms(args.q.device.index),
         )
     if cluster:
-        if not _all_see_all(args, which):
-            raise ValueError("blocks load keys for each other only where all rows see all keys of a dense batch")
-        return which._replace(cluster=True), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
+        if cluster == BY_HEADS and group % CLUSTER:
+            raise ValueError(f"no pairs of heads load keys for each other where a key head has {group} query heads")
+        return which._replace(cluster=cluster), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
     owning = which._replace(own=True, long=False, short=False)
     if own is None:
         even = args.cu_seqlens_q is None and can_own_keys(owning) and not plan.pack and plan.num_splits == 1
@@ -148,13 +154,6 @@ def _plan(
     if not can_own_keys(owning):
         raise ValueError(f"no warpgroup leaves out keys of its own with {owning}")
     return owning, HopperPlan(pack=False, tile_rows=hopper_layout(owning).config.block_m, num_splits=1)
-
-
-def _all_see_all(args: AttentionArgs, which: HopperOptions) -> bool:
-    """Whether every row sees every key, as far as can_share_keys asks for it."""
-    lengths = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k, args.leftpad_k, args.mask_desc)
-    bounded = args.window_left >= 0 or args.window_right >= 0 or args.chunk_size > 0
-    return can_share_keys(which) and not bounded and all(x is None for x in lengths)
 
 
 def _launch(

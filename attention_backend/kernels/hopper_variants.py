@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 from attention_backend.heuristics.sm90 import (
+    ALONE,
+    BY_HEADS,
     CLUSTER,
     FP8_HEAD_DIM,
     LONG,
@@ -31,7 +33,7 @@ class HopperOptions(NamedTuple):
     short: bool = False  # of few queries
     fp8: bool = False  # pages of e4m3
     own: bool = False  # warpgroups leave out keys that none of their own rows sees
-    cluster: bool = False  # blocks load keys for each other
+    cluster: str = ALONE  # whose blocks load keys for each other: BY_ROWS, BY_HEADS or ALONE
 
     @classmethod
     def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
@@ -58,16 +60,16 @@ class HopperLayout:
 def can_own_keys(which: HopperOptions) -> bool:
     """Whether there is a tile whose warpgroups leave out keys that none of their own rows sees."""
     options = which.options
-    return _plain(which) and head_dim_tiles(options.head_dim, options.head_dim_v) in OWN_TILES
+    plain = not (options.paged or options.extras or which.sparse)
+    return plain and head_dim_tiles(options.head_dim, options.head_dim_v) in OWN_TILES
 
 
 def can_share_keys(which: HopperOptions) -> bool:
-    """Whether blocks can load keys for each other."""
-    return _plain(which) and not which.own
-
-
-def _plain(which: HopperOptions) -> bool:
-    return not (which.options.paged or which.options.extras or which.sparse)
+    """Whether blocks can load keys for each other: halves of columns, an even number of 64."""
+    options = which.options
+    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
+    plain = not (options.extras or which.sparse or which.own or which.fp8)
+    return plain and all(tile % (64 * CLUSTER) == 0 for tile in tiles)
 
 
 @cache
@@ -86,7 +88,7 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
     )
     if which.cluster:
         config = replace(config, cluster=CLUSTER)
-    rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n // config.cluster
+    rows = (page_rows(which.page_size, config.block_n) or 0) if options.paged else config.block_n
     return HopperLayout(tiles, config, rows)
 
 
@@ -111,6 +113,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("OVERLAP", int(not config.turns)),
         ("OWN_KEYS", int(config.own_keys)),
         ("CLUSTER", config.cluster),
+        ("CLUSTER_HEADS", int(which.cluster == BY_HEADS)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
         ("PAGED", int(options.paged)),

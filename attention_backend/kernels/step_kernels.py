@@ -6,11 +6,17 @@ from collections.abc import Iterator
 import torch
 
 from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
-from attention_backend.heuristics.sm90 import LONG, MIN_PAGE_ROWS
+from attention_backend.heuristics.sm90 import LONG, MIN_PAGE_ROWS, shares_keys_from
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
 from attention_backend.kernels.flash_merge import merge_variant
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant, reads_fp8_pages
+from attention_backend.kernels.hopper_variants import (
+    HopperOptions,
+    can_share_keys,
+    hopper_layout,
+    hopper_variant,
+    reads_fp8_pages,
+)
 from attention_backend.kernels.variants import Options, forward_variant
 
 _HOPPER = "sm_90a"
@@ -43,6 +49,9 @@ def step_variants(
             for pack in (False, True) if group > 1 else (False,):
                 for split in (False, True):
                     yield hopper_variant(each, pack=pack, split=split)
+            shared = shares_keys_from(hopper_layout(each).tiles[0], group, causal=True)
+            if shared and most_keys >= shared[1] and (each.long or shared[1] < LONG) and can_share_keys(each):
+                yield hopper_variant(each._replace(cluster=shared[0]))
     else:
         yield forward_variant(options, arch)[0]
     rows = group

@@ -14,6 +14,7 @@ import torch
 
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
+from attention_backend.heuristics.sm90 import BY_HEADS, BY_ROWS
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, flash_merge, workspace
 from attention_backend.problem import AttentionArgs
@@ -42,11 +43,19 @@ from .memory import guarded
 CPU = torch.device("cpu")
 BF16, FP16 = torch.bfloat16, torch.float16
 AMPERE, HOPPER = Settings((8, 0)), Settings((9, 0))
-#: An odd number of tiles of rows; a cluster with several pairs of them; one block of two without rows.
+#: An odd number of tiles of rows; a cluster with several pairs of them; one block of two without rows. Pairs of heads:
+#: rows that see nothing; tiles of one step, which are drawn fast; pages.
 CLUSTERS = (
-    (128, Case(300, 330, batch=2, heads=2, kv_heads=1, mask="full")),
-    (64, Case(800, 150, heads=6, kv_heads=3, mask="full", dtype="fp16")),
-    (256, Case(100, 200, batch=2, heads=2, kv_heads=2, mask="full", sinks=True)),
+    (BY_ROWS, 128, Case(300, 330, batch=2, heads=2, kv_heads=1, mask="full")),
+    (BY_ROWS, 128, Case(800, 150, heads=6, kv_heads=3, mask="full", dtype="fp16")),
+    (BY_ROWS, 256, Case(100, 200, batch=2, heads=2, kv_heads=2, mask="full", sinks=True)),
+    (BY_ROWS, 128, Case(700, 600, heads=2, kv_heads=2)),
+    (BY_ROWS, 256, Case(300, 350, heads=2, kv_heads=2, layout="varlen", mask="chunk")),
+    (BY_ROWS, 128, Case(200, 330, batch=3, heads=3, kv_heads=3, layout="paged_varlen", page=32)),
+    (BY_HEADS, 128, Case(600, 400, heads=4, kv_heads=2)),
+    (BY_HEADS, 128, Case(500, 90, batch=2, heads=8, kv_heads=2, mask="full", dtype="fp16")),
+    (BY_HEADS, 128, Case(200, 330, batch=3, heads=4, kv_heads=2, layout="paged_varlen", page=32)),
+    (BY_HEADS, 256, Case(300, 350, heads=2, kv_heads=1, layout="varlen", mask="sliding")),
 )
 SMALL = Case(70, 150, batch=2, heads=4, kv_heads=2)
 
@@ -159,12 +168,12 @@ def test_warpgroups_that_leave_out_keys_of_their_own(dim: int) -> None:
             error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, own=True)))
 
 
-@pytest.mark.parametrize(("dim", "case"), CLUSTERS, ids=str)
-def test_blocks_that_load_keys_for_each_other(dim: int, case: Case) -> None:
+@pytest.mark.parametrize(("cluster", "dim", "case"), CLUSTERS, ids=str)
+def test_blocks_that_load_keys_for_each_other(cluster: str, dim: int, case: Case) -> None:
     for seed in range(3):
         with left_at_zero(HOPPER._replace(seed=seed)):
             args = build(replace(case, dim=dim, dim_v=dim), CPU)
-            error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, cluster=True)))
+            error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, cluster=cluster)))
 
 
 def merged_parts(args: AttentionArgs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
 from attention_backend.heuristics.sm80_backward import is_short
+from attention_backend.heuristics.sm90 import BY_HEADS, BY_ROWS, CLUSTER
 from attention_backend.jit import KernelVariant, arch_for, build_variants, default_cache
 from attention_backend.kernels import hopper_backward_variants
 from attention_backend.kernels.backward_variants import backward_variant
@@ -54,8 +55,9 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         variants += [hopper_variant(which), hopper_variant(which, pack=True)]
         if can_own_keys(which):
             variants += [hopper_variant(which._replace(own=True, long=False, short=False))]
-        if can_share_keys(which) and case.mask == "full":
-            variants += [hopper_variant(which._replace(cluster=True))]
+        if can_share_keys(which):
+            by = (BY_ROWS, BY_HEADS) if case.heads // case.kv_heads % CLUSTER == 0 else (BY_ROWS,)
+            variants += [hopper_variant(which._replace(cluster=cluster)) for cluster in by]
     return variants
 
 

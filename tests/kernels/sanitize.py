@@ -29,6 +29,7 @@ from attention_backend import backward, block_patterns, dispatch, layers
 from attention_backend.fp8_pages import dequantize_pages_op
 from attention_backend.heuristics.gated_linear import GatedConfig
 from attention_backend.heuristics.skinny_linear import SkinnyConfig
+from attention_backend.heuristics.sm90 import BY_HEADS, BY_ROWS
 from attention_backend.jit import compiler
 from attention_backend.kernels.gated_linear import gated_linear as many_gates
 from attention_backend.kernels.skinny_linear import skinny_linear
@@ -135,9 +136,12 @@ def run_tiles(device: torch.device) -> int:
 
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     dense = Case(520, 330, batch=2, heads=4, kv_heads=2, mask="full")
-    runs = [({"cluster": True}, replace(dense, dim=dim, dim_v=dim)) for dim in (64, 128, 256)]
+    by_rows, by_heads = ({"cluster": kind} for kind in (BY_ROWS, BY_HEADS))
+    runs = [(how, replace(dense, dim=dim, dim_v=dim)) for how in (by_rows, by_heads) for dim in (128, 256)]
+    runs += [(how, replace(dense, dim=128, dim_v=128, mask="causal")) for how in (by_rows, by_heads)]
     runs += [({"own": True}, replace(dense, mask="causal", dim=dim, dim_v=dim)) for dim in (64, 256)]
     paged = replace(dense, layout="paged_varlen", page=64, mask="causal", dim=128, dim_v=128)
+    runs += [(by_heads, paged)]
     with mock.patch.object(flash_fwd_sm90, "LONG", 1):
         wide = [replace(dense, dim=128, dim_v=128), paged, replace(paged, sq=40, page=32, num_splits=3)]
         for how, case in (*runs, *(({}, case) for case in wide)):

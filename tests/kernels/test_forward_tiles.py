@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from attention_backend.heuristics.sm90 import ALONE, BY_HEADS, BY_ROWS
 from attention_backend.kernels import device, flash_fwd_sm90
 from attention_backend.kernels.hopper_variants import HopperOptions, hopper_layout
 from attention_backend.kernels.variants import Options
@@ -34,8 +35,11 @@ UNEVEN = [
 ]
 
 
-def sees_all(case: Case) -> bool:
-    return case.mask == "full" and case.layout != "varlen" and case.keys == "all"
+PAGED = [
+    Case(rows, keys, batch=3, layout="paged_varlen", page=page, mask=mask)
+    for rows, keys, mask in ((1, 129, "causal"), (200, 331, "causal"), (331, 331, "sliding"), (70, 500, "chunk"))
+    for page in (16, 32, 48, 128)
+]
 
 
 @contextmanager
@@ -54,11 +58,19 @@ def test_error_rule(dim: int, case: Case, hopper: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in EVEN + UNEVEN if sees_all(case)], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
-def test_blocks_that_load_keys_for_each_other(dim: int, case: Case, hopper: torch.device) -> None:
+@pytest.mark.parametrize("case", EVEN + UNEVEN + PAGED, ids=str)
+@pytest.mark.parametrize("dim", [120, 128, 256])
+def test_blocks_that_load_keys_for_each_other_s_rows(dim: int, case: Case, hopper: torch.device) -> None:
     args = build(replace(case, dim=dim, dim_v=dim), hopper)
-    check(args, run(args, partial(flash_fwd_sm90.forward, cluster=True)))
+    check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_ROWS)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EVEN + UNEVEN + PAGED, ids=str)
+@pytest.mark.parametrize(("dim", "group"), [(120, 2), (128, 4), (256, 2)])
+def test_blocks_that_load_keys_for_each_other_s_heads(dim: int, group: int, case: Case, hopper: torch.device) -> None:
+    args = build(replace(case, heads=2 * group, kv_heads=2, dim=dim, dim_v=dim), hopper)
+    check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_HEADS)))
 
 
 @pytest.mark.gpu
@@ -80,19 +92,15 @@ def test_wide_tiles_over_pages(dim: int, page: int, hopper: torch.device, monkey
 def test_they_do_where_that_is_faster(dim: int, seqlen: int, hopper: torch.device) -> None:
     """The same products in the same order: the same bits as of blocks that load for themselves."""
     args = build(Case(seqlen, seqlen, batch=2, heads=9, kv_heads=9, dim=dim, dim_v=dim, mask="full"), hopper)
-    chosen, shared, alone = (flash_fwd_sm90.forward(args, cluster=cluster) for cluster in (None, True, False))
+    chosen, shared, alone = (flash_fwd_sm90.forward(args, cluster=cluster) for cluster in (None, BY_ROWS, ALONE))
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(chosen, shared, alone, strict=True))
 
 
-def test_blocks_load_keys_for_each_other_only_without_a_mask() -> None:
-    for case in (
-        Case(200, 200),
-        Case(200, 200, mask="full", keys="seqused"),
-        Case(200, 200, layout="varlen", mask="full"),
-    ):
-        args = build(replace(case, dim=128, dim_v=128), torch.device("cpu"))
-        with pytest.raises(ValueError, match="only where all rows see all keys"), only_plans():
-            flash_fwd_sm90.forward(args, cluster=True)
+def test_blocks_load_keys_for_heads_of_an_even_group_alone() -> None:
+    for heads, kv_heads in ((4, 4), (6, 2)):  # one and three of a key head
+        args = build(Case(200, 200, heads=heads, kv_heads=kv_heads, dim=128, dim_v=128), torch.device("cpu"))
+        with pytest.raises(ValueError, match="no pairs of heads"), only_plans():
+            flash_fwd_sm90.forward(args, cluster=BY_HEADS)
 
 
 @pytest.mark.gpu

@@ -1,23 +1,48 @@
 // The Hopper forward's producers, a warp each: one draws tiles of query rows, three fill the rings by TMA.
 #pragma once
 
+#include "bulk_copies.cuh"
 #include "forward_nothing.cuh"
 
 // How many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than needed is
 // one that a block which is done sooner cannot take.
 constexpr int kDrawAhead = 1;
 
+#if CLUSTER > 1
+// What the cluster's first block has drawn, the n-th time, and tells the others. All lanes of a warp call; `index`: in the first
+// block's lane 0.
+__device__ __forceinline__ int drawn_for_all(const Shared& shared, int index, int n) {
+  const int slot = stage<kDrawnSlots>(n);
+  const uint32 full = shared.full_drawn + 8 * slot, number = shared.drawn + 4 * slot;
+  if (cluster_rank() == 0) {
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int rank = 1; rank < CLUSTER; rank++)
+        store_there(address_at(number, rank), static_cast<uint32>(index), address_at(full, rank));
+    }
+    return __shfl_sync(~0u, index, 0);
+  }
+  if (threadIdx.x % 32 == 0) barrier_expect(full, 4);
+  barrier_wait(full, parity<kDrawnSlots>(n));
+  return load_shared_int(number);
+}
+#endif
+
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperParams& p) {
   WorkLine line(p);
-  int index = blockIdx.x / CLUSTER;  // in a cluster all tiles take as long: each block knows its own
+  const int drawers = gridDim.x / CLUSTER;  // one block of a cluster
+  const bool draws = CLUSTER == 1 || cluster_rank() == 0;
+  int index = blockIdx.x / CLUSTER;
 #pragma unroll 1
   for (int t = 0;; t++) {
     if (t > 0) {
-      barrier_wait(shared.wanted_tile, (t - 1) & 1);
+      if (draws) {
+        barrier_wait(shared.wanted_tile, (t - 1) & 1);
+        if (threadIdx.x % 32 == 0) index = drawers + atomicAdd(p.work.counters, 1);
+      }
 #if CLUSTER > 1
-      index += gridDim.x / CLUSTER;
+      index = drawn_for_all(shared, index, t - 1);
 #else
-      if (threadIdx.x % 32 == 0) index = gridDim.x + atomicAdd(p.work.counters, 1);
       index = __shfl_sync(~0u, index, 0);
 #endif
     }
@@ -29,9 +54,9 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperPar
     if (!more) break;
   }
   // The last block to get here leaves the counters as it found them.
-  if (CLUSTER == 1 && threadIdx.x % 32 == 0) {
+  if (draws && threadIdx.x % 32 == 0) {
     __threadfence();
-    if (atomicAdd(p.work.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+    if (atomicAdd(p.work.counters + 1, 1) == drawers - 1) {
       p.work.counters[0] = 0;
       p.work.counters[1] = 0;
     }
@@ -75,6 +100,15 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const TensorM
   });
 }
 
+// For all blocks of the cluster.
+__device__ __forceinline__ void load_box(uint32 to, const TensorMap* map, uint32 full, int c0, int c1, int c2, int c3) {
+#if CLUSTER > 1
+  tma_load_for((1 << CLUSTER) - 1, to, map, full, c0, c1, c2, c3, kEvictLast);
+#else
+  tma_load(to, map, full, c0, c1, c2, c3, kEvictLast);
+#endif
+}
+
 // Fills the ring of key tiles, or of value tiles.
 template <bool KEYS>
 __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* map, const HopperParams& p) {
@@ -88,9 +122,10 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
   const uint32 empty_ring = KEYS ? shared.empty_k : shared.empty_v;
 #endif
   constexpr int kBoxBytes = BLOCK_N * kRowBytes;
-#if CLUSTER > 1
-  const int share = cluster_rank() * (BLOCK_N / CLUSTER);
-#endif
+  // Each block of a cluster loads its share of a tile's columns for all.
+  constexpr int kShare = kBoxes / CLUSTER;
+  static_assert(kBoxes % CLUSTER == 0, "the blocks of a cluster load as many boxes each");
+  const int first_box = CLUSTER > 1 ? cluster_rank() * kShare : 0;
   const int lane = threadIdx.x % 32;
   int n = 0;
   for_tiles(shared, [&](const Tile& tile, int) {
@@ -128,9 +163,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       if (lane == 0) barrier_expect(full, kBoxes * kBoxBytes);
       if (mine)
 #pragma unroll
-        for (int c = 0; c < kBoxes; c++)
-          tma_load(to + c * kBoxBytes + lane * PAGE_ROWS * kRowBytes, map, full, c * 64, row % sequence.page_size, kv_head,
-                   block, kEvictLast);
+        for (int c = first_box; c < first_box + kShare; c++)
+          load_box(to + c * kBoxBytes + lane * PAGE_ROWS * kRowBytes, map, full, c * 64, row % sequence.page_size, kv_head, block);
 #else
       if (lane == 0) {
         wait_empty<kStages>(empty_ring, n);
@@ -139,13 +173,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 #endif
         barrier_expect(full, kBoxes * kBoxBytes);
 #pragma unroll
-        for (int c = 0; c < kBoxes; c++)
-#if CLUSTER > 1  // each block loads its share of the keys for all
-          tma_load_for((1 << CLUSTER) - 1, to + c * kBoxBytes + share * 128, map, full, c * 64, begin + key + share, kv_head,
-                       kv_batch, kEvictLast);
-#else
-          tma_load(to + c * kBoxBytes, map, full, c * 64, begin + key, kv_head, kv_batch, kEvictLast);
-#endif
+        for (int c = first_box; c < first_box + kShare; c++)
+          load_box(to + c * kBoxBytes, map, full, c * 64, begin + key, kv_head, kv_batch);
       }
 #endif
     }

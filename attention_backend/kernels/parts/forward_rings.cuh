@@ -11,6 +11,10 @@ constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64; 
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
 constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
 constexpr int kTileSlots = 2;
+// Places for the numbers of tiles that a cluster's first block draws for the others. When it draws another one, the keys of the last
+// tile but one are on their way, so all blocks have released those STAGES steps before, whose tile's number they have read.
+constexpr int kDrawnSlots = 4;
+static_assert(CLUSTER == 1 || kDrawnSlots >= STAGES + 2, "a number would be written over one that is not read yet");
 constexpr int kLoaders = FP8_PAGES ? 7 : 3;  // warps that read a tile's description besides the consumers'
 constexpr int kFillers = FP8_PAGES ? 2 : 1;   // arrivals that make a stage of keys or values full: copies, or warps that convert
 constexpr int kKeyReaders = SPARSE ? 4 * kConsumers : kConsumers;  // warps also read what is listed beside the keys
@@ -29,6 +33,7 @@ struct Shared {
 #endif
   Tile* tiles;
   ListedStep* listed;  // [STAGES]
+  uint32 drawn, full_drawn;  // [kDrawnSlots]: numbers of tiles, in a cluster
 
   __device__ __forceinline__ explicit Shared(char* memory) {
     const uint32 base = shared_address(memory), aligned = (base + 1023) & ~1023u;
@@ -56,6 +61,11 @@ struct Shared {
     full_raw_v = empty_raw_k + 8 * RAW_STAGES;
     empty_raw_v = full_raw_v + 8 * RAW_STAGES;
     end = empty_raw_v + 8 * RAW_STAGES;
+#endif
+#if CLUSTER > 1
+    full_drawn = end;
+    drawn = full_drawn + 8 * kDrawnSlots;
+    end = drawn + 4 * kDrawnSlots;
 #endif
     char* rest = memory + (end - base);
     listed = reinterpret_cast<ListedStep*>(rest);
@@ -86,6 +96,9 @@ struct Shared {
       barrier_init(empty_tile + 8 * i, kConsumers * 4 + kLoaders);
     }
     barrier_init(wanted_tile, 1);
+#if CLUSTER > 1
+    for (int i = 0; i < kDrawnSlots; i++) barrier_init(full_drawn + 8 * i, 1);
+#endif
     barrier_init_fence();
   }
 };

@@ -38,17 +38,19 @@ static_assert(sizeof(Tile) == 96 + (OWN_KEYS ? 16 * (BLOCK_M / 64) : 0), "_TILE_
 // What a variant has not is known when it is compiled.
 __device__ __forceinline__ int rows_packed(const HopperParams& p) { return PACK ? p.work.pack : 1; }
 __device__ __forceinline__ int rows_per_tile(const HopperParams& p) { return PACK ? p.work.tile_rows : BLOCK_M; }
-// Of what is drawn: neighbouring tiles, one for each block of a cluster.
-__device__ __forceinline__ int rows_drawn(const HopperParams& p) { return CLUSTER * rows_per_tile(p); }
+// A tile is drawn for each block of a cluster: of neighbouring rows, or (CLUSTER_HEADS) of the same rows of neighbouring
+// query heads with one key head, which see the same keys whatever the mask.
+constexpr int kHeadsDrawn = CLUSTER_HEADS ? CLUSTER : 1, kTilesDrawn = CLUSTER / kHeadsDrawn;
+__device__ __forceinline__ int rows_drawn(const HopperParams& p) { return kTilesDrawn * rows_per_tile(p); }
 __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams& p) {
   return PACK ? tile.head : tile.head / p.forward.group;
 }
 
-// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see, and in a cluster
-// all rows see the same.
-#define SKIPS (!SPLIT && !PACK && !SPARSE && CLUSTER == 1)
+// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see, and blocks of a
+// cluster walk the same tiles of keys.
+#define SKIPS (!SPLIT && !PACK && !SPARSE && (CLUSTER == 1 || CLUSTER_HEADS))
 #if CLUSTER > 1
-static_assert(!SPLIT && !PACK && !SPARSE && !OWN_KEYS && DENSE_KEYS, "blocks that share keys walk the same tiles of them");
+static_assert(!SPLIT && !PACK && !SPARSE && !OWN_KEYS && !FP8_PAGES, "blocks that share keys walk the same tiles of them");
 #endif
 
 #if OWN_KEYS
@@ -171,7 +173,7 @@ class WorkLine {
         if (p.work.chosen) splits = min(static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f)), splits);
         splits = max(1, min(splits, steps));  // rows of nobody, that see no keys, are one part
       }
-      sum = (row_tiles(seq.seqlen_q, p) - skipped_tiles(seq, p)) * p.work.heads * splits;
+      sum = (row_tiles(seq.seqlen_q, p) - skipped_tiles(seq, p)) * (p.work.heads / kHeadsDrawn) * splits;
     }
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -193,38 +195,47 @@ class WorkLine {
     __syncwarp();
     const int m_tiles = tile.drawn, units = m_tiles * splits;
     // Halves of halves, so sections are even, and none of less than one and a half tiles a block: a small last one would
-    // leave its longest tiles to run beside idle blocks. In a cluster all tiles are as long.
+    // leave its longest tiles to run beside idle blocks. Clusters' tiles that are all as long need none of that.
+    const bool even = CLUSTER > 1 && seq.low(0) == seq.low(seq.seqlen_q - 1) && seq.high(0) == seq.high(seq.seqlen_q - 1);
     const int kilobytes = max(seq.stop, 0) / 16 * p.work.key_bytes / 64;
+    const int heads_per_key = p.work.heads_per_key / kHeadsDrawn;
     int together = p.work.key_heads;
     while (together > 1 && together * kilobytes > kL2Kilobytes &&
-           (CLUSTER > 1 || (together + 1) / 2 * p.work.heads_per_key * units * 2 >= static_cast<int>(gridDim.x) * 3))
+           (even || (together + 1) / 2 * heads_per_key * units * 2 >= static_cast<int>(gridDim.x) / CLUSTER * 3))
       together = (together + 1) / 2;
-    together *= p.work.heads_per_key;
+    together *= heads_per_key;
     const int section = index / (together * units);
     index -= section * together * units;
-    const int heads = min(together, p.work.heads - section * together), unit = index / heads;
+    const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = index / heads;
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
     const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
-    const int first_row = m * rows_drawn(p) + (CLUSTER > 1 ? cluster_rank() * BLOCK_M : 0);
+    const int drawn_row = m * rows_drawn(p), first_row = drawn_row + (kTilesDrawn > 1 ? cluster_rank() * BLOCK_M : 0);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {
-      tile.head = section * together + index - unit * heads;
+      tile.head = (section * together + index - unit * heads) * kHeadsDrawn + (CLUSTER_HEADS ? cluster_rank() : 0);
       tile.split = split;
       tile.num_splits = splits;
       tile.first_row = first_row;
       tile.end_row = end_row;
     }
-    // Lanes 0 to 3: the tile's first and last query, the sequence's first and last.
+    // Lanes 0 to 3: the tile's first and last query, the sequence's first and last; 4 and 5: the drawn rows', whose keys all
+    // blocks of a cluster walk.
 #if OWN_KEYS  // lanes 4 and 5, 6 and 7...: a warpgroup's
     const int own_row = first_row + (lane - 4) / 2 * 64;
     const int own_query = min(lane % 2 ? own_row + 63 : own_row, end_row - 1);
     const int query = lane < 2 ? (lane == 0 ? first_row : end_row - 1) : lane == 2 ? 0 : lane == 3 ? seq.seqlen_q - 1 : own_query;
 #else
-    const int query = lane < 2 ? (lane == 0 ? first_row : end_row - 1) / rows_packed(p) : lane == 2 ? 0 : seq.seqlen_q - 1;
+    const int drawn_end = kTilesDrawn > 1 ? min(drawn_row + rows_drawn(p), seq.seqlen_q) : end_row;
+    const int query = lane < 2    ? (lane == 0 ? first_row : end_row - 1) / rows_packed(p)
+                      : lane == 2 ? 0
+                      : lane == 4 ? drawn_row / rows_packed(p)
+                      : lane == 5 ? (drawn_end - 1) / rows_packed(p)
+                                  : seq.seqlen_q - 1;
 #endif
     const int low = seq.low(query), high = seq.high(query);
     const int held_low = __shfl_sync(~0u, low, 2), held_high = __shfl_sync(~0u, high, 3);
-    const int whole_low = __shfl_sync(~0u, low, 1), any_high = __shfl_sync(~0u, high, 1);
+    const int whole_low = __shfl_sync(~0u, low, 1);
+    const int any_low = __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0), any_high = __shfl_sync(~0u, high, kTilesDrawn > 1 ? 5 : 1);
 #if OWN_KEYS
     const OwnSteps own = own_steps(low, high, own_row < end_row);
 #endif
@@ -239,7 +250,7 @@ class WorkLine {
 #if SPARSE
     describe_list(tile, p, m);
 #else
-    int begin = low / BLOCK_N, end = any_high > low ? (any_high + BLOCK_N - 1) / BLOCK_N : begin;
+    int begin = any_low / BLOCK_N, end = any_high > any_low ? (any_high + BLOCK_N - 1) / BLOCK_N : begin;
     if (SPLIT) {
       const int all = end - begin;
       end = begin + all * (split + 1) / splits;

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from attention_backend.heuristics import sm90
 from attention_backend.heuristics.sm90 import (
+    ALONE,
+    BY_HEADS,
+    BY_ROWS,
     HopperConfig,
     HopperPlan,
     head_dim_tiles,
@@ -75,39 +78,50 @@ def test_up_to_which_lengths_keys_are_owned(width: int, causal: bool, longest: i
 
 
 @pytest.mark.parametrize(
-    ("width", "seqlen", "lines", "group", "shares"),
+    ("width", "seqlen", "lines", "group", "causal", "who"),
     [
-        (128, 8192, 16, 1, True),
-        (128, 8191, 16, 1, False),  # where it is slower
-        (256, 2048, 64, 1, True),
-        (256, 2047, 64, 1, False),
-        (64, 100_000, 32, 1, False),
-        (128, 8192, 32, 4, False),  # grouped heads
-        (256, 4100, 16, 1, False),  # 5 rounds of pairs of tiles, and 4 of tiles
-        (256, 4100, 2, 1, True),  # one round, either way
+        (128, 8192, 16, 1, False, BY_ROWS),
+        (128, 8191, 16, 1, False, ALONE),  # where it is slower
+        (128, 8192, 16, 1, True, ALONE),
+        (128, 16384, 16, 3, True, BY_ROWS),
+        (256, 2048, 64, 1, False, BY_ROWS),
+        (256, 2047, 64, 1, False, ALONE),
+        (64, 100_000, 32, 1, False, ALONE),
+        (128, 8192, 32, 4, True, BY_HEADS),
+        (128, 8191, 32, 4, False, ALONE),
+        (256, 4096, 16, 2, True, BY_HEADS),
+        (256, 4100, 16, 1, False, ALONE),  # 5 rounds of pairs of tiles, and 4 of tiles
+        (256, 4100, 2, 1, False, BY_ROWS),  # one round, either way
+        (256, 4100, 16, 2, False, BY_HEADS),  # as many rounds, whoever is a pair
     ],
 )
-def test_where_blocks_load_keys_for_each_other(width: int, seqlen: int, lines: int, group: int, shares: bool) -> None:
-    """As measured on an H100."""
+def test_whose_blocks_load_keys_for_each_other(
+    width: int, seqlen: int, lines: int, group: int, causal: bool, who: str
+) -> None:
+    """As measured on an H100 and an H200."""
     sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "lines": lines, "group": group, "num_sms": 132}
-    assert sm90.shares_keys((width, width), 128, **sizes) == shares
+    assert sm90.who_shares_keys(width, 128, causal=causal, **sizes) == who
 
 
 def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() -> None:
     plain = HopperOptions(Options(torch.bfloat16, 128, 128))
     assert can_share_keys(plain)
-    alone, shared = hopper_variant(plain), hopper_variant(plain._replace(cluster=True))
-    assert (dict(alone.defines)["CLUSTER"], dict(shared.defines)["CLUSTER"]) == (1, sm90.CLUSTER)
+    found = [dict(hopper_variant(plain._replace(cluster=kind)).defines) for kind in (ALONE, BY_ROWS, BY_HEADS)]
+    two = sm90.CLUSTER
+    assert [(defines["CLUSTER"], defines["CLUSTER_HEADS"]) for defines in found] == [(1, 0), (two, 0), (two, 1)]
     for other in (
         plain._replace(sparse=True),
-        HopperOptions(Options(torch.bfloat16, 64, 64), own=True),
-        HopperOptions(Options(torch.bfloat16, 64, 64, softcap=True)),
+        HopperOptions(Options(torch.bfloat16, 64, 64)),  # one box of columns
+        HopperOptions(Options(torch.bfloat16, 192, 128)),  # three
+        HopperOptions(Options(torch.bfloat16, 256, 256), own=True),
+        HopperOptions(Options(torch.bfloat16, 128, 128, softcap=True)),
+        HopperOptions(Options(torch.bfloat16, 128, 128, paged=True), page_size=32, fp8=True),
     ):
         assert not can_share_keys(other)
         with pytest.raises(ValueError, match="no blocks load keys for each other"):
-            hopper_variant(other._replace(cluster=True))
+            hopper_variant(other._replace(cluster=BY_HEADS))
     with pytest.raises(ValueError, match="no packed rows and no parts"):
-        hopper_variant(plain._replace(cluster=True), pack=True)
+        hopper_variant(plain._replace(cluster=BY_HEADS), pack=True)
 
 
 @pytest.mark.parametrize("tiles", [(t, t) for t in sm90.HEAD_DIM_TILES if t <= sm90.FP8_HEAD_DIM])

@@ -9,16 +9,15 @@ from benchmarks import tile_race
 OWN = "own"
 
 
-def names_of(head_dim: int, only: list[str] | None = None, *, full: bool = False) -> list[str]:
-    return [contender.name for contender in bench.contenders_of(head_dim, only, full=full)]
+def names_of(head_dim: int, only: list[str] | None = None) -> list[str]:
+    return [contender.name for contender in bench.contenders_of(head_dim, only)]
 
 
 def test_each_cells_default_is_the_first_and_every_other_tile_races() -> None:
-    assert names_of(64) == names_of(256) == ["longwave", "longwave-own", "longwave-together"]
-    assert names_of(80) == names_of(128) == ["longwave"]
-    others = ["longwave-cluster", "longwave-together"]
-    assert names_of(256, full=True) == ["longwave", "longwave-own", *others]
-    assert names_of(128, full=True) == ["longwave", *others]
+    assert names_of(64) == ["longwave", "longwave-own", "longwave-together"]
+    assert names_of(80) == ["longwave"]
+    assert names_of(128) == ["longwave", "longwave-cluster", "longwave-together"]
+    assert names_of(256) == ["longwave", "longwave-own", "longwave-cluster", "longwave-together"]
 
 
 def test_tiles_are_chosen_by_their_names_beside_the_default() -> None:
