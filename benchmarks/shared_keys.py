@@ -33,7 +33,7 @@ from benchmarks.stopwatch import Stopwatch, alternate
 
 HEADS = ((128, 32, 8), (128, 32, 32), (256, 16, 4))  # head_dim, query heads, key heads
 KEYS = (4096, 8192, 16_384, 32_768, 131_072)
-ROWS = (2048, 8192)
+ROWS = (1024, 2048, 8192)
 PAGE = 32
 _LONGEST_WHOLE = 32_768
 _ROUNDS = 4

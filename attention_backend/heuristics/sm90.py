@@ -25,6 +25,8 @@ BY_ROWS, BY_HEADS, ALONE = "rows", "heads", ""
 #: limit, as in a long prefill: on an H200 that had nothing else to do for 80 ms heads gained 2 to 8 % from 8,192 keys
 #: on, and lost 1 to 4 % where it had rested before (docs/log.md).
 HEADS_KEYS = {128: LONG, 256: 4096}
+#: Queries from which on: smaller chunks of a prompt run beside decodes, which leave power to spare.
+HEADS_QUERIES = 2048
 ROWS_KEYS = {128: LONG, 256: 2048}
 #: Under a causal mask one of two neighbouring tiles walks keys that none of its rows sees.
 CAUSAL_ROWS_KEYS = {128: 16384, 256: 32768}
@@ -182,7 +184,7 @@ def who_shares_keys(
     Of pairs of rows two tiles are drawn at a time, so there may be another round of them.
     """
     shared = shares_keys_from(tile, group, causal=causal)
-    if shared is None or seqlen_k < shared[1]:
+    if shared is None or seqlen_k < shared[1] or (shared[0] == BY_HEADS and seqlen_q < HEADS_QUERIES):
         return ALONE
     alone, together = (-(-seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
     more_rounds = -(-together // (num_sms // CLUSTER)) > -(-alone // num_sms)

@@ -103,6 +103,12 @@ def test_whose_blocks_load_keys_for_each_other(
     assert sm90.who_shares_keys(width, 128, causal=causal, **sizes) == who
 
 
+def test_few_queries_of_a_prompt_load_their_own_keys() -> None:
+    sizes = {"seqlen_k": 100_000, "lines": 32, "group": 4, "causal": True, "num_sms": 132}
+    found = [sm90.who_shares_keys(128, 128, seqlen_q=rows, **sizes) for rows in (1, 2047, 2048, 8192)]
+    assert found == [ALONE, ALONE, BY_HEADS, BY_HEADS]
+
+
 def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() -> None:
     plain = HopperOptions(Options(torch.bfloat16, 128, 128))
     assert can_share_keys(plain)
