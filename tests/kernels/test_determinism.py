@@ -15,6 +15,9 @@ CASES = (
     Case(1, 8192, batch=3, layout="paged", heads=32, kv_heads=8, dim=128, dim_v=128),
     Case(1, 8192, batch=3, layout="paged", heads=32, kv_heads=8, dim=128, dim_v=128, num_splits=3),
     Case(4, 2000, batch=7, heads=32, kv_heads=2, layout="paged", page=48, dtype="fp16"),
+    # Long enough for blocks that load keys for each other: of neighbouring heads, and of neighbouring rows.
+    Case(2100, 8300, heads=8, kv_heads=2, layout="paged_varlen", page=32, dim=128, dim_v=128),
+    Case(4100, 16400, batch=1, heads=3, kv_heads=3, dim=128, dim_v=128),
 )
 
 
