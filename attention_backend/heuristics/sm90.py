@@ -22,9 +22,8 @@ CLUSTER = 2
 #: of neighbouring tiles of rows, or of the same rows of neighbouring query heads with one key head.
 BY_ROWS, BY_HEADS, ALONE = "rows", "heads", ""
 #: Keys from which on that is faster, by the tile's width. It saves energy, so it pays where a device is at its power
-#: limit, as in a long prefill: on an H200 that had nothing else to do for 80 ms heads gained 2 to 8 % from 8,192 keys
-#: on, and lost 1 to 4 % where it had rested before (docs/log.md).
-HEADS_KEYS = {128: LONG, 256: 4096}
+#: limit, as in a long prefill, and costs some percent where it has rested before (benchmarks/shared_keys.py).
+HEADS_KEYS = {128: LONG, 256: LONG}
 #: Queries from which on: smaller chunks of a prompt run beside decodes, which leave power to spare.
 HEADS_QUERIES = 2048
 ROWS_KEYS = {128: LONG, 256: 2048}

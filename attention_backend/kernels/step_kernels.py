@@ -50,7 +50,7 @@ def step_variants(
                 for split in (False, True):
                     yield hopper_variant(each, pack=pack, split=split)
             shared = shares_keys_from(hopper_layout(each).tiles[0], group, causal=True)
-            if shared and most_keys >= shared[1] and (each.long or shared[1] < LONG) and can_share_keys(each):
+            if shared and each.long and most_keys >= shared[1] and can_share_keys(each):
                 yield hopper_variant(each._replace(cluster=shared[0]))
     else:
         yield forward_variant(options, arch)[0]

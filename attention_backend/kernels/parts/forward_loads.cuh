@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
   // Each block of a cluster loads its share of a tile's columns for all.
   constexpr int kShare = kBoxes / CLUSTER;
   static_assert(kBoxes % CLUSTER == 0, "the blocks of a cluster load as many boxes each");
-  const int first_box = CLUSTER > 1 ? cluster_rank() * kShare : 0;
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, first_box = rank * kShare;
   const int lane = threadIdx.x % 32;
   int n = 0;
   for_tiles(shared, [&](const Tile& tile, int) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 #pragma unroll 1
     for (int step = 0; step < steps; step++, n++) {
       const uint32 full = full_ring + 8 * stage<kStages>(n), to = ring + stage<kStages>(n) * kBoxes * kBoxBytes;
-      if (KEYS && lane == 0 && step == ask_at) barrier_arrive(shared.wanted_tile);
+      if (KEYS && lane == 0 && step == ask_at && rank == 0) barrier_arrive(shared.wanted_tile);
 #if SPARSE
       constexpr int kParts = 128 / BLOCK_N;
       const int entry = step / kParts;

@@ -89,10 +89,12 @@ def test_up_to_which_lengths_keys_are_owned(width: int, causal: bool, longest: i
         (64, 100_000, 32, 1, False, ALONE),
         (128, 8192, 32, 4, True, BY_HEADS),
         (128, 8191, 32, 4, False, ALONE),
-        (256, 4096, 16, 2, True, BY_HEADS),
+        (256, 8192, 16, 2, True, BY_HEADS),
+        (256, 8191, 16, 2, True, ALONE),
         (256, 4100, 16, 1, False, ALONE),  # 5 rounds of pairs of tiles, and 4 of tiles
         (256, 4100, 2, 1, False, BY_ROWS),  # one round, either way
-        (256, 4100, 16, 2, False, BY_HEADS),  # as many rounds, whoever is a pair
+        (256, 12_545, 16, 1, False, ALONE),  # 13 rounds of pairs, and 12
+        (256, 12_545, 16, 2, False, BY_HEADS),  # pairs of heads have as many as tiles
     ],
 )
 def test_whose_blocks_load_keys_for_each_other(
