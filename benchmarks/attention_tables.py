@@ -210,5 +210,20 @@ def few_rows(results: Path) -> str:
     return f"{what}\n({origin(facts)}):\n\n" + table(["rows", *(f"head_dim {dim}" for dim in head_dims)], rows)
 
 
+def shared_keys(results: Path) -> str:
+    """How many times as fast the forward is whose blocks load keys for each other, by what is asked and its keys."""
+    facts = load(results / "shared_keys_h200.json")
+    found: dict[str, dict[int, str]] = {}
+    for cell in facts["cells"]:
+        rows = f"the last {cell['rows']:,}" if cell["page"] else "all, causal" if cell["causal"] else "all, no mask"
+        name = f"{cell['head_dim']} | {cell['heads']} on {cell['key_heads']} | {rows}"
+        found.setdefault(name, {})[cell["keys"]] = times(cell["ms"]["alone"] / cell["ms"]["shared"])
+    keys = sorted({cell["keys"] for cell in facts["cells"]})
+    lines = [[*name.split(" | "), *(of.get(count, "-") for count in keys)] for name, of in found.items()]
+    what = "Time of the forward over that of one whose blocks load keys for each other, under steady load, by the keys"
+    header = ["head_dim", "heads", "rows", *(f"{count:,}" for count in keys)]
+    return f"{what}\n({origin(facts)}):\n\n" + table(header, lines)
+
+
 def _spread(ratios: Sequence[float]) -> str:
     return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

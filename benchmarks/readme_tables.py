@@ -32,6 +32,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "linear": attention_tables.linear,
     "roofline": attention_tables.roofline,
     "few_rows": attention_tables.few_rows,
+    "shared_keys": attention_tables.shared_keys,
     "serving": engine_tables.serving,
     "longcontext": engine_tables.longcontext,
     "training": engine_tables.training,

@@ -95,6 +95,7 @@ _LONGEST = (  # a step of these lengths takes minutes; ours has the longest, and
 )
 RECORDINGS = (
     Recording("attention_forward", "attention", 150, ("forward",), "fa3"),
+    Recording("attention_forward_fa4", "attention", 150, ("forward", "--only", "longwave,fa2,fa4"), "fa4"),
     Recording("attention_backward", "attention", 200, ("backward", "--slow"), "fa3"),
     # Beside one peer: how fast a card is depends on what else takes turns on it.
     Recording("attention_forward_16k", "attention", 60, ("forward", "--seqlens", "16384", *_CUDNN)),
@@ -129,6 +130,7 @@ RECORDINGS = (
     Recording("linears", "linears", 60),
     Recording("linear_attention", "linear_attention", 120),
     Recording("few_rows", "few_rows", 120),
+    Recording("shared_keys", "shared_keys", 150),
     Recording("roofline", "roofline", 300),
     Recording("ladder", "ladder", 60),
     Recording("quick_start", "cpu_decode", 300, devices=CPU),

@@ -21,6 +21,7 @@ OWN_FILES = 128  # what this process opens that is no client's connection: datab
 MOST_FILES = 65_536  # more than anybody's clients need
 BACKLOG = 2048  # connections that wait to be accepted; uvicorn's default
 HEADER_BYTES = 16 * 2**10  # of a request line and headers that have not wholly come
+UNREAD_BYTES = 16 * 2**10  # of a reply, for whose client to read them the next ones wait; asyncio's default is 64 KiB
 TURNS = 4  # of the event loop, from a connection that is accepted to its end when it is refused: asyncio's
 TELL_SECONDS = 60.0  # between two lines in the log about one thing that lasts
 
@@ -59,6 +60,7 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=UNREAD_BYTES)
         self.access_log = False  # uvicorn's would hold raw paths and queries; server.middleware writes ours
         self._asking: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None

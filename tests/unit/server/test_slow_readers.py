@@ -162,6 +162,9 @@ def test_a_short_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) 
 class Draining(asyncio.Transport):
     """Its buffer has these sizes, one after the other."""
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """What its buffer has is given."""
+
     def __init__(self, *sizes: int) -> None:
         super().__init__()
         self.sizes = list(sizes)
