@@ -24,11 +24,11 @@ BY_ROWS, BY_HEADS, ALONE = "rows", "heads", ""
 #: Keys from which on that is faster, by the tile's width. It saves energy, so it pays where a device is at its power
 #: limit, as in a long prefill, and costs some percent where it has rested before (benchmarks/shared_keys.py).
 HEADS_KEYS = {128: LONG, 256: LONG}
-#: Queries from which on: smaller chunks of a prompt run beside decodes, which leave power to spare.
-HEADS_QUERIES = 2048
 ROWS_KEYS = {128: LONG, 256: 2048}
 #: Under a causal mask one of two neighbouring tiles walks keys that none of its rows sees.
 CAUSAL_ROWS_KEYS = {128: 16384, 256: 32768}
+#: Queries from which on: smaller chunks of a prompt run beside decodes, which leave power to spare.
+SHARED_QUERIES = 2048
 _WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
 #: Widest tile of the kernel that reads pages of e4m3.
 FP8_HEAD_DIM = 128
@@ -183,7 +183,7 @@ def who_shares_keys(
     Of pairs of rows two tiles are drawn at a time, so there may be another round of them.
     """
     shared = shares_keys_from(tile, group, causal=causal)
-    if shared is None or seqlen_k < shared[1] or (shared[0] == BY_HEADS and seqlen_q < HEADS_QUERIES):
+    if shared is None or seqlen_k < shared[1] or seqlen_q < SHARED_QUERIES:
         return ALONE
     alone, together = (-(-seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
     more_rounds = -(-together // (num_sms // CLUSTER)) > -(-alone // num_sms)

@@ -129,8 +129,10 @@ def _plan(
         partial=partial,
     )
     group = args.num_heads // args.num_kv_heads
-    whole = args.window_left < 0 and args.window_right <= 0 and args.chunk_size == 0  # few keys are seen through others
-    if cluster is None and own is None and whole and not plan.pack and plan.num_splits == 1 and can_share_keys(which):
+    # Through a window rows see few keys; what a descriptor says is not known here.
+    bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None
+    apart = own is None and not plan.pack and plan.num_splits == 1
+    if cluster is None and apart and not bounded and can_share_keys(which):
         cluster = who_shares_keys(
             hopper_layout(which).tiles[0],
             config.block_m,

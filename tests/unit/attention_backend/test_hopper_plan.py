@@ -106,9 +106,10 @@ def test_whose_blocks_load_keys_for_each_other(
 
 
 def test_few_queries_of_a_prompt_load_their_own_keys() -> None:
-    sizes = {"seqlen_k": 100_000, "lines": 32, "group": 4, "causal": True, "num_sms": 132}
-    found = [sm90.who_shares_keys(128, 128, seqlen_q=rows, **sizes) for rows in (1, 2047, 2048, 8192)]
-    assert found == [ALONE, ALONE, BY_HEADS, BY_HEADS]
+    sizes = {"seqlen_k": 100_000, "lines": 32, "causal": True, "num_sms": 132}
+    for group, together in ((1, BY_ROWS), (4, BY_HEADS)):
+        found = [sm90.who_shares_keys(128, 128, seqlen_q=rows, group=group, **sizes) for rows in (1, 2047, 2048, 8192)]
+        assert found == [ALONE, ALONE, together, together]
 
 
 def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() -> None:
