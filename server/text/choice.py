@@ -24,6 +24,11 @@ class TextDelta:
     details: tuple[TokenDetail, ...] = ()  # only when logprobs were asked for
     finish_reason: TextFinish | None = None
 
+    @property
+    def num_logprobs(self) -> int:
+        """Those of alternatives included."""
+        return sum(1 + len(detail.top) for detail in self.details)
+
 
 class ChoiceText:
     """Feed it every TokenDelta of one engine request, in order, until a result carries a finish_reason."""

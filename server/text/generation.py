@@ -25,6 +25,8 @@ from server.text.tokenizer import TextTokenizer
 logger = logging.getLogger("longwave")
 
 MAX_UNREAD = 64  # deltas waiting for the reader; then they wait (bounded, too) on the engine's side
+#: Log-probabilities in them, those of alternatives included, before one delta more: spelled out they take 150 bytes.
+MAX_UNREAD_LOGPROBS = 128
 
 Prompt = ChatPrompt | str | TokenIds
 
@@ -103,6 +105,7 @@ class Generation:
         ]
         self._cached = [0] * len(requests)
         self._unread: asyncio.Queue[TextDelta | LongwaveError | None] = asyncio.Queue()
+        self._num_unread = 0  # log-probabilities in the queue
         self._was_read = asyncio.Event()
         self._patience = Patience()  # of the reader
         self._running = len(requests)
@@ -130,6 +133,8 @@ class Generation:
         self._was_read.set()
         if isinstance(item, LongwaveError):
             raise item
+        if item is not None:
+            self._num_unread -= item.num_logprobs
         return item
 
     def fail(self, error: LongwaveError) -> None:
@@ -201,10 +206,11 @@ class Generation:
         return self._metrics.inter_token_latency if choice.num_tokens else self._metrics.time_to_first_token
 
     async def _put(self, delta: TextDelta) -> None:
-        while self._unread.qsize() >= MAX_UNREAD:
+        while self._unread.qsize() >= MAX_UNREAD or self._num_unread >= MAX_UNREAD_LOGPROBS:
             self._was_read.clear()
             await self._was_read.wait()
         if not self._ended:
+            self._num_unread += delta.num_logprobs
             self._unread.put_nowait(delta)
 
     def _finished(self, index: int, reason: str, seconds: float) -> None:

@@ -22,7 +22,7 @@ from server.schemas.completion_reply import CompletionReply
 from server.text import pieces
 from server.text.choice import ChoiceText, TextDelta
 from server.text.details import TokenDetail
-from server.text.generation import MAX_UNREAD, Job
+from server.text.generation import MAX_UNREAD_LOGPROBS, Job
 from server.text.pieces import in_pieces
 from server.text.tokenizer import TextTokenizer
 
@@ -142,7 +142,7 @@ def test_the_event_loop_has_its_turns_between_pieces(
         job = Job("job", ("hi",), SamplingParams(logprobs=TOP), max_tokens=1, arrival_time=time.monotonic())
         generation = await door.open(job)
         try:
-            while late and generation._unread.qsize() < MAX_UNREAD:
+            while late and generation._unread.empty():
                 await asyncio.sleep(0)
             chunks: list[str] = []
             async with aclosing(sse._chunks(generation, reply, 60.0)) as written:
@@ -170,3 +170,33 @@ def test_the_event_loop_has_its_turns_between_pieces(
     for places in (turns.spelled, turns.written):
         assert len(places) == num_pieces
         assert all(before < after for before, after in itertools.pairwise(places))
+
+
+def test_few_alternatives_are_spelled_out_for_a_reader_that_stalls(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits on the engine's side is packed."""
+    door = server.lifecycle.generator
+    assert door is not None
+    token_ids = text_of(200)
+
+    async def generate(_request: AddRequest) -> AsyncGenerator[TokenDelta, None]:
+        for token in token_ids[:-1]:
+            yield merged([token], TOP)
+        yield merged(token_ids[-1:], TOP, finish_reason="length")
+
+    monkeypatch.setattr(server.engine, "generate", generate)
+
+    async def read() -> tuple[int, str]:
+        job = Job("job", ("hi",), SamplingParams(logprobs=TOP), max_tokens=1, arrival_time=time.monotonic())
+        async with aclosing(await door.open(job)) as generation:
+            for _ in range(1000):  # turns of the loop
+                await asyncio.sleep(0)
+            waiting, text = generation._unread.qsize(), ""
+            while (delta := await generation.next()) is not None:
+                text += delta.text
+            return waiting, text
+
+    waiting, text = server.run(read())
+    assert 1 < waiting <= MAX_UNREAD_LOGPROBS // (1 + TOP) + 1
+    assert text == bytes(token_ids).decode(errors="replace")
