@@ -33,16 +33,20 @@ class ChatReply:
         yield self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
 
     def chunks(self, delta: TextDelta, usage: Usage | None = None) -> Iterable[str]:
-        """Text first, then a chunk of its own for the end, as OpenAI's."""
-        logprobs = ChoiceLogprobs.of(delta.details) if self.logprobs and delta.details else None
-        if usage is None and logprobs is None and delta.text:
-            yield self._template(delta.index).fill(delta.text)
-        elif logprobs is not None or delta.text:
-            said = ChatDelta(content=delta.text)
-            yield self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)], usage)
+        """Text first, then a chunk of its own for the end, as OpenAI's. Only strings are kept while a chunk waits for its
+        reader."""
+        if delta.text or (self.logprobs and delta.details):
+            yield self._said(delta, usage)
         if delta.finish_reason is not None:
             end = ChatChunkChoice(index=delta.index, delta=ChatDelta(), finish_reason=delta.finish_reason)
             yield self._chunk([end], usage)
+
+    def _said(self, delta: TextDelta, usage: Usage | None) -> str:
+        logprobs = ChoiceLogprobs.of(delta.details) if self.logprobs and delta.details else None
+        if usage is None and logprobs is None:
+            return self._template(delta.index).fill(delta.text)
+        said = ChatDelta(content=delta.text)
+        return self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)], usage)
 
     def closing(self, usage: Usage) -> Iterable[str]:
         if self.include_usage:

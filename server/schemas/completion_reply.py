@@ -31,13 +31,16 @@ class CompletionReply:
         if text_only and usage is None and delta.text:
             yield self._template(delta.index).fill(delta.text)
         elif delta.text or not text_only:
-            choice = CompletionChoice(
-                index=delta.index,
-                text=delta.text,
-                logprobs=CompletionLogprobs.of(delta.details) if self.logprobs and delta.details else None,
-                finish_reason=delta.finish_reason,
-            )
-            yield self._chunk([choice], usage)
+            yield self._said(delta, usage)
+
+    def _said(self, delta: TextDelta, usage: Usage | None) -> str:
+        choice = CompletionChoice(
+            index=delta.index,
+            text=delta.text,
+            logprobs=CompletionLogprobs.of(delta.details) if self.logprobs and delta.details else None,
+            finish_reason=delta.finish_reason,
+        )
+        return self._chunk([choice], usage)
 
     def closing(self, usage: Usage) -> Iterable[str]:
         if self.include_usage:

@@ -26,7 +26,7 @@ logger = logging.getLogger("longwave")
 
 MAX_UNREAD = 64  # deltas waiting for the reader; then they wait (bounded, too) on the engine's side
 #: Log-probabilities in them, those of alternatives included, before one delta more: spelled out they take 150 bytes.
-MAX_UNREAD_LOGPROBS = 128
+MAX_UNREAD_LOGPROBS = 32
 
 Prompt = ChatPrompt | str | TokenIds
 
