@@ -30,7 +30,7 @@ PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a s
 #: A step may last so many reads of its chunk's keys and of all weights, or most of it would be reading. Beside decodes
 #: weights count as far as the target goes.
 FLOORS = 3
-LONGEST_STEP = 6  # TPOT targets that a step without decodes may last: a newcomer has to wait for it,
+LONGEST_STEP = 5  # TPOT targets that a step without decodes may last: a newcomer waits for two,
 #: and longer where reading a chunk's keys (copying them, where pages are float8) would be more than this part of it,
 KEYS_SHARE = 0.1
 WEIGHTS_SHARE = 0.05  # or reading all weights more than this, where that is not done beneath the products (a CPU);

@@ -38,6 +38,19 @@ def test_chats_under_a_giant_prefill_hardly_notice_it_nor_it_them(seed: int) -> 
     assert engine.answers["giant"].ttft < 1.1 * giant_alone()
 
 
+def test_who_comes_while_a_giant_has_the_device_waits_for_two_of_its_steps() -> None:
+    """One that runs, and one that was launched behind it; whenever that is."""
+    ttfts = []
+    for moment in range(40):
+        engine = SimulatedEngine()
+        engine.ask("giant", 0.0, GIANT, 2)
+        engine.ask("chat", 0.3 + 0.01 * moment, 512, 4)
+        engine.run(until=1.5)
+        ttfts.append(engine.answers["chat"].ttft)
+    assert max(ttfts) < 0.32
+    assert min(ttfts) < 0.2
+
+
 def test_a_giant_alone_loses_nothing_to_its_chunks() -> None:
     whole = SimulatedEngine(tpot_target=None)
     whole.ask("giant", 0.0, GIANT, 2)
