@@ -163,7 +163,8 @@ class PrefillPlan:
         model = self.model
         keys = model.keys_read(prompt.num_computed)
         reading = 0.0 if model.hides_reading else model.floor
-        limit = max(LONGEST_STEP * target, reading / WEIGHTS_SHARE, keys / KEYS_SHARE)
+        longest = BURST_STEP if prompt in self._burst else LONGEST_STEP
+        limit = max(longest * target, reading / WEIGHTS_SHARE, keys / KEYS_SHARE)
         limit = min(limit, max(LONGEST_WAIT, 2 * target))
         in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
         if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:

@@ -33,7 +33,7 @@ class ChatReply:
         yield self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], usage)
 
     def chunks(self, delta: TextDelta, usage: Usage | None = None) -> Iterable[str]:
-        """Text first, then a chunk of its own for the end, as OpenAI's. While one waits for its reader, only strings do."""
+        """Text first, then a chunk of its own for the end, as OpenAI's. While readers stall, only strings are kept."""
         if delta.text or (self.logprobs and delta.details):
             yield self._said(delta, usage)
         if delta.finish_reason is not None:

@@ -225,7 +225,7 @@ def test_chunks_that_time_cuts_fill_whole_tiles(context: int) -> None:
 
 
 def test_of_giants_the_one_that_is_soonest_done_runs_alone() -> None:
-    giants = [make(0, Prompt(60_000)), make(1, Prompt(60_000)), make(2, Prompt(30_000, 30_000))]
+    giants = [make(0, Prompt(60_000)), make(1, Prompt(60_000)), make(2, Prompt(30_000, 10_000))]
     shares = counts(plan_of(giants))
     assert shares.keys() == {0, 2}, "it, and the oldest"
     assert shares[2] > shares[0]
