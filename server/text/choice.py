@@ -27,7 +27,7 @@ class TextDelta:
     @property
     def num_logprobs(self) -> int:
         """Those of alternatives included."""
-        return sum(1 + len(detail.top) for detail in self.details)
+        return sum(1 + len(detail.top) for detail in self.details) if self.details else 0
 
 
 class ChoiceText:
