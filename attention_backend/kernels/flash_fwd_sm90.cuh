@@ -14,7 +14,8 @@
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
 // BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of
-// its own rows sees), CLUSTER (blocks that load keys for each other; 1: none do), CLUSTER_HEADS (of neighbouring query heads, else rows), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
+// its own rows sees), CLUSTER (blocks that load keys for each other; 1: none do), CLUSTER_HEADS (of neighbouring
+// query heads, else rows), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
 // copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
 // one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"

@@ -9,8 +9,8 @@
 constexpr int kDrawAhead = 1;
 
 #if CLUSTER > 1
-// What the cluster's first block has drawn, the n-th time, and tells the others. All lanes of a warp call; `index`: in the first
-// block's lane 0.
+// What the cluster's first block has drawn, the n-th time, and tells the others. All lanes of a warp call; `index`: in the
+// first block's lane 0.
 __device__ __forceinline__ int drawn_for_all(const Shared& shared, int index, int n) {
   const int slot = stage<kDrawnSlots>(n);
   const uint32 full = shared.full_drawn + 8 * slot, number = shared.drawn + 4 * slot;
@@ -164,7 +164,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       if (mine)
 #pragma unroll
         for (int c = first_box; c < first_box + kShare; c++)
-          load_box(to + c * kBoxBytes + lane * PAGE_ROWS * kRowBytes, map, full, c * 64, row % sequence.page_size, kv_head, block);
+          load_box(to + c * kBoxBytes + lane * PAGE_ROWS * kRowBytes, map, full, c * 64, row % sequence.page_size, kv_head,
+                   block);
 #else
       if (lane == 0) {
         wait_empty<kStages>(empty_ring, n);

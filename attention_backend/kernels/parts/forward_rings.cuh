@@ -11,8 +11,9 @@ constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64; 
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
 constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
 constexpr int kTileSlots = 2;
-// Places for the numbers of tiles that a cluster's first block draws for the others. When it draws another one, the keys of the last
-// tile but one are on their way, so all blocks have released those STAGES steps before, whose tile's number they have read.
+// Places for the numbers of tiles that a cluster's first block draws for the others. When it draws another one, the keys of
+// the last tile but one are on their way, so all blocks have released those STAGES steps before, whose tile's number they
+// have read.
 constexpr int kDrawnSlots = 4;
 static_assert(CLUSTER == 1 || kDrawnSlots >= STAGES + 2, "a number would be written over one that is not read yet");
 constexpr int kLoaders = FP8_PAGES ? 7 : 3;  // warps that read a tile's description besides the consumers'

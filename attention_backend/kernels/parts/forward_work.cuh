@@ -46,8 +46,8 @@ __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams&
   return PACK ? tile.head : tile.head / p.forward.group;
 }
 
-// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see, and blocks of a
-// cluster walk the same tiles of keys.
+// Where rows are many. Parts of keys and packed rows are for few; lists say themselves what their rows see, and of
+// neighbouring rows a cluster draws both tiles, whether they see keys or not.
 #define SKIPS (!SPLIT && !PACK && !SPARSE && (CLUSTER == 1 || CLUSTER_HEADS))
 #if CLUSTER > 1
 static_assert(!SPLIT && !PACK && !SPARSE && !OWN_KEYS && !FP8_PAGES, "blocks that share keys walk the same tiles of them");
@@ -235,7 +235,8 @@ class WorkLine {
     const int low = seq.low(query), high = seq.high(query);
     const int held_low = __shfl_sync(~0u, low, 2), held_high = __shfl_sync(~0u, high, 3);
     const int whole_low = __shfl_sync(~0u, low, 1);
-    const int any_low = __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0), any_high = __shfl_sync(~0u, high, kTilesDrawn > 1 ? 5 : 1);
+    const int any_low = __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0);
+    const int any_high = __shfl_sync(~0u, high, kTilesDrawn > 1 ? 5 : 1);
 #if OWN_KEYS
     const OwnSteps own = own_steps(low, high, own_row < end_row);
 #endif

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tiny_models import random_model
+from tiny_models import TINY, random_model
 from torch import Tensor
 from transformers import (
     Gemma2Config,
@@ -25,35 +25,23 @@ from models.forward import PagedForward
 from models.inputs import StepInputs
 from models.kv_pool import allocate
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 120,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-}
 _GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 16}
 _LONG: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _HALF: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_SIZES),
-    "llama with wide heads": LlamaConfig(**_SIZES, head_dim=32),
-    "llama with biases": LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
-    "llama with scaled cosines": LlamaConfig(**_SIZES, rope_parameters=_LONG),
-    "mistral": MistralConfig(**_SIZES, sliding_window=16),
-    "qwen2": Qwen2Config(**_SIZES),
-    "qwen3": Qwen3Config(**_SIZES, head_dim=32),
-    "phi3": Phi3Config(**_SIZES),
-    "phi3 turned in part": Phi3Config(**_SIZES, rope_parameters=_HALF),
-    "smollm3": SmolLM3Config(**_SIZES, no_rope_layers=[1, 0, 1]),
-    "gemma2": Gemma2Config(**_SIZES, **_GEMMA),
-    "gemma3": Gemma3TextConfig(
-        **_SIZES, **_GEMMA, layer_types=["sliding_attention", "full_attention", "full_attention"]
-    ),
+    "llama": LlamaConfig(**TINY),
+    "llama with wide heads": LlamaConfig(**TINY, head_dim=32),
+    "llama with biases": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "llama with scaled cosines": LlamaConfig(**TINY, rope_parameters=_LONG),
+    "mistral": MistralConfig(**TINY, sliding_window=16),
+    "qwen2": Qwen2Config(**TINY),
+    "qwen3": Qwen3Config(**TINY, head_dim=32),
+    "phi3": Phi3Config(**TINY),
+    "phi3 turned in part": Phi3Config(**TINY, rope_parameters=_HALF),
+    "smollm3": SmolLM3Config(**TINY, no_rope_layers=[1, 0, 1]),
+    "gemma2": Gemma2Config(**TINY, **_GEMMA),
+    "gemma3": Gemma3TextConfig(**TINY, **_GEMMA, layer_types=["sliding_attention", "full_attention", "full_attention"]),
 }
 #: New tokens of (first, second) prompt in each step: packed prefill, a mixed step, decodes, a chunk behind a prefix.
 STEPS = ((7, 30), (1, 9), (1, 1), (4, 5))
