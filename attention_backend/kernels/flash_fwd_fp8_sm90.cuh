@@ -12,13 +12,21 @@
 // A warpgroup waits for its products: scores and sums need no registers at once, and the other warpgroups keep the
 // tensor cores busy meanwhile.
 //
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M (128, 192), BLOCK_N.
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M (128, 192), BLOCK_N, STAGES.
+#include "parts/forward_fp8_parts.cuh"
 #include "parts/forward_fp8_rows.cuh"
+#include "parts/forward_fp8_work.cuh"
 
 // A thread's first row of queries (the second is 8 further) and first column in a tile.
 struct Place {
   int row, column;
 };
+
+__device__ __forceinline__ Place thread_place(int first_row) {
+  int thread;  // read anew each time: meanwhile it takes no registers, of which there are none to spare
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return Place{first_row + (thread - 128) / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
+}
 
 struct True {
   static constexpr bool value = true;
@@ -27,129 +35,68 @@ struct False {
   static constexpr bool value = false;
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(const __grid_constant__ Fp8Params p) {
-  extern __shared__ __align__(1024) char shared[];
-  const uint32 tile_q = (shared_address(shared) + 1023) & ~1023u;
-  const uint32 ring_k = tile_q + kBytesQ, ring_v = ring_k + kStages * kBytesKv;
-  const uint32 full_q = ring_v + kStages * kBytesKv, full_k = full_q + 8;
-  const uint32 empty_k = full_k + 8 * kStages, full_v = empty_k + 8 * kStages, empty_v = full_v + 8 * kStages;
+__device__ __forceinline__ void release(uint32 empty) {
+  if (threadIdx.x % 128 == 0) barrier_arrive(empty);
+}
 
-  const int section = blockIdx.x / (p.section * p.q_tiles), place = blockIdx.x % (p.section * p.q_tiles);
-  const int section_heads = min(p.section, p.num_heads - section * p.section);
-  const int head = section * p.section + place % section_heads, batch = blockIdx.y;
-  const int q_tile = p.q_tiles - 1 - place / section_heads;  // those with the most keys start first
-  const int first_row = q_tile * BLOCK_M, last_row = min(first_row + BLOCK_M, p.seqlen_q) - 1;
-  const int64 kv = batch * (p.num_heads / p.group) + head / p.group;
-
-  auto high = [&](int i) { return p.causal ? min(i + p.seqlen_k - p.seqlen_q + 1, p.seqlen_k) : p.seqlen_k; };
-  const int tiles = (max(high(last_row), 0) + BLOCK_N - 1) / BLOCK_N;
-
-  if (threadIdx.x == 0) {
-    barrier_init(full_q, 1);
-#pragma unroll
-    for (int i = 0; i < kStages; i++) {
-      barrier_init(full_k + 8 * i, 1);
-      barrier_init(full_v + 8 * i, 1);
-      barrier_init(empty_k + 8 * i, kConsumers);
-      barrier_init(empty_v + 8 * i, kConsumers);
+// What a warpgroup's rows of a tile have of its keys; `n` and `q`: the tile's first step and its queries among all.
+__device__ __forceinline__ void attend(float (&acc)[HEAD_DIM / 2], RowState& row, const Tile& tile, int n, int q,
+                                       const Shared& shared, const Fp8Params& p) {
+  const int steps = uniform(tile.steps), end = uniform(tile.end);
+  const uint32 queries = element_of<kQueryStages>(shared.q, kBytesQ, q) + (uniform(threadIdx.x / 128) - 1) * 64 * kWidth;
+  const float* k_scales = p.k_scale + tile.kv * p.k_tiles;
+  float k_scale = k_scales[end - 1];  // read a step ahead
+  uint32 probs[kSteps][4];
+  auto softmax = [&](auto masked, float (&s)[BLOCK_N / 2], int key_tile) {
+    const float* q_scale = shared.q_scale + (q & (kQueryStages - 1)) * BLOCK_M + thread_place(0).row;
+    const float scale[2] = {q_scale[0] * k_scale, q_scale[8] * k_scale};
+    k_scale = k_scales[max(key_tile - 1, 0)];
+    int visible[2] = {};
+    if constexpr (decltype(masked)::value) {
+      const Place at = thread_place(tile.first_row);
+      const int key0 = key_tile * BLOCK_N + at.column;
+      visible[0] = end_of_keys(at.row, p) - key0, visible[1] = end_of_keys(at.row + 8, p) - key0;
     }
-    barrier_init_fence();
-  }
-  __syncthreads();
-
-  if (threadIdx.x < 128) {  // the producer warpgroup; one thread works
-    registers_lower<kProducerRegisters>();
-    if (threadIdx.x != 0 || tiles == 0) return;
-    auto load = [&](const uint8* images, uint32 ring, uint32 full, uint32 empty, int step) {
-      const int stage = step % kStages;
-      barrier_wait(empty + 8 * stage, (step / kStages & 1) ^ 1);
-      barrier_expect(full + 8 * stage, kBytesKv);
-      bulk_load(ring + stage * kBytesKv, images + (kv * p.k_tiles + tiles - 1 - step) * kBytesKv, kBytesKv,
-                full + 8 * stage, kEvictLast);
-    };
-    barrier_expect(full_q, kBytesQ);
-    bulk_load(tile_q, p.q + (static_cast<int64>(batch * p.num_heads + head) * p.q_tiles + q_tile) * kBytesQ, kBytesQ,
-              full_q, kEvictFirst);
-    load(p.k, ring_k, full_k, empty_k, 0);
-#pragma unroll 1
-    for (int step = 1; step < tiles; step++) {
-      load(p.k, ring_k, full_k, empty_k, step);
-      load(p.v, ring_v, full_v, empty_v, step - 1);
-    }
-    load(p.v, ring_v, full_v, empty_v, tiles - 1);
-    return;
-  }
-
-  registers_raise<kConsumerRegisters>();
-  const int group = threadIdx.x / 128 - 1;
-  auto thread_place = [&] {
-    int thread;  // read anew each time: meanwhile it takes no registers, of which there are none to spare
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return Place{first_row + (thread - 128) / 32 * 16 + thread % 32 / 4, thread % 4 * 2};
+    softmax_tile<decltype(masked)::value>(s, row, scale, visible);
   };
-
-  float acc[HEAD_DIM / 2];
+  auto step_tile = [&](auto masked, int step) {
+    wait_full<STAGES>(shared.full_k, n);
+    {
+      float s[BLOCK_N / 2];
+      start_scores(s, queries, element_of<STAGES>(shared.k, kBytesKv, n));
+      fp8_wait<0>();
+      release(element_of<STAGES>(shared.empty_k, 8, n));
+      softmax(masked, s, end - 1 - step);
+      __syncwarp();  // else the compiler computes and packs probabilities by turns, in more registers
+      pack_tile(probs, s);
+    }
+    wait_full<STAGES>(shared.full_v, n);
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
-  RowState row = {{-kInfinity, -kInfinity}, {0.f, 0.f}, {1.f, 1.f}};
-  if (tiles > 0) {
-    const uint32 q = tile_q + group * 64 * kWidth;
-    const float* k_scales = p.k_scale + kv * p.k_tiles;
-    const float* q_scales =
-        p.q_scale + static_cast<int64>(batch * p.num_heads + head) * p.q_tiles * BLOCK_M + thread_place().row;
-    const float q_scale[2] = {q_scales[0], q_scales[8]};
-    float k_scale = k_scales[tiles - 1];  // read a step ahead
-    uint32 probs[kSteps][4];
-    auto softmax = [&](auto masked, float (&s)[BLOCK_N / 2], int step) {
-      const float scale[2] = {q_scale[0] * k_scale, q_scale[1] * k_scale};
-      k_scale = k_scales[max(tiles - 2 - step, 0)];
-      int visible[2] = {};
-      if constexpr (decltype(masked)::value) {
-        const Place at = thread_place();
-        const int key0 = (tiles - 1 - step) * BLOCK_N + at.column;
-        visible[0] = high(at.row) - key0, visible[1] = high(at.row + 8) - key0;
-      }
-      softmax_tile<decltype(masked)::value>(s, row, scale, visible);
-    };
-    auto wait_keys = [&](int step) { barrier_wait(full_k + 8 * (step % kStages), step / kStages & 1); };
-    auto wait_values = [&](int step) { barrier_wait(full_v + 8 * (step % kStages), step / kStages & 1); };
-    // Tiles that every row sees whole end at the first row's last key.
-    const int masked_steps = min(max(tiles - max(high(first_row), 0) / BLOCK_N, 1), tiles);
-    barrier_wait(full_q, 0);
-    wait_keys(0);
-    auto step_tile = [&](auto masked, int step) {
-      const int stage = step % kStages;
-      {
-        float s[BLOCK_N / 2];
-        start_scores(s, q, ring_k + stage * kBytesKv);
-        fp8_wait<0>();
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty_k + 8 * stage);
-        softmax(masked, s, step);
-        __syncwarp();  // else the compiler computes and packs probabilities by turns, in more registers
-        pack_tile(probs, s);
-      }
-      wait_values(step);
+    for (int begin = 0; begin < HEAD_DIM; begin += kSumColumns) {
+      float sums[kSumColumns / 2];
+      start_sums(sums, probs, element_of<STAGES>(shared.v, kBytesKv, n) + begin * 32);
+      fp8_wait<0>();
 #pragma unroll
-      for (int begin = 0; begin < HEAD_DIM; begin += kSumColumns) {
-        float sums[kSumColumns / 2];
-        start_sums(sums, probs, ring_v + stage * kBytesKv + begin * 32);
-        fp8_wait<0>();
-#pragma unroll
-        for (int i = 0; i < kSumColumns / 2; i++)
-          acc[begin / 2 + i] = fmaf(acc[begin / 2 + i], row.correction[i / 2 % 2], sums[i]);
-      }
-      if (threadIdx.x % 128 == 0) barrier_arrive(empty_v + 8 * stage);
-      if (step + 1 < tiles) wait_keys(step + 1);
-    };
-    int step = 0;
+      for (int i = 0; i < kSumColumns / 2; i++)
+        acc[begin / 2 + i] = fmaf(acc[begin / 2 + i], row.correction[i / 2 % 2], sums[i]);
+    }
+    release(element_of<STAGES>(shared.empty_v, 8, n));
+    n++;
+  };
+  wait_full<kQueryStages>(shared.full_q, q);
+  int step = 0;
 #pragma unroll 1
-    for (; step < masked_steps; step++) step_tile(True{}, step);
+  for (const int masked = uniform(tile.masked); step < masked; step++) step_tile(True{}, step);
 #pragma unroll 1
-    for (; step < tiles; step++) step_tile(False{}, step);
-  }
+  for (; step < steps; step++) step_tile(False{}, step);
+  __syncwarp();  // each warp reads scales of its rows
+  if (threadIdx.x % 32 == 0) barrier_arrive(element_of<kQueryStages>(shared.empty_q, 8, q));
+}
 
-  const Place at = thread_place();
-  const float* v_scale = p.v_scale + kv * HEAD_DIM + at.column;
+__device__ __forceinline__ void store(const float (&acc)[HEAD_DIM / 2], const RowState& row, const Tile& tile,
+                                      const Fp8Params& p) {
+  const Place at = thread_place(tile.first_row);
+  const float* v_scale = p.v_scale + static_cast<int64>(tile.kv) * HEAD_DIM + at.column;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float l = row.sum[half];
@@ -158,16 +105,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
     const bool empty = row.max[half] == -kInfinity;
     const float factor = empty ? 0.f : 1.f / l;
     const int i = at.row + half * 8;
-    if (i > last_row) continue;
+    if (i > tile.last_row) continue;
     if (at.column == 0)
-      p.lse[static_cast<int64>(batch * p.num_heads + head) * p.seqlen_q + i] =
+      p.lse[static_cast<int64>(tile.batch * p.num_heads + tile.head) * p.seqlen_q + i] =
           empty ? -kInfinity : (row.max[half] - kOffset + log2f(l)) * kLn2;
     uint32* to = reinterpret_cast<uint32*>(
-        p.out + ((static_cast<int64>(batch) * p.seqlen_q + i) * p.num_heads + head) * HEAD_DIM + at.column);
+        p.out + ((static_cast<int64>(tile.batch) * p.seqlen_q + i) * p.num_heads + tile.head) * HEAD_DIM + at.column);
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; j++) {
       const float2 channel = *reinterpret_cast<const float2*>(v_scale + j * 8);
       to[j * 4] = pack2(acc[j * 4 + half * 2] * (factor * channel.x), acc[j * 4 + half * 2 + 1] * (factor * channel.y));
     }
+  }
+}
+
+__device__ __forceinline__ void consume(const Shared& shared, const Fp8Params& p) {
+  int n = 0, q = 0;  // steps and tiles of queries so far
+#pragma unroll 1
+  for (int t = 0;; t++) {
+    wait_full<kTileSlots>(shared.full_tile, t);
+    const Tile& tile = shared.tiles[t & (kTileSlots - 1)];
+    const int steps = uniform(tile.steps);
+    if (steps < 0) return;
+    float acc[HEAD_DIM / 2];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
+    RowState row = {{-kInfinity, -kInfinity}, {0.f, 0.f}, {1.f, 1.f}};
+    if (steps > 0) attend(acc, row, tile, n, uniform(q++), shared, p);
+    n = uniform(n + steps);
+    const int part = uniform(tile.part);
+    if (part < 0 || join_parts(acc, row, part, p)) store(acc, row, tile, p);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(element_of<kTileSlots>(shared.empty_tile, 8, t));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(const __grid_constant__ Fp8Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  const Shared shared(memory);
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+  if (threadIdx.x < 128) {  // the producer warpgroup; one thread works
+    registers_lower<kProducerRegisters>();
+    if (threadIdx.x == 0) load_tiles(shared, p);
+  } else {
+    registers_raise<kConsumerRegisters>();
+    consume(shared, p);
   }
 }

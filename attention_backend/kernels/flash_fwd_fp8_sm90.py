@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.fp8 import HEAD_DIMS, Fp8Config, fp8_config, section_heads
+from attention_backend.heuristics.fp8 import HEAD_DIMS, Fp8Config, fp8_config, section_heads, splits_of_last_round
 from attention_backend.jit import KernelVariant, load
-from attention_backend.kernels import quantize_fp8
+from attention_backend.kernels import device, quantize_fp8, workspace
 from attention_backend.kernels.quantize_fp8 import Fp8Tiles
 
 
@@ -19,8 +19,10 @@ class Fp8Params(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "q_scale", "k_scale", "v_scale", "out", "lse")),
+        *((name, c_void_p) for name in ("parts", "counters")),
         *((name, c_int) for name in ("seqlen_q", "seqlen_k", "num_heads", "group")),
         *((name, c_int) for name in ("q_tiles", "k_tiles", "section", "causal")),
+        *((name, c_int) for name in ("whole", "cut", "splits")),
     )
 
 
@@ -31,6 +33,7 @@ def variant(dtype: torch.dtype, head_dim: int, config: Fp8Config) -> KernelVaria
         ("HEAD_DIM", head_dim),
         ("BLOCK_M", config.block_m),
         ("BLOCK_N", config.block_n),
+        ("STAGES", config.stages),
     )
     return KernelVariant("flash_fwd_fp8_sm90", "sm_90a", defines, hot=True)
 
@@ -70,5 +73,13 @@ def attend(tiles: Fp8Tiles, seqlen_k: int, out: Tensor, lse: Tensor, config: Fp8
     p.num_heads, p.group = num_heads, num_heads // tiles.k.shape[1]
     p.q_tiles, p.k_tiles = q_tiles, k_tiles
     p.section = section_heads(num_heads, p.group, seqlen_k, head_dim)
+    tiles_of_rows, num_sms = batch * num_heads * q_tiles, device.num_sms(out.device.index)
+    p.splits = 1 if causal else splits_of_last_round(tiles_of_rows, k_tiles, num_sms)
+    p.cut = tiles_of_rows % num_sms if p.splits > 1 else 0
+    p.whole = tiles_of_rows - p.cut
+    parts = torch.empty(p.cut * p.splits * config.part_floats(head_dim), dtype=torch.float32, device=out.device)
+    counters = workspace.counters(out.device, config.counters(p.cut))
+    p.parts, p.counters = parts.data_ptr(), counters.data_ptr()
     kernel = load(variant(out.dtype, head_dim, config), out.device.index)
-    kernel((num_heads * q_tiles, batch, 1), (config.threads, 1, 1), p, config.smem_bytes(head_dim))
+    kernel((min(p.whole + p.cut * p.splits, num_sms), 1, 1), (config.threads, 1, 1), p, config.smem_bytes(head_dim))
+    del parts, counters  # kept alive until the launch was queued; the allocator is ordered by stream after that

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from attention_backend.fp8 import flash_attn_fp8_func
-from attention_backend.heuristics.fp8 import fp8_config
+from attention_backend.heuristics.fp8 import fp8_config, splits_of_last_round
+from attention_backend.kernels.device import num_sms
 from attention_backend.reference import fp8 as emulation
 
 from .error_rule import poisoned_memory
@@ -63,6 +64,7 @@ def run(x: Problem, *, causal: bool, hadamard: bool = True) -> tuple[Tensor, Ten
 def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.08) -> None:
     """`limit`: the error beside float64, as a share of the output."""
     q, k, v = x
+    config = fp8_config(q.shape[-1])
     out, lse = run(x, causal=causal, hadamard=hadamard)
     want, want_lse = emulation.attention(q, k, v, q.shape[-1] ** -0.5, causal=causal, hadamard=hadamard)
     truth, truth_lse, largest = exact(q, k, v, causal=causal)
@@ -78,7 +80,10 @@ def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.0
     assert apart.max() < 0.15, f"{apart.max():.3f} from the emulation at seen row {int(apart.argmax())}"
     error, emulated = rms(out - truth), rms(want - truth)
     slack = 2.0**-8 * rms(truth)
-    assert rms(out.double() - want.double()) <= 0.4 * emulated + slack
+    # A part of a tile's keys has a stabiliser of its own, so its probabilities are rounded elsewhere.
+    tiles = -(-q.shape[1] // config.block_m) * q.shape[0] * q.shape[2]
+    cut = not causal and splits_of_last_round(tiles, -(-k.shape[1] // config.block_n), num_sms(q.device.index or 0)) > 1
+    assert rms(out.double() - want.double()) <= (1.5 if cut else 0.4) * emulated + slack
     assert error <= 1.1 * emulated + slack, f"error {error:.3e}, emulated {emulated:.3e}"
     assert error <= limit * rms(truth), f"error {error:.3e} of {rms(truth):.3e}"
     # The tensor cores cut each of a score's products to 13 bits below the largest; the emulation adds exactly. The loss
@@ -142,6 +147,14 @@ def test_queries_and_keys_differ_in_number(causal: bool, head_dim: int, rows: in
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_share_keys(causal: bool, heads: tuple[int, int]) -> None:
     check(problem("heads", 300, 500, 128, heads=heads), causal=causal)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(700, 900), (300, 6000)])
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_take_tile_after_tile(causal: bool, head_dim: int, rows: int, keys: int) -> None:
+    """More tiles than a Hopper has SMs; without a mask the last ones are cut into parts of their keys."""
+    check(problem("many", rows, keys, head_dim, heads=(40, 8)), causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)

@@ -1,6 +1,6 @@
 // What the 8-bit forward is launched with, its tiles, and the products of two of them.
 //
-// Compile-time: BF16, HEAD_DIM, BLOCK_M, BLOCK_N.
+// Compile-time: BF16, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES.
 #pragma once
 
 #include "parts/element.cuh"
@@ -18,25 +18,27 @@ struct Fp8Params {
   const float* v_scale;  // [batch, num_kv_heads, HEAD_DIM]
   element* out;          // [batch, seqlen_q, num_heads, HEAD_DIM]
   float* lse;            // [batch, num_heads, seqlen_q]
+  float* parts;          // [(units - whole), kPartFloats]
+  int* counters;         // zeros: 2, and one of each warp of each tile that is cut into parts
   int seqlen_q, seqlen_k;
   int num_heads, group;
   int q_tiles, k_tiles;
   int section;  // heads whose tiles are worked on together, longest first: their keys and values fit the L2 cache
   int causal;   // bottom-right aligned
+  int whole, cut, splits;  // tiles that are worked on whole, those after them, and how many parts each of them is cut into
 };
 
 constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kWidth = HEAD_DIM % 128 ? 64 : 128;  // bytes of a row in a slab of queries or keys; 32 of values
 constexpr int kBytesQ = BLOCK_M * HEAD_DIM, kBytesKv = BLOCK_N * HEAD_DIM;
-constexpr int kStages = 2;  // of the rings of keys and of values
 constexpr int kSteps = BLOCK_N / 32;  // k-steps of the second product
 constexpr int kSumColumns = HEAD_DIM == 64 ? 64 : HEAD_DIM / 2;  // of the output, added up at a time
-constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+constexpr int kProducerRegisters = 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "registers of a multiprocessor");
 
 // One contiguous copy to shared memory; its bytes count on `barrier`.
-__device__ __forceinline__ void bulk_load(uint32 destination, const uint8* source, uint32 bytes, uint32 barrier,
+__device__ __forceinline__ void bulk_load(uint32 destination, const void* source, uint32 bytes, uint32 barrier,
                                           uint64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
