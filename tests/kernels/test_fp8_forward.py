@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from attention_backend.fp8 import flash_attn_fp8_func
-from attention_backend.heuristics.fp8 import fp8_config, splits_of_last_round
+from attention_backend.heuristics import fp8 as heuristics
+from attention_backend.heuristics.fp8 import fp8_config, keys_shared, splits_of_last_round
 from attention_backend.kernels.device import num_sms
 from attention_backend.reference import fp8 as emulation
 
@@ -61,6 +62,14 @@ def run(x: Problem, *, causal: bool, hadamard: bool = True) -> tuple[Tensor, Ten
     return result
 
 
+def _parts(q: Tensor, k: Tensor, config: heuristics.Fp8Config) -> int:
+    """Of the keys, where tiles are left for the last round."""
+    shared = keys_shared(q.shape[1], k.shape[1], causal=False)
+    cluster = heuristics.CLUSTER if shared else 1
+    tiles = -(-q.shape[1] // (cluster * config.block_m)) * q.shape[0] * q.shape[2]
+    return splits_of_last_round(tiles, -(-k.shape[1] // config.block_n), num_sms(q.device.index or 0) // cluster)
+
+
 def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.08) -> None:
     """`limit`: the error beside float64, as a share of the output."""
     q, k, v = x
@@ -81,8 +90,7 @@ def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.0
     error, emulated = rms(out - truth), rms(want - truth)
     slack = 2.0**-8 * rms(truth)
     # A part of a tile's keys has a stabiliser of its own, so its probabilities are rounded elsewhere.
-    tiles = -(-q.shape[1] // config.block_m) * q.shape[0] * q.shape[2]
-    cut = not causal and splits_of_last_round(tiles, -(-k.shape[1] // config.block_n), num_sms(q.device.index or 0)) > 1
+    cut = not causal and _parts(q, k, config) > 1
     assert rms(out.double() - want.double()) <= (1.5 if cut else 0.4) * emulated + slack
     assert error <= 1.1 * emulated + slack, f"error {error:.3e}, emulated {emulated:.3e}"
     assert error <= limit * rms(truth), f"error {error:.3e} of {rms(truth):.3e}"
@@ -155,6 +163,16 @@ def test_heads_share_keys(causal: bool, heads: tuple[int, int]) -> None:
 def test_blocks_take_tile_after_tile(causal: bool, head_dim: int, rows: int, keys: int) -> None:
     """More tiles than a Hopper has SMs; without a mask the last ones are cut into parts of their keys."""
     check(problem("many", rows, keys, head_dim, heads=(40, 8)), causal=causal)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(700, 900), (400, 3000), (190, 6000)])
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+def test_blocks_load_keys_for_each_other(
+    head_dim: int, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int] = (40, 8)
+) -> None:
+    """Also where a head's tiles are odd in number, and cut into parts."""
+    monkeypatch.setattr(heuristics, "SHARED_ROWS", 1)
+    check(problem("clusters", rows, keys, head_dim, heads=heads), causal=False)
 
 
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
