@@ -8,9 +8,6 @@ HEAD_DIMS = (64, 128, 256)
 _L2_BYTES = 16 << 20
 _QUERY_STAGES = _TILE_SLOTS = 2  # parts/forward_fp8_work.cuh
 _TILE_BYTES = 40  # a description of a tile
-#: Blocks that load keys and values for each other, of neighbouring rows; rows and keys from which on that pays (it saves
-#: energy, as in sm90.py).
-CLUSTER, SHARED_ROWS = 2, 8192
 #: Steps of a part that are worth writing its result to memory and reading it again.
 _FEWEST_STEPS = 8
 _MAX_VALUE_PARTS = 32
@@ -24,7 +21,6 @@ class Fp8Config:
     block_m: int
     block_n: int
     stages: int  # of the rings of keys and of values in shared memory
-    cluster: int = 1  # blocks that load keys and values for each other
 
     @property
     def threads(self) -> int:
@@ -60,11 +56,6 @@ def value_parts(seqlen_k: int) -> tuple[int, int]:
     """In how many parts the values' largest sizes are found, and the rows of a part."""
     parts = max(1, min(_MAX_VALUE_PARTS, seqlen_k // _VALUE_PART_ROWS))
     return parts, -(-seqlen_k // parts)
-
-
-def keys_shared(seqlen_q: int, seqlen_k: int, *, causal: bool) -> bool:
-    """Whether blocks load keys for each other. Under a causal mask tiles see different keys."""
-    return not causal and seqlen_q >= SHARED_ROWS and seqlen_k >= SHARED_ROWS
 
 
 def splits_of_last_round(tiles: int, k_tiles: int, num_sms: int) -> int:

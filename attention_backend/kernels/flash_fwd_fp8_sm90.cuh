@@ -12,8 +12,7 @@
 // A warpgroup waits for its products: scores and sums need no registers at once, and the other warpgroups keep the
 // tensor cores busy meanwhile.
 //
-// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M (128, 192), BLOCK_N, STAGES,
-// CLUSTER (blocks that load keys for each other; 1: none do).
+// Compile-time: BF16 (of the output), HEAD_DIM (64, 128, 256), BLOCK_M (128, 192), BLOCK_N, STAGES.
 #include "parts/forward_fp8_parts.cuh"
 #include "parts/forward_fp8_rows.cuh"
 #include "parts/forward_fp8_work.cuh"
@@ -35,6 +34,11 @@ struct True {
 struct False {
   static constexpr bool value = false;
 };
+
+// Gives a stage back to whoever fills it.
+__device__ __forceinline__ void release(uint32 empty) {
+  if (threadIdx.x % 128 == 0) barrier_arrive(empty);
+}
 
 // What a warpgroup's rows of a tile have of its keys; `n` and `q`: the tile's first step and its queries among all.
 __device__ __forceinline__ void attend(float (&acc)[HEAD_DIM / 2], RowState& row, const Tile& tile, int n, int q,
@@ -137,19 +141,11 @@ __device__ __forceinline__ void consume(const Shared& shared, const Fp8Params& p
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
-#endif
-    flash_fwd_fp8_sm90(const __grid_constant__ Fp8Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(const __grid_constant__ Fp8Params p) {
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) shared.init_barriers();
-#if CLUSTER > 1
-  cluster_sync();
-#else
   __syncthreads();
-#endif
   if (threadIdx.x < 128) {  // the producer warpgroup; one thread works
     registers_lower<kProducerRegisters>();
     if (threadIdx.x == 0) load_tiles(shared, p);
@@ -157,7 +153,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_raise<kConsumerRegisters>();
     consume(shared, p);
   }
-#if CLUSTER > 1
-  cluster_sync();  // others may still arrive here, and write
-#endif
 }

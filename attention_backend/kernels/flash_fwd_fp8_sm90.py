@@ -3,21 +3,12 @@
 import ctypes
 from collections.abc import Iterator
 from ctypes import c_int, c_void_p
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.fp8 import (
-    CLUSTER,
-    HEAD_DIMS,
-    Fp8Config,
-    fp8_config,
-    keys_shared,
-    section_heads,
-    splits_of_last_round,
-)
+from attention_backend.heuristics.fp8 import HEAD_DIMS, Fp8Config, fp8_config, section_heads, splits_of_last_round
 from attention_backend.jit import KernelVariant, load
 from attention_backend.kernels import device, quantize_fp8, workspace
 from attention_backend.kernels.quantize_fp8 import Fp8Tiles
@@ -43,7 +34,6 @@ def variant(dtype: torch.dtype, head_dim: int, config: Fp8Config) -> KernelVaria
         ("BLOCK_M", config.block_m),
         ("BLOCK_N", config.block_n),
         ("STAGES", config.stages),
-        ("CLUSTER", config.cluster),
     )
     return KernelVariant("flash_fwd_fp8_sm90", "sm_90a", defines, hot=True)
 
@@ -54,7 +44,6 @@ def covering_set() -> Iterator[KernelVariant]:
         config = fp8_config(head_dim)
         for dtype in (torch.bfloat16, torch.float16):
             yield variant(dtype, head_dim, config)
-        yield variant(torch.bfloat16, head_dim, replace(config, cluster=CLUSTER))
         half = head_dim == 64
         for step in range(2):
             yield quantize_fp8.variant(torch.float16 if half else torch.bfloat16, head_dim, config, not half, step)
@@ -84,17 +73,14 @@ def attend(tiles: Fp8Tiles, seqlen_k: int, out: Tensor, lse: Tensor, config: Fp8
     p.num_heads, p.group = num_heads, num_heads // tiles.k.shape[1]
     p.q_tiles, p.k_tiles = q_tiles, k_tiles
     p.section = section_heads(num_heads, p.group, seqlen_k, head_dim)
-    num_sms = device.num_sms(out.device.index)
-    if keys_shared(seqlen_q, seqlen_k, causal=causal):
-        config = replace(config, cluster=CLUSTER)
-    drawn, workers = batch * num_heads * -(-q_tiles // config.cluster), num_sms // config.cluster
-    p.splits = 1 if causal else splits_of_last_round(drawn, k_tiles, workers)
-    p.cut = drawn % workers if p.splits > 1 else 0
-    p.whole = drawn - p.cut
-    units, cut = p.whole + p.cut * p.splits, p.cut * config.cluster
-    parts = torch.empty(cut * p.splits * config.part_floats(head_dim), dtype=torch.float32, device=out.device)
-    counters = workspace.counters(out.device, config.counters(cut))
+    all_tiles, num_sms = batch * num_heads * q_tiles, device.num_sms(out.device.index)
+    p.splits = 1 if causal else splits_of_last_round(all_tiles, k_tiles, num_sms)
+    p.cut = all_tiles % num_sms if p.splits > 1 else 0
+    p.whole = all_tiles - p.cut
+    units = p.whole + p.cut * p.splits
+    parts = torch.empty(p.cut * p.splits * config.part_floats(head_dim), dtype=torch.float32, device=out.device)
+    counters = workspace.counters(out.device, config.counters(p.cut))
     p.parts, p.counters = parts.data_ptr(), counters.data_ptr()
     kernel = load(variant(out.dtype, head_dim, config), out.device.index)
-    kernel((min(units, workers) * config.cluster, 1, 1), (config.threads, 1, 1), p, config.smem_bytes(head_dim))
+    kernel((min(units, num_sms), 1, 1), (config.threads, 1, 1), p, config.smem_bytes(head_dim))
     del parts, counters  # kept alive until the launch was queued; the allocator is ordered by stream after that

@@ -168,10 +168,6 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"cp\.async\.bulk\.shared::cluster\.shared::cta\..*", _call("copy_there")),
     (r"st\.async\.shared::cluster\..*", _store_there),
     (
-        r"cp\.async\.bulk\.shared.*\.multicast.*",
-        lambda _, o: f"emu::bulk_load_for({o[4][0]}, {o[0][0]}, (const void*)({o[1][0]}), {o[2][0]}, {o[3][0]});",
-    ),
-    (
         r"cp\.async\.bulk\.shared.*",
         lambda _, o: f"emu::bulk_load({o[0][0]}, (const void*)({o[1][0]}), {o[2][0]}, {o[3][0]});",
     ),

@@ -28,6 +28,7 @@ from tests.kernels import (
     error_rule,
     test_chain_attention,
     test_extremes,
+    test_fp8_forward,
     test_fp8_prefill,
     test_kv_store,
     test_layer_chain,
@@ -204,6 +205,16 @@ def test_the_benchmark_of_tiles_runs_each_on_the_cells_inputs(bench: ModuleType)
         for contender in bench.contenders_of(64, None):
             call = contender.makes[cell.section](cell, tensors)
             assert acceptable(cell, truth.error(call())), contender.name
+
+
+@pytest.mark.parametrize(("num_sms", "rows", "keys", "causal"), [(3, 300, 350, True), (13, 70, 2600, False)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_forward_at_8_bits(dim: int, num_sms: int, rows: int, keys: int, causal: bool) -> None:
+    """Blocks take tile after tile; the tiles of a round that would leave SMs idle are cut into parts of their keys."""
+    for seed in range(2):
+        with left_at_zero(HOPPER._replace(num_sms=num_sms, seed=seed)):
+            x = test_fp8_forward.problem("emulated", rows, keys, dim, heads=(2, 1), device=CPU)
+            test_fp8_forward.check(x, causal=causal, attend=test_fp8_forward.kernels)
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (80, 48)], ids=str)

@@ -1,14 +1,15 @@
 """The FP8 forward on a Hopper: its tiles byte for byte, its results beside the emulation's and float64's."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from attention_backend.fp8 import flash_attn_fp8_func
-from attention_backend.heuristics import fp8 as heuristics
-from attention_backend.heuristics.fp8 import fp8_config, keys_shared, splits_of_last_round
+from attention_backend.heuristics.fp8 import Fp8Config, fp8_config, splits_of_last_round
+from attention_backend.kernels import flash_fwd_fp8_sm90
 from attention_backend.kernels.device import num_sms
 from attention_backend.reference import fp8 as emulation
 
@@ -29,10 +30,17 @@ def _hopper(cuda: torch.device) -> None:
 
 
 def problem(
-    name: str, rows: int, keys: int, head_dim: int, *, heads: tuple[int, int] = (4, 2), dtype: torch.dtype | None = None
+    name: str,
+    rows: int,
+    keys: int,
+    head_dim: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Problem:
     """Two sequences of fresh random values: q `[2, rows, heads, head_dim]`, k, v `[2, keys, kv_heads, head_dim]`."""
-    g = generator((name, rows, keys, head_dim), torch.device("cuda"))
+    g = generator((name, rows, keys, head_dim), device or torch.device("cuda"))
     shapes = ((2, rows, heads[0], head_dim), *[(2, keys, heads[1], head_dim)] * 2)
     q, k, v = (randn(shape, dtype or torch.bfloat16, g) for shape in shapes)
     return q, k, v
@@ -55,26 +63,41 @@ def rms(x: Tensor) -> float:
     return x.double().pow(2).mean().sqrt().item()
 
 
-def run(x: Problem, *, causal: bool, hadamard: bool = True) -> tuple[Tensor, Tensor]:
-    with poisoned_memory():
-        result = flash_attn_fp8_func(*x, causal=causal, hadamard=hadamard, return_lse=True)
+def public(x: Problem, *, causal: bool, hadamard: bool) -> tuple[Tensor, Tensor]:
+    result = flash_attn_fp8_func(*x, causal=causal, hadamard=hadamard, return_lse=True)
     assert isinstance(result, tuple)
     return result
 
 
-def _parts(q: Tensor, k: Tensor, config: heuristics.Fp8Config) -> int:
+def kernels(x: Problem, *, causal: bool, hadamard: bool) -> tuple[Tensor, Tensor]:
+    return flash_fwd_fp8_sm90.forward(*x, x[0].shape[-1] ** -0.5, causal=causal, hadamard=hadamard)
+
+
+def run(
+    x: Problem, *, causal: bool, hadamard: bool = True, attend: Callable[..., tuple[Tensor, Tensor]] = public
+) -> tuple[Tensor, Tensor]:
+    with poisoned_memory():
+        return attend(x, causal=causal, hadamard=hadamard)
+
+
+def _parts(q: Tensor, k: Tensor, config: Fp8Config) -> int:
     """Of the keys, where tiles are left for the last round."""
-    shared = keys_shared(q.shape[1], k.shape[1], causal=False)
-    cluster = heuristics.CLUSTER if shared else 1
-    tiles = -(-q.shape[1] // (cluster * config.block_m)) * q.shape[0] * q.shape[2]
-    return splits_of_last_round(tiles, -(-k.shape[1] // config.block_n), num_sms(q.device.index or 0) // cluster)
+    tiles = -(-q.shape[1] // config.block_m) * q.shape[0] * q.shape[2]
+    return splits_of_last_round(tiles, -(-k.shape[1] // config.block_n), num_sms(q.device.index or 0))
 
 
-def check(x: Problem, *, causal: bool, hadamard: bool = True, limit: float = 0.08) -> None:
+def check(
+    x: Problem,
+    *,
+    causal: bool,
+    hadamard: bool = True,
+    limit: float = 0.08,
+    attend: Callable[..., tuple[Tensor, Tensor]] = public,
+) -> None:
     """`limit`: the error beside float64, as a share of the output."""
     q, k, v = x
     config = fp8_config(q.shape[-1])
-    out, lse = run(x, causal=causal, hadamard=hadamard)
+    out, lse = run(x, causal=causal, hadamard=hadamard, attend=attend)
     want, want_lse = emulation.attention(q, k, v, q.shape[-1] ** -0.5, causal=causal, hadamard=hadamard)
     truth, truth_lse, largest = exact(q, k, v, causal=causal)
     assert out.shape == q.shape
@@ -165,16 +188,6 @@ def test_blocks_take_tile_after_tile(causal: bool, head_dim: int, rows: int, key
     check(problem("many", rows, keys, head_dim, heads=(40, 8)), causal=causal)
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(700, 900), (400, 3000), (190, 6000)])
-@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
-def test_blocks_load_keys_for_each_other(
-    head_dim: int, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int] = (40, 8)
-) -> None:
-    """Also where a head's tiles are odd in number, and cut into parts."""
-    monkeypatch.setattr(heuristics, "SHARED_ROWS", 1)
-    check(problem("clusters", rows, keys, head_dim, heads=heads), causal=False)
-
-
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
 def test_float16_and_no_rotation(head_dim: int) -> None:
     check(problem("half", 400, 400, head_dim, dtype=torch.float16), causal=True, hadamard=False)
@@ -223,10 +236,12 @@ def test_long_sums_keep_their_precision(head_dim: int) -> None:
     assert abs(loss) < 0.01, f"sums are short by {loss:.2%}"
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(1500, 1500), (150, 3000)])
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_thousand_repeats_are_bitwise_equal(causal: bool, head_dim: int) -> None:
-    x = problem("repeats", 1500, 1500, head_dim, heads=(8, 4))
+def test_a_thousand_repeats_are_bitwise_equal(causal: bool, head_dim: int, rows: int, keys: int) -> None:
+    """Also of parts of keys, whoever comes last."""
+    x = problem("repeats", rows, keys, head_dim, heads=(8, 4))
     want, want_lse = run(x, causal=causal)
     differing = torch.zeros((), dtype=torch.int64, device=want.device)
     for _ in range(1000):

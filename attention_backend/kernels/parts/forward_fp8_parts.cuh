@@ -28,7 +28,7 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
   }
   __threadfence();
   __syncwarp();
-  const int cut = p.cut * CLUSTER, tile = part % cut;
+  const int tile = part % p.cut;
   uint32* counter = reinterpret_cast<uint32*>(p.counters) + 2 + tile * kTileWarps + warp;
   const uint32 others = p.splits - 1;
   uint32 before = 0;
@@ -39,13 +39,13 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
 #pragma unroll 1
   for (int s = 0; s < p.splits; s++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) top[half] = fmaxf(top[half], __ldcg(row_of(tile + s * cut, half)));
+    for (int half = 0; half < 2; half++) top[half] = fmaxf(top[half], __ldcg(row_of(tile + s * p.cut, half)));
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
   row.sum[0] = row.sum[1] = 0.f;
 #pragma unroll 1
   for (int s = 0; s < p.splits; s++) {
-    const int at = tile + s * cut;
+    const int at = tile + s * p.cut;
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {

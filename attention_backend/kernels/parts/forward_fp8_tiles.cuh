@@ -1,9 +1,8 @@
 // What the 8-bit forward is launched with, its tiles, and the products of two of them.
 //
-// Compile-time: BF16, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, CLUSTER.
+// Compile-time: BF16, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES.
 #pragma once
 
-#include "parts/cluster.cuh"
 #include "parts/element.cuh"
 #include "parts/tma.cuh"
 #include "parts/uniform.cuh"
@@ -26,7 +25,7 @@ struct Fp8Params {
   int q_tiles, k_tiles;
   int section;  // heads whose tiles are worked on together, longest first: their keys and values fit the L2 cache
   int causal;   // bottom-right aligned
-  int whole, cut, splits;  // tiles as drawn: worked on whole, those after them, and how many parts each of these is cut into
+  int whole, cut, splits;  // tiles that are worked on whole, those after them, and how many parts each of these is cut into
 };
 
 constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
@@ -45,17 +44,6 @@ __device__ __forceinline__ void bulk_load(uint32 destination, const void* source
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
           destination),
       "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-// The same to the same place in all blocks of the cluster; the bytes count on each one's own barrier.
-__device__ __forceinline__ void bulk_load_for_all(uint32 destination, const void* source, uint32 bytes, uint32 barrier,
-                                                  uint64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4, %5;" ::"r"(destination),
-      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>((1 << CLUSTER) - 1)),
-      "l"(policy)
       : "memory");
 }
 

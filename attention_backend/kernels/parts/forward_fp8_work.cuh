@@ -2,15 +2,11 @@
 // keys first, so that they finish together; and the rings of shared memory through which a tile's queries, keys and values
 // come. Where all tiles are as long, the last round has some blocks without one: the host has the tiles of that round cut
 // into parts of their keys (parts/forward_fp8_parts.cuh puts them together again).
-//
-// Blocks of a cluster take neighbouring tiles of rows, of the same keys, and load half of each tile of keys and values for
-// each other. Such tiles are all as long, so they are dealt out, not drawn.
 #pragma once
 
 #include "parts/forward_fp8_tiles.cuh"
 
 constexpr int kQueryStages = 2, kTileSlots = 2;
-constexpr int kShare = kBytesKv / CLUSTER;  // of a tile of keys or values: what a block loads, for all of its cluster
 static_assert((STAGES & (STAGES - 1)) == 0, "rings are of a power of two");
 
 // One unit of work, shared by the warps of a block.
@@ -31,26 +27,23 @@ __device__ __forceinline__ int end_of_keys(int i, const Fp8Params& p) {
 }
 
 __device__ __forceinline__ void describe(Tile& tile, int unit, const Fp8Params& p) {
-  const int part = unit - p.whole, rows = (p.q_tiles + CLUSTER - 1) / CLUSTER;  // of a head, as drawn
-  const int index = part < 0 ? unit : p.whole + part % p.cut, line = p.num_heads * rows;
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int part = unit - p.whole, index = part < 0 ? unit : p.whole + part % p.cut, line = p.num_heads * p.q_tiles;
   tile.batch = index / line;
-  const int rest = index - tile.batch * line, section = rest / (p.section * rows);
-  const int place = rest - section * p.section * rows;
+  const int rest = index - tile.batch * line, section = rest / (p.section * p.q_tiles);
+  const int place = rest - section * p.section * p.q_tiles;
   const int heads = min(p.section, p.num_heads - section * p.section);
   tile.head = section * p.section + place % heads;
   tile.kv = tile.batch * (p.num_heads / p.group) + tile.head / p.group;
-  tile.q_tile = (rows - 1 - place / heads) * CLUSTER + rank;  // the last one may be past the end: nobody's rows
+  tile.q_tile = p.q_tiles - 1 - place / heads;
   tile.first_row = tile.q_tile * BLOCK_M;
   tile.last_row = min(tile.first_row + BLOCK_M, p.seqlen_q) - 1;
   tile.end = (max(end_of_keys(tile.last_row, p), 0) + BLOCK_N - 1) / BLOCK_N;
   tile.steps = tile.end;
   // Tiles that every row sees whole end at the first row's last key.
   tile.masked = min(max(tile.steps - max(end_of_keys(tile.first_row, p), 0) / BLOCK_N, 1), tile.steps);
-  tile.part = -1;
+  tile.part = max(part, -1);
   if (part >= 0) {
     const int split = part / p.cut, begin = tile.steps * split / p.splits, end = tile.steps * (split + 1) / p.splits;
-    tile.part = part * CLUSTER + rank;
     tile.end -= begin;
     tile.steps = end - begin;
     tile.masked = min(max(tile.masked - begin, 0), tile.steps);
@@ -89,8 +82,8 @@ struct Shared {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full_k + 8 * i, 1);
       barrier_init(full_v + 8 * i, 1);
-      barrier_init(empty_k + 8 * i, CLUSTER * kConsumers);
-      barrier_init(empty_v + 8 * i, CLUSTER * kConsumers);
+      barrier_init(empty_k + 8 * i, kConsumers);
+      barrier_init(empty_v + 8 * i, kConsumers);
     }
     for (int i = 0; i < kTileSlots; i++) {
       barrier_init(full_tile + 8 * i, 1);
@@ -114,31 +107,17 @@ __device__ __forceinline__ void wait_empty(uint32 barriers, int n) {  // the fir
   barrier_wait(element_of<SIZE>(barriers, 8, n), n / SIZE & 1 ^ 1);
 }
 
-// A tile of keys or values, whose share of this block begins at `from`.
+// A tile of keys or values.
 __device__ __forceinline__ void load_tile(uint32 ring, uint32 full, uint32 empty, int n, const uint8* from) {
-  const uint32 to = element_of<STAGES>(ring, kBytesKv, n), barrier = element_of<STAGES>(full, 8, n);
+  const uint32 barrier = element_of<STAGES>(full, 8, n);
   wait_empty<STAGES>(empty, n);
   barrier_expect(barrier, kBytesKv);
-#if CLUSTER > 1
-  bulk_load_for_all(to + cluster_rank() * kShare, from, kShare, barrier, kEvictLast);
-#else
-  bulk_load(to, from, kShare, barrier, kEvictLast);
-#endif
-}
-
-// Gives a stage back to whoever fills it: by a warpgroup, to all blocks of the cluster.
-__device__ __forceinline__ void release(uint32 empty) {
-#if CLUSTER > 1
-  if (threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty, threadIdx.x % 128);
-#else
-  if (threadIdx.x % 128 == 0) barrier_arrive(empty);
-#endif
+  bulk_load(element_of<STAGES>(ring, kBytesKv, n), from, kBytesKv, barrier, kEvictLast);
 }
 
 // A tile's queries, and what their scores are multiplied by.
 __device__ __forceinline__ void load_queries(const Shared& shared, const Tile& tile, int q, const Fp8Params& p) {
-  const int64 line = static_cast<int64>(tile.batch) * p.num_heads + tile.head;
-  const int64 image = line * p.q_tiles + min(tile.q_tile, p.q_tiles - 1);
+  const int64 line = static_cast<int64>(tile.batch) * p.num_heads + tile.head, image = line * p.q_tiles + tile.q_tile;
   const uint32 barrier = element_of<kQueryStages>(shared.full_q, 8, q);
   wait_empty<kQueryStages>(shared.empty_q, q);
   barrier_expect(barrier, kBytesQ + BLOCK_M * 4);
@@ -150,7 +129,7 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const Tile& t
 // Draws tiles and fills the rings with them; one thread.
 __device__ __forceinline__ void load_tiles(const Shared& shared, const Fp8Params& p) {
   const int units = p.whole + p.cut * p.splits;
-  int unit = blockIdx.x / CLUSTER, n = 0, q = 0;  // n, q: steps and tiles so far
+  int unit = blockIdx.x, n = 0, q = 0;  // n, q: steps and tiles so far
 #pragma unroll 1
   for (int t = 0;; t++) {
     wait_empty<kTileSlots>(shared.empty_tile, t);
@@ -164,7 +143,6 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Fp8Params
     if (tile.steps > 0) load_queries(shared, tile, q++, p);
     // From the tile's first key tile on, which is its last.
     int64 at = (static_cast<int64>(tile.kv) * p.k_tiles + tile.end - 1) * kBytesKv;
-    if (CLUSTER > 1) at += cluster_rank() * kShare;
     auto load = [&] {
       load_tile(shared.k, shared.full_k, shared.empty_k, n, p.k + at);
       load_tile(shared.v, shared.full_v, shared.empty_v, n++, p.v + at);
@@ -172,16 +150,10 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Fp8Params
     };
 #pragma unroll 1
     for (int i = 1; i < tile.steps; i++) load();
-#if CLUSTER > 1
-    unit += gridDim.x / CLUSTER;
-#else
     unit = gridDim.x + atomicAdd(p.counters, 1);  // as late as it can be known in time: whoever is early takes more
-#endif
     if (tile.steps > 0) load();
   }
-#if CLUSTER == 1
   // The last block to get here leaves the counters as it found them.
   __threadfence();
   if (atomicAdd(p.counters + 1, 1) == gridDim.x - 1) p.counters[0] = p.counters[1] = 0;
-#endif
 }

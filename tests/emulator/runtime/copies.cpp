@@ -110,22 +110,16 @@ void tma_load(uint32_t destination, const void* encoded, uint32_t mbarrier, int 
        [=](Block& block) { load_box(block, map, destination, place.data()); });
 }
 
-// The blocks of the cluster whose bits are set.
-template <class Do>
-static void for_blocks(uint32_t blocks, Do what) {
-  if (!blocks || blocks >> launch->cluster) fail("a copy for the blocks %x of a cluster of %u", blocks, launch->cluster);
-  for (uint32_t rank = 0; rank < launch->cluster; rank++)
-    if (blocks >> rank & 1) what(&block_at(rank));
-}
-
 void tma_load_for(uint32_t blocks, uint32_t destination, const void* encoded, uint32_t mbarrier, int dimensions,
                   const int* at) {
-  for_blocks(blocks, [&](Block* there) {
+  if (!blocks || blocks >> launch->cluster) fail("a copy for the blocks %x of a cluster of %u", blocks, launch->cluster);
+  for (uint32_t rank = 0; rank < launch->cluster; rank++) {
+    if (!(blocks >> rank & 1)) continue;
     const Map map = decode(encoded, dimensions, destination);
     const std::vector<int> place(at, at + dimensions);
-    send(there, destination, bytes_of(map), mbarrier,
+    send(&block_at(rank), destination, bytes_of(map), mbarrier,
          [=](Block& block) { load_box(block, map, destination, place.data()); });
-  });
+  }
 }
 
 void tma_store(const void* encoded, uint32_t source, int dimensions, const int* at) {
@@ -145,15 +139,9 @@ void tma_store(const void* encoded, uint32_t source, int dimensions, const int* 
   send_to_global({read, write});
 }
 
-static void bulk_load_to(Block* there, uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
-  if (destination % 16 || bytes % 16 || reinterpret_cast<size_t>(source) % 16) fail("a misaligned bulk copy");
-  send(there, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, source, bytes); });
-}
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
-  bulk_load_to(me()->block, destination, source, bytes, mbarrier);
-}
-void bulk_load_for(uint32_t blocks, uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
-  for_blocks(blocks, [&](Block* there) { bulk_load_to(there, destination, source, bytes, mbarrier); });
+  if (destination % 16 || bytes % 16 || reinterpret_cast<size_t>(source) % 16) fail("a misaligned bulk copy");
+  send(me()->block, destination, bytes, mbarrier, [=](Block& block) { memcpy(block.base + destination, source, bytes); });
 }
 
 void store_there(uint32_t destination, const uint32_t* words, int count, uint32_t mbarrier) {

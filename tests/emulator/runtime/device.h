@@ -63,7 +63,6 @@ void copy_wait(int pending);
 void tma_load(uint32_t destination, const void* map, uint32_t mbarrier, int dimensions, const int* at);
 void tma_load_for(uint32_t blocks, uint32_t destination, const void* map, uint32_t mbarrier, int dimensions, const int* at);
 void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier);
-void bulk_load_for(uint32_t blocks, uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier);
 void tma_store(const void* map, uint32_t source, int dimensions, const int* at);
 void bulk_store(void* destination, uint32_t source, uint32_t bytes);
 void bulk_add(void* destination, uint32_t source, uint32_t bytes);

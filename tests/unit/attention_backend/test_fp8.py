@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention_backend import UnsupportedError
 from attention_backend.fp8 import flash_attn_fp8_func, fp8_attention_op
-from attention_backend.heuristics.fp8 import HEAD_DIMS, fp8_config, section_heads, value_parts
+from attention_backend.heuristics.fp8 import HEAD_DIMS, fp8_config, section_heads, splits_of_last_round, value_parts
 from attention_backend.reference import fp8
 from attention_backend.reference.fp8 import E4M3, KEY_ORDER, LARGEST, image, quantize, rotate, round_to
 
@@ -239,6 +239,14 @@ def test_every_value_row_is_in_a_part_and_every_head_in_a_section() -> None:
     assert section_heads(16, 1, 16384, 128) == 4
     assert section_heads(32, 4, 1 << 20, 128) == 1
     assert section_heads(4, 1, 100, 64) == 4
+
+
+def test_tiles_of_the_last_round_are_cut_into_as_many_parts_as_there_are_sms_for() -> None:
+    assert splits_of_last_round(1376, 103, 132) == 2  # 56 are left
+    assert splits_of_last_round(1320, 103, 132) == 1  # none
+    assert splits_of_last_round(2100, 103, 132) == 1  # 120
+    assert splits_of_last_round(3, 103, 132) == 12  # of no fewer than 8 steps
+    assert splits_of_last_round(3, 7, 132) == 1
 
 
 def test_the_probabilities_stay_below_the_largest_number() -> None:
