@@ -150,7 +150,8 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"rcp\.approx\.ftz\.f32", _assign("reciprocal_flushed")),
     (r"prmt\.b32", lambda _, o: f"{o[0][0]} = __byte_perm({o[1][0]}, {o[2][0]}, {o[3][0]});"),
     (r"createpolicy\..*", lambda _, o: f"{o[0][0]} = 0;"),
-    (r"prefetch\..*|griddepcontrol\..*|setmaxnreg\..*|fence\..*|wgmma\.fence\..*", _nothing),
+    (r"prefetch\..*|griddepcontrol\..*|fence\..*|wgmma\.fence\..*", _nothing),
+    (r"setmaxnreg\..*", _call("set_registers")),
     (r"cp\.async\.bulk\.commit_group", _nothing),  # all of a thread are one group: waits are for all
     (r"ld\.(?:(?:acquire|relaxed)\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _load),
     (r"st\.(?:relaxed\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _store),

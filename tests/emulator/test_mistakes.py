@@ -14,10 +14,11 @@ from .compile import EmulatorError
 from .device import EmulatedKernel, Settings
 from .memory import guarded
 
-COUNT = 64
-NONE, BEYOND_TENSOR, BEYOND_SHARED, MISSED_BARRIER, NO_BARRIER, EARLY_READ, NO_BYTES, MISALIGNED, MISSED_SHUFFLE = (
-    range(9)
-)
+COUNT, THREADS = 64, 384
+(
+    NONE, BEYOND_TENSOR, BEYOND_SHARED, MISSED_BARRIER, NO_BARRIER, EARLY_READ, NO_BYTES, MISALIGNED, MISSED_SHUFFLE,
+    TOO_MANY_REGISTERS,
+) = range(10)  # mistakes.cuh  # fmt: skip
 (
     NO_BARRIER_THERE, MISALIGNED_STORE, MISALIGNED_COPY, BEYOND_SHARED_THERE, NO_BLOCK, BARRIER_HERE, OTHER_BARRIER,
     TOO_MANY_BYTES, NO_BYTES_EXPECTED, NO_WAIT, BLOCK_LEAVES, SOURCE_LEAVES, SOURCE_CHANGES,
@@ -49,7 +50,7 @@ def turned(mistake: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     source, target = guarded(torch.arange(COUNT).float()), guarded(torch.zeros(COUNT))
     kernel = EmulatedKernel(KernelVariant("mistakes", "sm_90a"), Settings(seed=seed), Path(__file__).parent)
     params = MistakeParams(source.data_ptr(), target.data_ptr(), COUNT, mistake)
-    kernel((1, 1, 1), (COUNT, 1, 1), params, 4 * COUNT)
+    kernel((1, 1, 1), (THREADS, 1, 1), params, 4 * COUNT)
     return target, source.flip(0)
 
 
@@ -98,10 +99,11 @@ def test_a_kernel_without_a_mistake_is_right() -> None:
     [
         (BEYOND_TENSOR, "memory that is nobody's"),
         (BEYOND_SHARED, "shared memory"),
-        (MISSED_BARRIER, "all wait for each other.*barrier 0"),
+        (MISSED_BARRIER, "all wait for each other.*barrier 1"),
         (NO_BYTES, "all wait for each other.*an mbarrier"),
         (MISALIGNED, "misaligned"),
         (MISSED_SHUFFLE, "all wait for each other.*a shuffle"),
+        (TOO_MANY_REGISTERS, "a block of 64512 registers is asked for"),
     ],
 )
 def test_a_mistake_ends_the_launch(mistake: int, found: str) -> None:

@@ -6,7 +6,7 @@
 #include "parts/forward_fp8_rows.cuh"
 #include "parts/forward_fp8_work.cuh"
 
-constexpr int kPartFloats = BLOCK_M * (HEAD_DIM + 2);  // PART_FLOATS in heuristics/fp8.py
+constexpr int kPartFloats = BLOCK_M * (HEAD_DIM + 2);  // part_floats in heuristics/fp8.py
 constexpr int kTileWarps = kConsumers * 4;
 
 // Whether this warp has the rows' whole sums now, and is to store them.

@@ -34,8 +34,11 @@ constexpr int kWidth = HEAD_DIM % 128 ? 64 : 128;  // bytes of a row in a slab o
 constexpr int kBytesQ = BLOCK_M * HEAD_DIM, kBytesKv = BLOCK_N * HEAD_DIM;
 constexpr int kSteps = BLOCK_N / 32;  // k-steps of the second product
 constexpr int kSumColumns = HEAD_DIM == 64 ? 64 : HEAD_DIM / 2;  // of the output, added up at a time
-constexpr int kProducerRegisters = 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536, "registers of a multiprocessor");
+constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+// A block has what all its threads are launched with, a multiple of 8 each: who asks for more than is given back waits for
+// ever.
+static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kThreads * (65536 / kThreads / 8 * 8),
+              "registers of a block");
 
 // One contiguous copy to shared memory; its bytes count on `barrier`.
 __device__ __forceinline__ void bulk_load(uint32 destination, const void* source, uint32 bytes, uint32 barrier,

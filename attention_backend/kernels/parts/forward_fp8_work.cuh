@@ -18,7 +18,6 @@ struct Tile {
   int masked;  // of those, the first ones that some rows do not see all of
   int part;    // of those of all tiles that are cut; -1: whole
 };
-
 static_assert(sizeof(Tile) == 40, "_TILE_BYTES in heuristics/fp8.py");
 
 // One past the last key that query i sees.
@@ -26,6 +25,7 @@ __device__ __forceinline__ int end_of_keys(int i, const Fp8Params& p) {
   return p.causal ? min(i + p.seqlen_k - p.seqlen_q + 1, p.seqlen_k) : p.seqlen_k;
 }
 
+// The unit-th of the line: a whole tile, or a part of one of those that are cut.
 __device__ __forceinline__ void describe(Tile& tile, int unit, const Fp8Params& p) {
   const int part = unit - p.whole, index = part < 0 ? unit : p.whole + part % p.cut, line = p.num_heads * p.q_tiles;
   tile.batch = index / line;

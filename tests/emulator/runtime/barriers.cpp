@@ -95,6 +95,15 @@ unsigned ballot(unsigned mask, bool predicate) {
   return mine.votes;
 }
 
+// A block has what its threads were launched with (__launch_bounds__(threads, 1)), a multiple of 8 each: a warp waits until
+// others have given back what it asks for.
+void set_registers(uint32_t registers) {
+  Block& block = *me()->block;
+  const uint32_t threads = block.fibers.size(), held = threads * (65536 / threads / 8 * 8);
+  block.registers += registers;
+  if (block.registers > held) fail("a block of %u registers is asked for %u: warps would wait for ever", held, block.registers);
+}
+
 void barrier(int id, int threads, bool waits) {
   if (id < 0 || id > 15) fail("there is no barrier %d", id);
   if (threads <= 0 || threads % 32) fail("barrier %d of %d threads", id, threads);

@@ -42,6 +42,7 @@ unsigned ballot(unsigned mask, bool predicate);
 
 // Blocks.
 void barrier(int id, int threads, bool waits);
+void set_registers(uint32_t registers);
 void mbarrier_init(uint32_t address, uint32_t arrivals);
 void mbarrier_arrive(uint32_t address, uint32_t bytes);
 void mbarrier_wait(uint32_t address, uint32_t parity);

@@ -102,6 +102,7 @@ struct Block {
   NamedBarrier barriers[16];
   std::unordered_map<uint32_t, MBarrier> mbarriers;
   std::vector<Copy*> under_way;  // on their own: the TMA's
+  uint32_t registers = 0;        // that its threads have asked for, those who give some back too
   size_t live;
 };
 
