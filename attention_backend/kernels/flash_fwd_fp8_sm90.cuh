@@ -49,7 +49,7 @@ __device__ __forceinline__ void attend(float (&acc)[HEAD_DIM / 2], RowState& row
   float k_scale = k_scales[end - 1];  // read a step ahead
   uint32 probs[kSteps][4];
   auto softmax = [&](auto masked, float (&s)[BLOCK_N / 2], int key_tile) {
-    const float* q_scale = shared.q_scale + (q & (kQueryStages - 1)) * BLOCK_M + thread_place(0).row;
+    const float* q_scale = shared.q_scale + stage<kQueryStages>(q) * BLOCK_M + thread_place(0).row;
     const float scale[2] = {q_scale[0] * k_scale, q_scale[8] * k_scale};
     k_scale = k_scales[max(key_tile - 1, 0)];
     int visible[2] = {};
@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Fp8Params& p
 #pragma unroll 1
   for (int t = 0;; t++) {
     wait_full<kTileSlots>(shared.full_tile, t);
-    const Tile& tile = shared.tiles[t & (kTileSlots - 1)];
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     const int steps = uniform(tile.steps);
     if (steps < 0) return;
     float acc[HEAD_DIM / 2];

@@ -5,9 +5,9 @@
 #pragma once
 
 #include "parts/forward_fp8_tiles.cuh"
+#include "parts/stages.cuh"
 
 constexpr int kQueryStages = 2, kTileSlots = 2;
-static_assert((STAGES & (STAGES - 1)) == 0, "rings are of a power of two");
 
 // One unit of work, shared by the warps of a block.
 struct Tile {
@@ -93,18 +93,10 @@ struct Shared {
   }
 };
 
-// Element n of a ring: where it is, and waits for it to be full or empty.
+// Where element n of a ring of SIZE is.
 template <int SIZE>
 __device__ __forceinline__ uint32 element_of(uint32 ring, int bytes, int n) {
-  return ring + (n & (SIZE - 1)) * bytes;
-}
-template <int SIZE>
-__device__ __forceinline__ void wait_full(uint32 barriers, int n) {
-  barrier_wait(element_of<SIZE>(barriers, 8, n), n / SIZE & 1);
-}
-template <int SIZE>
-__device__ __forceinline__ void wait_empty(uint32 barriers, int n) {  // the first round finds all stages empty
-  barrier_wait(element_of<SIZE>(barriers, 8, n), n / SIZE & 1 ^ 1);
+  return ring + stage<SIZE>(n) * bytes;
 }
 
 // A tile of keys or values.
@@ -133,7 +125,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Fp8Params
 #pragma unroll 1
   for (int t = 0;; t++) {
     wait_empty<kTileSlots>(shared.empty_tile, t);
-    Tile& tile = shared.tiles[t & (kTileSlots - 1)];
+    Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     if (unit < units)
       describe(tile, unit, p);
     else

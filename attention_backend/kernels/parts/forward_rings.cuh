@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward_work.cuh"
+#include "stages.cuh"
 #include "tma.cuh"
 
 constexpr int kConsumers = BLOCK_M / 64;  // warpgroups
@@ -103,23 +104,3 @@ struct Shared {
     barrier_init_fence();
   }
 };
-
-static_assert((STAGES & (STAGES - 1)) == 0 && (Q_STAGES & (Q_STAGES - 1)) == 0, "rings are of a power of two");
-
-// Place of element n of a ring of SIZE: its stage (times 8: of its barrier), and the parity of that barrier's phase.
-template <int SIZE>
-__device__ __forceinline__ int stage(int n) {
-  return n & (SIZE - 1);
-}
-template <int SIZE>
-__device__ __forceinline__ uint32 parity(int n) {
-  return n / SIZE & 1;
-}
-template <int SIZE>
-__device__ __forceinline__ void wait_full(uint32 barriers, int n) {
-  barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n));
-}
-template <int SIZE>
-__device__ __forceinline__ void wait_empty(uint32 barriers, int n) {  // the first round finds all stages empty
-  barrier_wait(barriers + 8 * stage<SIZE>(n), parity<SIZE>(n) ^ 1);
-}
