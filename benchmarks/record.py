@@ -96,7 +96,7 @@ _LONGEST = (  # a step of these lengths takes minutes; ours has the longest, and
 RECORDINGS = (
     Recording("attention_forward", "attention", 150, ("forward",), "fa3"),
     Recording("attention_forward_fa4", "attention", 150, ("forward", "--only", "longwave,fa2,fa4"), "fa4"),
-    Recording("attention_backward", "attention", 200, ("backward", "--slow"), "fa3"),
+    Recording("attention_backward", "attention", 400, ("backward", "--slow", "--rounds", "6"), "fa3"),
     # Beside one peer: how fast a card is depends on what else takes turns on it.
     Recording("attention_forward_16k", "attention", 60, ("forward", "--seqlens", "16384", *_CUDNN)),
     Recording(
