@@ -172,7 +172,9 @@ def run_features(device: torch.device) -> int:
         ),
     ]  # fmt: skip
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        many_keys = [normal(2, 2600, 2, 128) for _ in range(2)]  # of which tiles are cut into parts
         results.append(attention_backend.flash_attn_fp8_func(q, k, v, causal=True))
+        results.append(attention_backend.flash_attn_fp8_func(q, *many_keys))
     for out in results:
         assert isinstance(out, Tensor)
         assert bool(out.isfinite().all())
