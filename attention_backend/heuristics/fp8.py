@@ -8,6 +8,7 @@ HEAD_DIMS = (64, 128, 256)
 _L2_BYTES = 16 << 20
 _QUERY_STAGES = _TILE_SLOTS = 2  # parts/forward_fp8_work.cuh
 _TILE_BYTES = 40  # a description of a tile
+_ONES = 8  # channels of ones behind those of values
 #: Steps of a part that are worth writing its result to memory and reading it again.
 _FEWEST_STEPS = 8
 _MAX_VALUE_PARTS = 32
@@ -28,6 +29,8 @@ class Fp8Config:
 
     def smem_bytes(self, head_dim: int) -> int:
         tiles = head_dim * (_QUERY_STAGES * self.block_m + 2 * self.stages * self.block_n)
+        if summed_by_product(head_dim):
+            tiles += _ONES * self.stages * self.block_n
         scales = 4 * _QUERY_STAGES * self.block_m
         barriers = 8 * 2 * (_QUERY_STAGES + 2 * self.stages + _TILE_SLOTS)
         return tiles + scales + barriers + _TILE_SLOTS * _TILE_BYTES + 1024  # the tiles start at a multiple of 1,024
@@ -42,8 +45,16 @@ class Fp8Config:
 
 
 def fp8_config(head_dim: int) -> Fp8Config:
-    """Three consumers where their accumulators fit the registers; as many keys as then fit."""
-    return {64: Fp8Config(192, 128, 4), 128: Fp8Config(192, 160, 4), 256: Fp8Config(128, 160, 2)}[head_dim]
+    """Three consumers where their accumulators fit the registers; as many keys as fit then, in steps of 32."""
+    return {64: Fp8Config(192, 192, 4), 128: Fp8Config(192, 128, 4), 256: Fp8Config(128, 160, 2)}[head_dim]
+
+
+def summed_by_product(head_dim: int) -> bool:
+    """Whether the tensor cores sum a row's probabilities, as rounded, by channels of ones behind those of the values.
+
+    head_dim 256 leaves no shared memory for them.
+    """
+    return head_dim != 256
 
 
 def section_heads(num_heads: int, group: int, seqlen_k: int, head_dim: int) -> int:

@@ -40,56 +40,84 @@ __device__ __forceinline__ void release(uint32 empty) {
   if (threadIdx.x % 128 == 0) barrier_arrive(empty);
 }
 
+// Multiplies what has been added up by `correction`, which is 1 for most tiles.
+__device__ __forceinline__ void correct(float (&acc)[HEAD_DIM / 2], const float (&correction)[2]) {
+  if (!__any_sync(~0u, correction[0] != 1.f || correction[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] *= correction[i / 2 % 2];
+}
+
+// Adds what a tile's values have of kSumColumns channels, from `begin` on; behind them COLUMNS may have those of ones.
+template <int COLUMNS>
+__device__ __forceinline__ void add_channels(float (&acc)[HEAD_DIM / 2], float (&sum)[2], const float (&correction)[2],
+                                             const uint32 (&probs)[kSteps][4], uint64 values, int begin) {
+  float sums[COLUMNS / 2];
+  start_sums<COLUMNS>(sums, probs, further(values, begin * 32));
+  fp8_wait<0>();
+#pragma unroll
+  for (int i = 0; i < kSumColumns / 2; i++) {
+    float& x = acc[begin / 2 + i];
+    x = kCorrectFirst ? x + sums[i] : fmaf(x, correction[i / 2 % 2], sums[i]);
+  }
+  if constexpr (COLUMNS > kSumColumns) sum[0] = sums[kSumColumns / 2], sum[1] = sums[kSumColumns / 2 + 2];
+}
+
 // What a warpgroup's rows of a tile have of its keys; `n` and `q`: the tile's first step and its queries among all.
 __device__ __forceinline__ void attend(float (&acc)[HEAD_DIM / 2], RowState& row, const Tile& tile, int n, int q,
                                        const Shared& shared, const Fp8Params& p) {
   const int steps = uniform(tile.steps), end = uniform(tile.end);
-  const uint32 queries = element_of<kQueryStages>(shared.q, kBytesQ, q) + (uniform(threadIdx.x / 128) - 1) * 64 * kWidth;
-  const float* k_scales = p.k_scale + tile.kv * p.k_tiles;
-  float k_scale = k_scales[end - 1];  // read a step ahead
-  uint32 probs[kSteps][4];
-  auto softmax = [&](auto masked, float (&s)[BLOCK_N / 2], int key_tile) {
-    const float* q_scale = shared.q_scale + stage<kQueryStages>(q) * BLOCK_M + thread_place(0).row;
-    const float scale[2] = {q_scale[0] * k_scale, q_scale[8] * k_scale};
-    k_scale = k_scales[max(key_tile - 1, 0)];
-    int visible[2] = {};
-    if constexpr (decltype(masked)::value) {
-      const Place at = thread_place(tile.first_row);
-      const int key0 = key_tile * BLOCK_N + at.column;
-      visible[0] = end_of_keys(at.row, p) - key0, visible[1] = end_of_keys(at.row + 8, p) - key0;
-    }
-    softmax_tile<decltype(masked)::value>(s, row, scale, visible);
-  };
+  const uint64 queries = fp8_descriptor<kWidth>(element_of<kQueryStages>(shared.q, kBytesQ, q) +
+                                                (uniform(threadIdx.x / 128) - 1) * 64 * kWidth);
+  const uint64 keys = fp8_descriptor<kWidth>(shared.k), values = fp8_descriptor<32>(shared.v);
+  const float* k_scales = p.k_scale + tile.kv * p.k_tiles + end - 1;
+  wait_full<kQueryStages>(shared.full_q, q);
+  float q_scale[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    q_scale[half] = shared.q_scale[stage<kQueryStages>(q) * BLOCK_M + thread_place(0).row + half * 8];
   auto step_tile = [&](auto masked, int step) {
+    const float k_scale = k_scales[-step];
     wait_full<STAGES>(shared.full_k, n);
+    uint32 probs[kSteps][4];
+    float correction[2], sum[2];
     {
       float s[BLOCK_N / 2];
-      start_scores(s, queries, element_of<STAGES>(shared.k, kBytesKv, n));
+      start_scores(s, queries, further(keys, stage<STAGES>(n) * kBytesKv));
+      const float scale[2] = {q_scale[0] * k_scale, q_scale[1] * k_scale};
       fp8_wait<0>();
       release(element_of<STAGES>(shared.empty_k, 8, n));
-      softmax(masked, s, end - 1 - step);
-      __syncwarp();  // else the compiler computes and packs probabilities by turns, in more registers
-      pack_tile(probs, s);
+      if constexpr (decltype(masked)::value) {
+        const Place at = thread_place(tile.first_row);
+        const int key0 = (end - 1 - step) * BLOCK_N + at.column;
+        mask_tile(s, {end_of_keys(at.row, p) - key0, end_of_keys(at.row + 8, p) - key0});
+      }
+      follow(correction, row, s, scale);
+      if (kCorrectFirst) correct(acc, correction);
+      wait_full<STAGES>(shared.full_v, n);
+      probabilities(probs, sum, s, row, scale);
     }
-    wait_full<STAGES>(shared.full_v, n);
+    const uint64 at = further(values, stage<STAGES>(n) * kStageV);
 #pragma unroll
-    for (int begin = 0; begin < HEAD_DIM; begin += kSumColumns) {
-      float sums[kSumColumns / 2];
-      start_sums(sums, probs, element_of<STAGES>(shared.v, kBytesKv, n) + begin * 32);
-      fp8_wait<0>();
-#pragma unroll
-      for (int i = 0; i < kSumColumns / 2; i++)
-        acc[begin / 2 + i] = fmaf(acc[begin / 2 + i], row.correction[i / 2 % 2], sums[i]);
-    }
+    for (int begin = 0; begin < HEAD_DIM - kSumColumns; begin += kSumColumns)
+      add_channels<kSumColumns>(acc, sum, correction, probs, at, begin);
+    add_channels<kSumColumns + kOnes>(acc, sum, correction, probs, at, HEAD_DIM - kSumColumns);
     release(element_of<STAGES>(shared.empty_v, 8, n));
+#pragma unroll
+    for (int half = 0; half < 2; half++) row.sum[half] = fmaf(row.sum[half], correction[half], sum[half]);
     n++;
   };
-  wait_full<kQueryStages>(shared.full_q, q);
   int step = 0;
 #pragma unroll 1
   for (const int masked = uniform(tile.masked); step < masked; step++) step_tile(True{}, step);
 #pragma unroll 1
   for (; step < steps; step++) step_tile(False{}, step);
+  if (!kOnes) {
+#pragma unroll
+    for (float& sum : row.sum) {
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+    }
+  }
   __syncwarp();  // each warp reads scales of its rows
   if (threadIdx.x % 32 == 0) barrier_arrive(element_of<kQueryStages>(shared.empty_q, 8, q));
 }
@@ -100,16 +128,14 @@ __device__ __forceinline__ void store(const float (&acc)[HEAD_DIM / 2], const Ro
   const float* v_scale = p.v_scale + static_cast<int64>(tile.kv) * HEAD_DIM + at.column;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float l = row.sum[half];
-    l += __shfl_xor_sync(~0u, l, 1);
-    l += __shfl_xor_sync(~0u, l, 2);
-    const bool empty = row.max[half] == -kInfinity;
+    const float l = row.sum[half];
+    const bool empty = l == 0.f;
     const float factor = empty ? 0.f : 1.f / l;
     const int i = at.row + half * 8;
     if (i > tile.last_row) continue;
     if (at.column == 0)
       p.lse[static_cast<int64>(tile.batch * p.num_heads + tile.head) * p.seqlen_q + i] =
-          empty ? -kInfinity : (row.max[half] - kOffset + log2f(l)) * kLn2;
+          empty ? -kInfinity : (log2f(l) - row.shift[half]) * kLn2;
     uint32* to = reinterpret_cast<uint32*>(
         p.out + ((static_cast<int64>(tile.batch) * p.seqlen_q + i) * p.num_heads + tile.head) * HEAD_DIM + at.column);
 #pragma unroll
@@ -131,7 +157,7 @@ __device__ __forceinline__ void consume(const Shared& shared, const Fp8Params& p
     float acc[HEAD_DIM / 2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
-    RowState row = {{-kInfinity, -kInfinity}, {0.f, 0.f}, {1.f, 1.f}};
+    RowState row;
     if (steps > 0) attend(acc, row, tile, n, uniform(q++), shared, p);
     n = uniform(n + steps);
     const int part = uniform(tile.part);
@@ -145,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) flash_fwd_fp8_sm90(con
   extern __shared__ __align__(1024) char memory[];
   const Shared shared(memory);
   if (threadIdx.x == 0) shared.init_barriers();
+  shared.write_ones();
   __syncthreads();
   if (threadIdx.x < 128) {  // the producer warpgroup; one thread works
     registers_lower<kProducerRegisters>();

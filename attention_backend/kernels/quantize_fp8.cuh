@@ -31,142 +31,181 @@ struct QuantizeParams {
   uint32 signs[8];    // bit d: element d is negated
 };
 
-constexpr int kThreads = 256;
-constexpr int kLanes = HEAD_DIM / 8;  // threads of a row, of 8 elements each
+constexpr int kThreads = BLOCK_N * HEAD_DIM / 64;  // 64 values of a key tile each
+constexpr int kBlocks = (PASS == 0 ? 640 : 960) / kThreads;  // of an SM: what registers leave room for
 constexpr float kSmallest = 1e-8f;  // a row of zeros has a scale, too; the product of two is still above zero
 
 // Where byte `column` of `row` lies in an image of `rows` rows, in slabs of `width` bytes.
 template <int width>
-__device__ __forceinline__ int image_offset(int row, int column, int rows) {
-  const int chunk = column % width / 16 ^ row * width / 128 % (width / 16);
+__device__ __forceinline__ uint32 image_offset(uint32 row, uint32 column, uint32 rows) {
+  const uint32 chunk = column % width / 16 ^ row * width / 128 % (width / 16);
   return column / width * rows * width + row * width + chunk * 16 + column % 16;
 }
 
-__device__ __forceinline__ void load8(float (&x)[8], const element* from) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(from);
-  const element* e = reinterpret_cast<const element*>(&raw);
+// 8 elements that nobody reads again: the cache is for values, which both launches read.
+__device__ __forceinline__ uint4 load_last(const element* from) {
+  return __ldcs(reinterpret_cast<const uint4*>(from));
+}
+
+__device__ __forceinline__ void unpack8(float* x, uint4 raw) {
+  const uint32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = to_float(e[i]);
+  for (int i = 0; i < 4; i++) {
+    const float2 two = unpack2(words[i]);
+    x[2 * i] = two.x;
+    x[2 * i + 1] = two.y;
+  }
 }
 
 #if PASS == 0
 
-constexpr int kRows = kThreads / kLanes;
+// Of queries and keys 8 threads have a row: lane l has columns 64 c + 8 l + i as x[8 c + i], i < 8.
+constexpr int kLanes = 8, kChunks = HEAD_DIM / 64, kValues = 8 * kChunks, kRows = kThreads / kLanes;
 constexpr int kWidth = HEAD_DIM % 128 ? 64 : 128;
 
-// A row, 8 elements in each of kLanes neighbouring threads, times the signs (bit i: this thread's element i is negated)
-// and the Hadamard matrix (of +-1).
-__device__ __forceinline__ void rotate(float (&x)[8], uint32 signs, int lane) {
-#if HADAMARD
-#pragma unroll
-  for (int i = 0; i < 8; i++) x[i] = __uint_as_float(__float_as_uint(x[i]) ^ (signs << (31 - i) & 0x80000000u));
+// A row times the Hadamard matrix (of +-1), from the lowest bit of the column to the highest. A butterfly of two lanes
+// would move all their values; instead they exchange halves, so that the bit of the lane becomes one of the index, and
+// in the end lane l has columns 8 j + l of each 64. Index i of lane l holds what belongs at i ^ l: so every lane sends the
+// same registers, and a sign says which of two places a sum takes. The columns stay so (reference/fp8.py: rotate).
+__device__ __forceinline__ void transform(float (&x)[kValues], int lane) {
 #pragma unroll
   for (int step = 1; step < 8; step *= 2)
 #pragma unroll
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < kValues; i++)
+      if (!(i & step)) {
+        const float sign = lane & step ? -1.f : 1.f, a = x[i], b = x[i + step];
+        x[i] = fmaf(sign, b, a);
+        x[i + step] = fmaf(-sign, b, a);
+      }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2)
+#pragma unroll
+    for (int i = 0; i < kValues; i++)
+      if (!(i & step)) {
+        const float sign = lane & step ? -1.f : 1.f, a = x[i], b = __shfl_xor_sync(~0u, x[i + step], step);
+        x[i] = fmaf(sign, a, b);
+        x[i + step] = fmaf(-sign, b, a);
+      }
+#pragma unroll
+  for (int step = 8; step < kValues; step *= 2)
+#pragma unroll
+    for (int i = 0; i < kValues; i++)
       if (!(i & step)) {
         const float a = x[i], b = x[i + step];
         x[i] = a + b;
         x[i + step] = a - b;
       }
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2)
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float other = __shfl_xor_sync(~0u, x[i], step);
-      x[i] = lane & step ? other - x[i] : x[i] + other;
-    }
-#endif
 }
 
 constexpr float kRotation = HADAMARD ? (HEAD_DIM == 64 ? 0.125f : HEAD_DIM == 128 ? 0.08838834764831845f : 0.0625f) : 1.f;
 
-__device__ __forceinline__ float largest(const float (&x)[8]) {
-  float m = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; i++) m = fmaxf(m, fabsf(x[i]));
-  return m;
-}
-
-// One tile of `rows` rows, of which `count` exist. With ROW_SCALES each row has a scale, else the tile has, and its rows
-// are read and rotated twice: the second time they come from the cache.
+// One tile of `rows` rows, of which `count` exist. With ROW_SCALES each row has a scale, else the tile has: then its rows
+// stay in registers until the largest value of all is known.
 template <int rows, bool ROW_SCALES>
 __device__ __forceinline__ void quantize_tile(uint8* image, float* scale, float score_scale, const element* from,
                                               int64 row_stride, int count, const uint32 (&all_signs)[8]) {
-  static_assert(rows % kRows == 0, "a block takes a tile in whole rounds");
+  constexpr int kRounds = (rows + kRows - 1) / kRows;
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
-  const uint32 signs = all_signs[lane / 4] >> lane % 4 * 8;
-  auto load_row = [&](float (&x)[8], int row) {
-    if (row < count) {
-      load8(x, from + row * row_stride + lane * 8);
-    } else {
+  uint4 raw[kRounds][kChunks];
 #pragma unroll
-      for (int j = 0; j < 8; j++) x[j] = 0.f;
+  for (int r = 0; r < kRounds; r++)
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+      const element* at = from + first * row_stride + r * kRows * row_stride + c * 64 + lane * 8;
+      raw[r][c] = first + r * kRows < min(rows, count) ? load_last(at) : uint4{};
     }
-    rotate(x, signs, lane);
+  float x[kRounds][kValues];
+  const auto rotate_row = [&](int r) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+#if HADAMARD
+      // Bits 2 w and 2 w + 1 of the 8 signs are bits 2 w and 2 w + 16 of this: 16 apart, as the signs of a word.
+      const uint32 signs = (all_signs[2 * c + lane / 4] >> lane % 4 * 8 & 0xff) * 0x8001;
+      raw[r][c].x ^= signs << 15 & 0x80008000;
+      raw[r][c].y ^= signs << 13 & 0x80008000;
+      raw[r][c].z ^= signs << 11 & 0x80008000;
+      raw[r][c].w ^= signs << 9 & 0x80008000;
+#endif
+      unpack8(x[r] + 8 * c, raw[r][c]);
+    }
+    if (HADAMARD) transform(x[r], lane);
+    float most = kSmallest;
+#pragma unroll
+    for (int i = 0; i < kValues; i++) most = fmaxf(most, fabsf(x[r][i]));
+    return most;
   };
-  float most = 0.f;
-  if (!ROW_SCALES) {
-    __shared__ float warp_largest[kThreads / 32];
-#pragma unroll 2
-    for (int row = first; row < rows; row += kRows) {
-      float x[8];
-      load_row(x, row);
-      most = fmaxf(most, largest(x));
+  const auto store_row = [&](int r, float factor) {
+    const int row = first + r * kRows;
+    if (row >= rows) return;
+#pragma unroll
+    for (int c = 0; c < kChunks; c++) {
+      const float* v = x[r] + 8 * c;
+      *reinterpret_cast<uint2*>(image + image_offset<kWidth>(row, c * 64 + lane * 8, rows)) = {
+          pack_e4m3(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor),
+          pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor)};
     }
+  };
+  if (ROW_SCALES) {
+#pragma unroll
+    for (int r = 0; r < kRounds; r++) {
+      float most = rotate_row(r);
+#pragma unroll
+      for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+      store_row(r, __fdiv_rn(kE4m3Largest, most));
+      const int row = first + r * kRows;
+      if (lane == 0 && row < rows) scale[row] = most * (1.f / kE4m3Largest) * kRotation * score_scale;
+    }
+  } else {
+    __shared__ float warp_largest[kThreads / 32];
+    float most = 0.f;
+#pragma unroll
+    for (int r = 0; r < kRounds; r++) most = fmaxf(most, rotate_row(r));
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     if (threadIdx.x % 32 == 0) warp_largest[threadIdx.x / 32] = most;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kThreads / 32; i++) most = fmaxf(most, warp_largest[i]);
-  }
-#pragma unroll 2
-  for (int row = first; row < rows; row += kRows) {
-    float x[8];
-    load_row(x, row);
-    if (ROW_SCALES) {
-      most = largest(x);
 #pragma unroll
-      for (int step = 1; step < kLanes; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    }
-    most = fmaxf(most, kSmallest);
-    const float factor = __fdiv_rn(kE4m3Largest, most);
-    if (ROW_SCALES ? lane == 0 : threadIdx.x == 0 && row == 0)
-      scale[ROW_SCALES ? row : 0] = __fdiv_rn(most, kE4m3Largest) * kRotation * score_scale;
-    *reinterpret_cast<uint2*>(image + image_offset<kWidth>(row, lane * 8, rows)) = {
-        pack_e4m3(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor),
-        pack_e4m3(x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor)};
+    for (int r = 0; r < kRounds; r++) store_row(r, __fdiv_rn(kE4m3Largest, most));
+    if (threadIdx.x == 0) *scale = most * (1.f / kE4m3Largest) * kRotation * score_scale;
   }
 }
 
 // The largest size in each channel of `count` rows.
 __device__ __forceinline__ void channel_amax(float* amax, const element* from, int64 row_stride, int count) {
-  __shared__ float rows[kRows][HEAD_DIM];
-  const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
+  constexpr int kAcross = HEAD_DIM / 8, kDown = kThreads / kAcross, kAtOnce = 8;
+  __shared__ float rows[kDown][HEAD_DIM];
+  const int column = threadIdx.x % kAcross * 8, first = threadIdx.x / kAcross;
   float m[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-  for (int row = first; row < count; row += kRows) {
-    float x[8];
-    load8(x, from + row * row_stride + lane * 8);
+  for (int row = first; row < count; row += kAtOnce * kDown) {
+    uint4 raw[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < 8; i++) m[i] = fmaxf(m[i], fabsf(x[i]));
+    for (int r = 0; r < kAtOnce; r++)  // the last row may be read more than once
+      raw[r] = *reinterpret_cast<const uint4*>(from + min(row + r * kDown, count - 1) * row_stride + column);
+#pragma unroll
+    for (int r = 0; r < kAtOnce; r++) {
+      float x[8];
+      unpack8(x, raw[r]);
+#pragma unroll
+      for (int i = 0; i < 8; i++) m[i] = fmaxf(m[i], fabsf(x[i]));
+    }
   }
 #pragma unroll
-  for (int i = 0; i < 8; i++) rows[first][lane * 8 + i] = m[i];
+  for (int i = 0; i < 8; i++) rows[first][column + i] = m[i];
   __syncthreads();
   if (threadIdx.x < HEAD_DIM) {
     float most = 0.f;
-    for (int i = 0; i < kRows; i++) most = fmaxf(most, rows[i][threadIdx.x]);
+    for (int i = 0; i < kDown; i++) most = fmaxf(most, rows[i][threadIdx.x]);
     amax[threadIdx.x] = most;
   }
 }
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_fp8(const __grid_constant__ QuantizeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) quantize_fp8(const __grid_constant__ QuantizeParams p) {
 #if PASS == 0
-  int task = blockIdx.x;
+  uint32 task = blockIdx.x;
   if (task < p.batch * p.num_heads * p.q_tiles) {
     const int tile = task % p.q_tiles, head = task / p.q_tiles % p.num_heads, b = task / p.q_tiles / p.num_heads;
     quantize_tile<BLOCK_M, true>(p.q_out + static_cast<int64>(task) * BLOCK_M * HEAD_DIM,
@@ -191,38 +230,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_fp8(const __g
                min(p.v_part_rows, p.seqlen_k - first));
 #else
   __shared__ float factors[HEAD_DIM];
-  const int tile = blockIdx.x % p.k_tiles, kv = blockIdx.x / p.k_tiles;
-  const int head = kv % p.num_kv_heads, b = kv / p.num_kv_heads;
+  const int block = gridDim.x - 1 - blockIdx.x;  // the values that were measured last are still in the L2 cache
+  const int tile = block % p.k_tiles, kv = block / p.k_tiles, head = kv % p.num_kv_heads, b = kv / p.num_kv_heads;
+  const element* v = p.v + b * p.v_batch + head * p.v_head + static_cast<int64>(tile) * BLOCK_N * p.v_row;
+  const int count = p.seqlen_k - tile * BLOCK_N;
+  // A task: 8 channels of the 4 keys that are neighbours in the order of keys. 8 threads write 32 bytes of a channel. Both
+  // tasks of a thread are read before anything is waited for.
+  uint4 raw[2][4];
+#pragma unroll
+  for (int t = 0; t < 2; t++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32 task = threadIdx.x + t * kThreads, channel = task / 8 * 8 % HEAD_DIM, group = task / HEAD_DIM;
+      const int row = group * 32 + task / 4 % 2 * 16 + i / 2 * 8 + task % 4 * 2 + i % 2;
+      raw[t][i] = row < count ? load_last(v + row * p.v_row + channel) : uint4{};
+    }
   if (threadIdx.x < HEAD_DIM) {
     const float* amax = p.v_amax + static_cast<int64>(kv) * p.v_parts * HEAD_DIM + threadIdx.x;
     float most = kSmallest;
+#pragma unroll 16
     for (int i = 0; i < p.v_parts; i++) most = fmaxf(most, amax[i * HEAD_DIM]);
     factors[threadIdx.x] = __fdiv_rn(kE4m3Largest, most);
-    if (tile == 0) p.v_scale[kv * HEAD_DIM + threadIdx.x] = __fdiv_rn(most, kE4m3Largest);
+    if (tile == 0) p.v_scale[kv * HEAD_DIM + threadIdx.x] = most * (1.f / kE4m3Largest);
   }
   __syncthreads();
-  const element* v = p.v + b * p.v_batch + head * p.v_head + static_cast<int64>(tile) * BLOCK_N * p.v_row;
-  const int count = p.seqlen_k - tile * BLOCK_N;
-  uint8* image = p.v_out + static_cast<int64>(blockIdx.x) * BLOCK_N * HEAD_DIM;
-  // A task: 8 channels of the 4 keys that are neighbours in the order of keys. 8 threads write 32 bytes of a channel.
-  for (int task = threadIdx.x; task < BLOCK_N * HEAD_DIM / 32; task += kThreads) {
-    const int half = task / 4 % 2, pair = task % 4, channel = task / 8 % kLanes * 8, group = task / 8 / kLanes;
-    const int row0 = group * 32 + half * 16 + pair * 2;
+  uint8* image = p.v_out + static_cast<int64>(block) * BLOCK_N * HEAD_DIM;
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const uint32 task = threadIdx.x + t * kThreads, channel = task / 8 * 8 % HEAD_DIM, group = task / HEAD_DIM;
     float x[4][8];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = row0 + i / 2 * 8 + i % 2;
-      if (row < count) {
-        load8(x[i], v + row * p.v_row + channel);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 8; j++) x[i][j] = 0.f;
-      }
-    }
+    for (int i = 0; i < 4; i++) unpack8(x[i], raw[t][i]);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
       const float f = factors[channel + j];
-      *reinterpret_cast<uint32*>(image + image_offset<32>(channel + j, group * 32 + half * 16 + pair * 4, HEAD_DIM)) =
+      *reinterpret_cast<uint32*>(image + image_offset<32>(channel + j, group * 32 + task % 8 * 4, HEAD_DIM)) =
           pack_e4m3(x[0][j] * f, x[1][j] * f, x[2][j] * f, x[3][j] * f);
     }
   }

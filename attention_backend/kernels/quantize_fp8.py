@@ -13,7 +13,6 @@ from attention_backend.heuristics.fp8 import Fp8Config, value_parts
 from attention_backend.jit import KernelVariant, load
 from attention_backend.reference.fp8 import SIGN_BITS
 
-_THREADS = 256
 _ALIGNMENT = 16  # bytes that a thread reads at once
 
 
@@ -101,9 +100,10 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, config: Fp8C
     p.signs = (c_uint32 * 8)(*(SIGN_BITS >> 32 * i & 0xFFFFFFFF for i in range(8)))
     key_blocks = batch * num_kv_heads * k_tiles
     blocks = (batch * num_heads * q_tiles + key_blocks + batch * num_kv_heads * parts, key_blocks)
+    threads = config.block_n * head_dim // 64  # quantize_fp8.cuh
     for step in range(2):
         kernel = load(variant(q.dtype, head_dim, config, hadamard, step), q.device.index)
-        kernel((blocks[step], 1, 1), (_THREADS, 1, 1), p)
+        kernel((blocks[step], 1, 1), (threads, 1, 1), p)
     return tiles
 
 

@@ -2,8 +2,8 @@
 
 Queries and keys are rotated by random signs and a Hadamard matrix (QuIP, FlashAttention-3 section 3.3), which leaves
 products as they are and spreads outliers; queries are scaled per row, keys per tile, values per channel; probabilities
-are rounded to e4m3 before they meet the values, their sum is of those not rounded. Products are added exactly here; the
-tensor cores cut each to 13 bits below the largest that it is added to.
+are rounded to e4m3 before they meet the values, and summed as rounded or not (`summed_by_product`). Products are added
+exactly here; the tensor cores cut each to 13 bits below the largest that it is added to.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.fp8 import fp8_config
+from attention_backend.heuristics.fp8 import fp8_config, summed_by_product
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -48,7 +48,11 @@ def signs(head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Signs, then the Hadamard matrix of +-1 along the last dimension: float32, longer by sqrt(head_dim)."""
+    """Signs, then the Hadamard matrix of +-1 along the last dimension: float32, longer by sqrt(head_dim).
+
+    Columns come in the order in which the kernel's exchanges leave them (quantize_fp8.cuh): in each 64 of them place
+    8 l + i holds column 8 (i ^ l) + l. Queries' and keys' are the same, so scores are as they were.
+    """
     head_dim = x.shape[-1]
     x = x.float() * signs(head_dim).to(x.device)
     step = 1
@@ -56,7 +60,8 @@ def rotate(x: Tensor) -> Tensor:
         low, high = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((low + high, low - high), -2).flatten(-3)
         step *= 2
-    return x
+    place = torch.arange(head_dim, device=x.device)
+    return x[..., place // 64 * 64 + (place // 8 % 8 ^ place % 8) * 8 + place // 8 % 8]
 
 
 def round_to(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +115,9 @@ def attention(
         correction = torch.where(new_top == top, 1.0, torch.exp2(top - new_top))
         shift = OFFSET - new_top.masked_fill(new_top == -torch.inf, 0.0)
         p = torch.exp2(exponents + shift[..., None])
-        total = total * correction + p.sum(-1)
-        acc = acc * correction[..., None] + p.to(E4M3).float() @ v8[:, :, held]
+        rounded = p.to(E4M3).float()
+        total = total * correction + (rounded if summed_by_product(head_dim) else p).sum(-1)
+        acc = acc * correction[..., None] + rounded @ v8[:, :, held]
         top = new_top
     empty = top == -torch.inf
     factor = torch.where(empty, 0.0, 1.0 / total)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.fp8 import flash_attn_fp8_func
-from attention_backend.heuristics.fp8 import Fp8Config, fp8_config, splits_of_last_round
+from attention_backend.heuristics.fp8 import Fp8Config, fp8_config, splits_of_last_round, summed_by_product
 from attention_backend.kernels import flash_fwd_fp8_sm90
 from attention_backend.kernels.device import num_sms
 from attention_backend.reference import fp8 as emulation
@@ -118,9 +118,10 @@ def check(
     assert error <= 1.1 * emulated + slack, f"error {error:.3e}, emulated {emulated:.3e}"
     assert error <= limit * rms(truth), f"error {error:.3e} of {rms(truth):.3e}"
     # The tensor cores cut each of a score's products to 13 bits below the largest; the emulation adds exactly. The loss
-    # is a share of the scores: lse can be small where they are not.
+    # is a share of the scores: lse can be small where they are not. Sums of a tile's probabilities lose as much a key.
     apart = ((lse - want_lse).abs() - 2e-3 * largest)[seen].max()
-    assert apart < 1e-3, f"lse is {apart:.1e} further from the emulation than scores of 13 bits explain"
+    lost = config.block_n / 50_000 if summed_by_product(q.shape[-1]) else 0.0
+    assert apart < 1e-3 + lost, f"lse is {apart:.1e} further from the emulation than scores of 13 bits explain"
     assert (lse - truth_lse)[seen].abs().max() < 4 * limit
 
 

@@ -12,7 +12,7 @@ constexpr int kTileWarps = kConsumers * 4;
 // Whether this warp has the rows' whole sums now, and is to store them.
 __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState& row, int part, const Fp8Params& p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
-  // A part's sums of this warp's rows, register after register; behind them stabiliser and sum of each row.
+  // A part's sums of this warp's rows, register after register; behind them shift and sum of each row.
   auto sums_of = [&](int part) { return p.parts + static_cast<int64>(part) * kPartFloats + warp * 16 * (HEAD_DIM + 2); };
   auto row_of = [&](int part, int half) { return sums_of(part) + 16 * HEAD_DIM + (half * 8 + lane / 4) * 2; };
   float4* mine = reinterpret_cast<float4*>(sums_of(part)) + lane;
@@ -21,10 +21,7 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
     mine[i * 32] = make_float4(acc[i * 4], acc[i * 4 + 1], acc[i * 4 + 2], acc[i * 4 + 3]);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float l = row.sum[half];
-    l += __shfl_xor_sync(~0u, l, 1);
-    l += __shfl_xor_sync(~0u, l, 2);
-    if (lane % 4 == 0) *reinterpret_cast<float2*>(row_of(part, half)) = make_float2(row.max[half], l);
+    if (lane % 4 == 0) *reinterpret_cast<float2*>(row_of(part, half)) = make_float2(row.shift[half], row.sum[half]);
   }
   __threadfence();
   __syncwarp();
@@ -35,11 +32,11 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
   if (lane == 0) before = atomicInc(counter, others);
   if (__shfl_sync(~0u, before, 0) != others) return false;
   __threadfence();
-  float top[2] = {-kInfinity, -kInfinity};
+  float least[2] = {kNothingSeen, kNothingSeen};
 #pragma unroll 1
   for (int s = 0; s < p.splits; s++)
 #pragma unroll
-    for (int half = 0; half < 2; half++) top[half] = fmaxf(top[half], __ldcg(row_of(tile + s * p.cut, half)));
+    for (int half = 0; half < 2; half++) least[half] = fminf(least[half], __ldcg(row_of(tile + s * p.cut, half)));
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; i++) acc[i] = 0.f;
   row.sum[0] = row.sum[1] = 0.f;
@@ -50,8 +47,8 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const float2 of_part = __ldcg(reinterpret_cast<const float2*>(row_of(at, half)));
-      factor[half] = of_part.x == -kInfinity ? 0.f : exp2_approx(of_part.x - top[half]);
-      if (lane % 4 == 0) row.sum[half] += factor[half] * of_part.y;  // in one lane: the four of a row are added up later
+      factor[half] = exp2_approx(least[half] - of_part.x);
+      row.sum[half] += factor[half] * of_part.y;
     }
     const float4* sums = reinterpret_cast<const float4*>(sums_of(at)) + lane;
 #pragma unroll
@@ -64,6 +61,6 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
       if (i % 4 == 3) asm volatile("" ::: "memory");  // more at once would be more registers than there are
     }
   }
-  row.max[0] = top[0], row.max[1] = top[1];
+  row.shift[0] = least[0], row.shift[1] = least[1];
   return true;
 }

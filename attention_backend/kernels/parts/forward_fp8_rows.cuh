@@ -5,11 +5,12 @@
 #include "parts/forward_fp8_tiles.cuh"
 
 // A probability is at most 2^(kOffset + kThreshold) = 430: below e4m3's 448, and normal down to 2^-13 of the largest.
-constexpr float kOffset = 7.f, kThreshold = 1.75f;
+constexpr float kOffset = 7.f, kThreshold = 1.75f, kNothingSeen = 3.402823466e38f;
 
+// A probability is 2^(score * scale + shift): shift is kOffset less the row's stabiliser. Before a row has seen a key it is
+// the largest number: any score then is too large for it, and a masked one, -infinity, is still nothing.
 struct RowState {
-  float max[2], sum[2];  // the stabiliser (log2), the sum of 2^(exponent + kOffset)
-  float correction[2];   // what earlier sums are multiplied by
+  float shift[2] = {kNothingSeen, kNothingSeen}, sum[2] = {};
 };
 
 // The largest score of each of the thread's rows.
@@ -38,44 +39,42 @@ __device__ __forceinline__ void largest_scores(float (&largest)[2], const float 
   }
 }
 
-// Turns scores into probabilities 2^(exponent + kOffset). Row `half` sees its first `visible[half]` keys of the tile
-// (counted from this thread's first column).
-template <bool MASKED>
-__device__ __forceinline__ void softmax_tile(float (&s)[BLOCK_N / 2], RowState& row, const float (&scale)[2],
-                                             const int (&visible)[2]) {
-  if (MASKED) {
+// Has row `half` see its first `visible[half]` keys of a tile (counted from this thread's first column) and no others.
+__device__ __forceinline__ void mask_tile(float (&s)[BLOCK_N / 2], const int (&visible)[2]) {
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i++)
-      if (i / 4 * 8 + i % 2 >= visible[i / 2 % 2]) s[i] = -kInfinity;
-  }
+  for (int i = 0; i < BLOCK_N / 2; i++)
+    if (i / 4 * 8 + i % 2 >= visible[i / 2 % 2]) s[i] = -kInfinity;
+}
+
+// Stabilisers follow the largest scores of a tile; `correction` is what earlier sums are to be multiplied by.
+__device__ __forceinline__ void follow(float (&correction)[2], RowState& row, const float (&s)[BLOCK_N / 2],
+                                       const float (&scale)[2]) {
   float largest[2];
   largest_scores(largest, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float top = largest[half] * scale[half];
-    const bool higher = top > row.max[half] + kThreshold;
-    row.correction[half] = higher ? exp2_approx(row.max[half] - top) : 1.f;
-    if (higher) row.max[half] = top;
-    const float shift = kOffset - (MASKED && row.max[half] == -kInfinity ? 0.f : row.max[half]);
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 8; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float& x = s[i * 4 + half * 2 + j];
-        x = exp2_approx(fmaf(x, scale[half], shift));
-        sum += x;
-      }
-    row.sum[half] = row.sum[half] * row.correction[half] + sum;
+    const float exponent = fmaf(largest[half], scale[half], row.shift[half]);
+    const bool higher = exponent > kOffset + kThreshold;
+    correction[half] = higher ? exp2_approx(kOffset - exponent) : 1.f;
+    if (higher) row.shift[half] = fmaf(-largest[half], scale[half], kOffset);
   }
 }
 
-__device__ __forceinline__ void pack_tile(uint32 (&p)[kSteps][4], const float (&s)[BLOCK_N / 2]) {
+// Scores -> probabilities as bytes, in the order of the next product's operand; their sums where the product has none.
+__device__ __forceinline__ void probabilities(uint32 (&p)[kSteps][4], float (&sum)[2], const float (&s)[BLOCK_N / 2],
+                                              const RowState& row, const float (&scale)[2]) {
+  sum[0] = sum[1] = 0.f;
 #pragma unroll
   for (int i = 0; i < kSteps; i++)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const int at = i * 16 + j / 2 * 8 + j % 2 * 2;
-      p[i][j] = pack_e4m3(s[at], s[at + 1], s[at + 4], s[at + 5]);
+      float x[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        x[k] = exp2_approx(fmaf(s[at + k / 2 * 4 + k % 2], scale[j % 2], row.shift[j % 2]));
+        if (!kOnes) sum[j % 2] += x[k];
+      }
+      p[i][j] = pack_e4m3(x[0], x[1], x[2], x[3]);
     }
 }

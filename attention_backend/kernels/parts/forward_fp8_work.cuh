@@ -7,6 +7,7 @@
 #include "parts/forward_fp8_tiles.cuh"
 #include "parts/stages.cuh"
 
+constexpr uint32 kFourOnes = 0x38383838;  // e4m3
 constexpr int kQueryStages = 2, kTileSlots = 2;
 
 // One unit of work, shared by the warps of a block.
@@ -61,7 +62,7 @@ struct Shared {
     q = (base + 1023) & ~1023u;
     k = q + kQueryStages * kBytesQ;
     v = k + STAGES * kBytesKv;
-    const uint32 scales = v + STAGES * kBytesKv;
+    const uint32 scales = v + STAGES * kStageV;
     full_q = scales + kQueryStages * BLOCK_M * 4;
     empty_q = full_q + 8 * kQueryStages;
     full_k = empty_q + 8 * kQueryStages;
@@ -72,6 +73,14 @@ struct Shared {
     empty_tile = full_tile + 8 * kTileSlots;
     q_scale = reinterpret_cast<float*>(memory + (scales - base));
     tiles = reinterpret_cast<Tile*>(memory + (empty_tile + 8 * kTileSlots - base));
+  }
+
+  // The channels of ones behind those of the values; the whole block.
+  __device__ __forceinline__ void write_ones() const {
+    for (int slab = 0; slab < STAGES * kSteps; slab++)
+      for (int i = threadIdx.x * 4; i < kOnes * 32; i += kThreads * 4)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(v + slab * kSlab + HEAD_DIM * 32 + i), "r"(kFourOnes));
+    fence_async_proxy();  // the tensor cores read them
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -99,12 +108,15 @@ __device__ __forceinline__ uint32 element_of(uint32 ring, int bytes, int n) {
   return ring + stage<SIZE>(n) * bytes;
 }
 
-// A tile of keys or values.
+// A tile of keys or values: `copies` of the same size, `stride` bytes apart in shared memory.
+template <int copies, int stride>
 __device__ __forceinline__ void load_tile(uint32 ring, uint32 full, uint32 empty, int n, const uint8* from) {
-  const uint32 barrier = element_of<STAGES>(full, 8, n);
+  const uint32 barrier = element_of<STAGES>(full, 8, n), to = element_of<STAGES>(ring, copies * stride, n);
   wait_empty<STAGES>(empty, n);
   barrier_expect(barrier, kBytesKv);
-  bulk_load(element_of<STAGES>(ring, kBytesKv, n), from, kBytesKv, barrier, kEvictLast);
+#pragma unroll
+  for (int i = 0; i < copies; i++)
+    bulk_load(to + i * stride, from + i * (kBytesKv / copies), kBytesKv / copies, barrier, kEvictLast);
 }
 
 // A tile's queries, and what their scores are multiplied by.
@@ -114,7 +126,7 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const Tile& t
   wait_empty<kQueryStages>(shared.empty_q, q);
   barrier_expect(barrier, kBytesQ + BLOCK_M * 4);
   bulk_load(element_of<kQueryStages>(shared.q, kBytesQ, q), p.q + image * kBytesQ, kBytesQ, barrier, kEvictFirst);
-  bulk_load(element_of<kQueryStages>(shared.v + STAGES * kBytesKv, BLOCK_M * 4, q), p.q_scale + image * BLOCK_M, BLOCK_M * 4,
+  bulk_load(element_of<kQueryStages>(shared.v + STAGES * kStageV, BLOCK_M * 4, q), p.q_scale + image * BLOCK_M, BLOCK_M * 4,
             barrier, kEvictFirst);
 }
 
@@ -136,8 +148,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Fp8Params
     // From the tile's first key tile on, which is its last.
     int64 at = (static_cast<int64>(tile.kv) * p.k_tiles + tile.end - 1) * kBytesKv;
     auto load = [&] {
-      load_tile(shared.k, shared.full_k, shared.empty_k, n, p.k + at);
-      load_tile(shared.v, shared.full_v, shared.empty_v, n++, p.v + at);
+      load_tile<1, kBytesKv>(shared.k, shared.full_k, shared.empty_k, n, p.k + at);
+      load_tile<kOnes ? kSteps : 1, kOnes ? kSlab : kStageV>(shared.v, shared.full_v, shared.empty_v, n++, p.v + at);
       at -= kBytesKv;
     };
 #pragma unroll 1

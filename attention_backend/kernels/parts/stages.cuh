@@ -12,7 +12,7 @@ __device__ __forceinline__ int stage(int n) {
 }
 template <int SIZE>
 __device__ __forceinline__ uint32 parity(int n) {
-  return n / SIZE & 1;
+  return static_cast<uint32>(n) / SIZE & 1;
 }
 template <int SIZE>
 __device__ __forceinline__ void wait_full(uint32 barriers, int n) {

@@ -17,6 +17,11 @@ __device__ __forceinline__ uint64 fp8_descriptor(uint32 address) {
          mode << 62;
 }
 
+// The descriptor of what lies `bytes` further on; addresses are of its low half alone.
+__device__ __forceinline__ uint64 further(uint64 descriptor, int bytes) {
+  return descriptor >> 32 << 32 | (static_cast<uint32>(descriptor) + (bytes >> 4));
+}
+
 __device__ __forceinline__ void fp8_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void fp8_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most `pending` committed groups of this warpgroup are still under way.
@@ -37,6 +42,8 @@ __device__ __forceinline__ void fp8_wait() {
 #define NAMES_56 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_64 "%64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES_72 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_80 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define NAMES_88 "%88, %89, %90, %91, %92, %93, %94, %95"
 #define VALUES_8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define NAMES_OF_8 NAMES_0
@@ -47,6 +54,8 @@ __device__ __forceinline__ void fp8_wait() {
 #define VALUES_OF_24 VALUES_OF_16, VALUES_8(16)
 #define NAMES_OF_32 NAMES_OF_24 ", " NAMES_24
 #define VALUES_OF_32 VALUES_OF_24, VALUES_8(24)
+#define NAMES_OF_36 NAMES_OF_32 ", %32, %33, %34, %35"
+#define VALUES_OF_36 VALUES_OF_32, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
 #define NAMES_OF_40 NAMES_OF_32 ", " NAMES_32
 #define VALUES_OF_40 VALUES_OF_32, VALUES_8(32)
 #define NAMES_OF_48 NAMES_OF_40 ", " NAMES_40
@@ -59,6 +68,10 @@ __device__ __forceinline__ void fp8_wait() {
 #define VALUES_OF_72 VALUES_OF_64, VALUES_8(64)
 #define NAMES_OF_80 NAMES_OF_72 ", " NAMES_72
 #define VALUES_OF_80 VALUES_OF_72, VALUES_8(72)
+#define NAMES_OF_88 NAMES_OF_80 ", " NAMES_80
+#define VALUES_OF_88 VALUES_OF_80, VALUES_8(80)
+#define NAMES_OF_96 NAMES_OF_88 ", " NAMES_88
+#define VALUES_OF_96 VALUES_OF_88, VALUES_8(88)
 // clang-format on
 
 // Fp8Wgmma<N>::shared: d = a * b (+ d), both operands in shared memory.
@@ -88,5 +101,7 @@ struct Fp8Wgmma;
   };
 
 FP8_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+FP8_WGMMA(72, 36, 36, 37, 38, 39, 40, 41)
 FP8_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
 FP8_WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
+FP8_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)

@@ -228,8 +228,7 @@ def test_tiles_fit_the_machine(head_dim: int) -> None:
 
     assert config.smem_bytes(head_dim) <= _SHARED_MEMORY
     assert config.block_n % 32 == 0
-    rows_a_round = 256 * 8 // head_dim  # of quantize_fp8.cuh
-    assert config.block_m % rows_a_round == config.block_n % rows_a_round == 0
+    assert config.block_n * head_dim // 64 <= 640  # threads of quantize_fp8.cuh
 
 
 def test_every_value_row_is_in_a_part_and_every_head_in_a_section() -> None:
