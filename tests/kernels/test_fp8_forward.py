@@ -118,10 +118,14 @@ def check(
     assert error <= 1.1 * emulated + slack, f"error {error:.3e}, emulated {emulated:.3e}"
     assert error <= limit * rms(truth), f"error {error:.3e} of {rms(truth):.3e}"
     # The tensor cores cut each of a score's products to 13 bits below the largest; the emulation adds exactly. The loss
-    # is a share of the scores: lse can be small where they are not. Sums of a tile's probabilities lose as much a key.
-    apart = ((lse - want_lse).abs() - 2e-3 * largest)[seen].max()
-    lost = config.block_n / 50_000 if summed_by_product(q.shape[-1]) else 0.0
-    assert apart < 1e-3 + lost, f"lse is {apart:.1e} further from the emulation than scores of 13 bits explain"
+    # is a share of the scores: lse can be small where they are not. Where it is of rounded probabilities, one that is
+    # rounded the other way moves it by a sixteenth of its share, and sums lose as much a key as other products do.
+    rounded = summed_by_product(q.shape[-1])
+    apart = ((lse - want_lse).abs() - 2e-3 * largest)[seen]
+    assert apart.max() < 1e-3 + rounded / 16, f"lse is {apart.max():.1e} further away than 13 bits explain"
+    if rounded:
+        lost = config.block_n / 50_000
+        assert rms(apart.clamp(min=0)) <= (1.5 if cut else 0.4) * rms((want_lse - truth_lse)[seen]) + lost
     assert (lse - truth_lse)[seen].abs().max() < 4 * limit
 
 
