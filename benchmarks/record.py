@@ -108,7 +108,7 @@ RECORDINGS = (
     Recording("attention_forward_generic", "attention", 120, ("forward", "--only", "longwave-generic,fa2")),
     Recording("attention_decode", "attention", 90, ("decode", "fp8_kv", "latency"), "fa3"),
     Recording("attention_decode_flashinfer", "attention", 90, ("decode", "shared_prefix"), "flashinfer"),
-    Recording("attention_fp8", "attention", 60, ("fp8_forward", "--head-dims", "128"), "fa3"),
+    Recording("attention_fp8", "attention", 60, ("fp8_forward",), "fa3"),
     Recording("attention_options", "attention", 150, _OPTIONS, "fa3"),
     Recording("attention_features", "attention", 240, ("shapes", "features", "patterns", "--flex"), "fa3"),
     Recording("serving", "serving", 560, ("--vllm-args", '{"max_num_batched_tokens": 8192}'), "vllm"),
