@@ -52,7 +52,7 @@ template <int COLUMNS>
 __device__ __forceinline__ void add_channels(float (&acc)[HEAD_DIM / 2], float (&sum)[2], const float (&correction)[2],
                                              const uint32 (&probs)[kSteps][4], uint64 values, int begin) {
   float sums[COLUMNS / 2];
-  start_sums<COLUMNS>(sums, probs, further(values, begin * 32));
+  start_sums<COLUMNS>(sums, probs, values + begin * 32 / 16);
   fp8_wait<0>();
 #pragma unroll
   for (int i = 0; i < kSumColumns / 2; i++) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void attend(float (&acc)[HEAD_DIM / 2], RowState& row
     float correction[2], sum[2];
     {
       float s[BLOCK_N / 2];
-      start_scores(s, queries, further(keys, stage<STAGES>(n) * kBytesKv));
+      start_scores(s, queries, keys + stage<STAGES>(n) * kBytesKv / 16);
       const float scale[2] = {q_scale[0] * k_scale, q_scale[1] * k_scale};
       fp8_wait<0>();
       release(element_of<STAGES>(shared.empty_k, 8, n));
@@ -96,7 +96,7 @@ __device__ __forceinline__ void attend(float (&acc)[HEAD_DIM / 2], RowState& row
       wait_full<STAGES>(shared.full_v, n);
       probabilities(probs, sum, s, row, scale);
     }
-    const uint64 at = further(values, stage<STAGES>(n) * kStageV);
+    const uint64 at = values + stage<STAGES>(n) * kStageV / 16;
 #pragma unroll
     for (int begin = 0; begin < HEAD_DIM - kSumColumns; begin += kSumColumns)
       add_channels<kSumColumns>(acc, sum, correction, probs, at, begin);

@@ -62,7 +62,7 @@ __device__ __forceinline__ void start_scores(float (&s)[BLOCK_N / 2], uint64 q, 
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 32; i++) {
     const int slab = i * 32 / kWidth, within = i * 32 % kWidth;
-    Fp8Wgmma<BLOCK_N>::shared(s, further(q, slab * BLOCK_M * kWidth + within), further(k, slab * BLOCK_N * kWidth + within),
+    Fp8Wgmma<BLOCK_N>::shared(s, q + (slab * BLOCK_M * kWidth + within) / 16, k + (slab * BLOCK_N * kWidth + within) / 16,
                               i != 0);
   }
   fp8_commit();
@@ -73,6 +73,6 @@ template <int COLUMNS>
 __device__ __forceinline__ void start_sums(float (&sums)[COLUMNS / 2], const uint32 (&p)[kSteps][4], uint64 v) {
   fp8_fence();
 #pragma unroll
-  for (int i = 0; i < kSteps; i++) Fp8Wgmma<COLUMNS>::registers(sums, p[i], further(v, i * kSlab), i != 0);
+  for (int i = 0; i < kSteps; i++) Fp8Wgmma<COLUMNS>::registers(sums, p[i], v + i * kSlab / 16, i != 0);
   fp8_commit();
 }

@@ -9,17 +9,13 @@
 
 #include "parts/element.cuh"
 
-// Shared memory operand, K-major: slabs of `width` (32, 64 or 128) bytes of K, in the swizzle of that width.
+// Shared memory operand, K-major: slabs of `width` (32, 64 or 128) bytes of K, in the swizzle of that width. A descriptor
+// plus bytes / 16 is that of what lies so many bytes further on.
 template <int width>
 __device__ __forceinline__ uint64 fp8_descriptor(uint32 address) {
   constexpr uint64 mode = width == 128 ? 1 : width == 64 ? 2 : 3;
   return static_cast<uint64>((address & 0x3FFFF) >> 4) | 1ull << 16 | static_cast<uint64>(8 * width >> 4) << 32 |
          mode << 62;
-}
-
-// The descriptor of what lies `bytes` further on; addresses are of its low half alone.
-__device__ __forceinline__ uint64 further(uint64 descriptor, int bytes) {
-  return descriptor >> 32 << 32 | (static_cast<uint32>(descriptor) + (bytes >> 4));
 }
 
 __device__ __forceinline__ void fp8_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
