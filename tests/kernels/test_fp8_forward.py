@@ -15,6 +15,7 @@ from attention_backend.reference import fp8 as emulation
 
 from .error_rule import poisoned_memory
 from .problems import generator, randn
+from .test_graphs import captured
 
 pytestmark = pytest.mark.gpu
 Problem = tuple[Tensor, Tensor, Tensor]
@@ -253,6 +254,19 @@ def test_a_thousand_repeats_are_bitwise_equal(causal: bool, head_dim: int, rows:
         out, lse = flash_attn_fp8_func(*x, causal=causal, return_lse=True)
         differing += (out != want).any() | (lse != want_lse).any()
     assert int(differing) == 0
+
+
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_graph_is_replayed_with_other_tensors(causal: bool, head_dim: int) -> None:
+    """The counters that tiles are drawn by, and parts joined, are zeros again when a replay ends."""
+    x = problem("graph", 150, 3000, head_dim, heads=(8, 4))
+    graph, out = captured(lambda: public(x, causal=causal, hadamard=True)[0])
+    for replay in range(3):
+        for tensor, new in zip(x, problem(f"replay {replay}", 150, 3000, head_dim, heads=(8, 4)), strict=True):
+            tensor.copy_(new)
+        graph.replay()
+        assert torch.equal(out, run(x, causal=causal)[0])
 
 
 def test_outliers_cost_at_most_half_of_what_they_cost_per_tensor_fp8() -> None:
