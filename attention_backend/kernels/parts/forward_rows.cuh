@@ -6,16 +6,19 @@
 #include "softmax.cuh"
 #include "transpose_quad.cuh"
 
-#if OVERLAP
-constexpr float kSlack = 8.f;  // log2
-#endif
 // How far the largest term may be above one, log2. The terms of a long row may all be below what fp16 holds beside a one;
 // below the largest that it holds there is room for 2^-39 of that.
 constexpr float kRoom = !FP8_PAGES ? 0.f : OVERLAP ? 7.f : 15.f;
 
+// How far a score may be above its row's level, log2, before levels follow: terms are still far below what their type
+// holds, and no less exact. The level of a row's first keys mostly is one for all of them.
+constexpr float kWindow = BF16 ? 64.f : 14.f;
+#define FOLLOWS_ALWAYS FP8_PAGES  // whose rows have scales of their own
+
 // A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
 struct Rows {
   float level[2], sum[2];
+  int limit;  // the bits of the largest score with which levels stay as they are
 #if FP8_PAGES
   Queries queries;
 #endif
@@ -54,53 +57,46 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[SCO
   }
 }
 
-// The same by integers, which Hopper compares three at a time: floats have their order unless all of a row are negative,
-// and then, rarely, it is done again as above.
+// The largest of all scores as integers, which Hopper compares three at a time: floats without a sign have that order, and
+// those with one are below them.
 template <int SCORES>
-__device__ __forceinline__ void row_maxima_by_integers(float (&top)[2], const float (&s)[SCORES]) {
-  int t[2];
+__device__ __forceinline__ int largest_bits(const float (&s)[SCORES]) {
+  int m[2] = {__float_as_int(s[0]), __float_as_int(s[1])};
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    int m[kChains];
-#pragma unroll
-    for (int c = 0; c < kChains; c++) m[c] = __float_as_int(s[c * 4 + half * 2]);
-#pragma unroll
-    for (int i = 0; i < SCORES / 4; i++) {
-      const int a = __float_as_int(s[i * 4 + half * 2]), b = __float_as_int(s[i * 4 + half * 2 + 1]);
-      m[i % kChains] = max(max(m[i % kChains], a), b);
-    }
-    t[half] = max(m[0], m[kChains - 1]);
-    t[half] = max(t[half], __shfl_xor_sync(~0u, t[half], 1));
-    t[half] = max(t[half], __shfl_xor_sync(~0u, t[half], 2));
-    top[half] = __int_as_float(t[half]);
-  }
-  if (__any_sync(~0u, min(t[0], t[1]) < 0)) row_maxima(top, s);
+  for (int i = 2; i < SCORES; i += 2)
+    m[i / 2 % 2] = max(max(m[i / 2 % 2], __float_as_int(s[i])), __float_as_int(s[i + 1]));
+  return max(m[0], m[1]);
 }
 
-// Turns scores into unnormalised probabilities; `correction` is the factor of what came before. True when, in some row of
-// the warp, it is not 1. EMPTY: a row may have seen nothing yet.
-template <bool EMPTY, int SCORES>
-__device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
-                                             const Score& plain) {
-  bool grew = false;
+// Levels follow the largest scores; `correction` is the factor of what came before.
+template <int SCORES>
+__device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, float (&correction)[2], const Score& plain) {
   float tops[2];
-  if (!EMPTY && HEAD_DIM <= 64)  // a narrow head's steps have the most maxima for their products
-    row_maxima_by_integers(tops, s);
-  else
-    row_maxima(tops, s);
+  row_maxima(tops, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const Score score = score_of_row(plain, rows, half);
-    float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
-#if OVERLAP
-    const bool grows = score.above(level, rows.level[half]) > kSlack;  // never from -inf to -inf, a NaN
-    if (!grows) level = rows.level[half];
-    grew = grew || grows;
-#endif
-    const float shift = EMPTY && level == -kInfinity ? 0.f : level;
-    correction[half] = exp2_approx(score.above(rows.level[half], shift));
+    const float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
+    correction[half] = level == -kInfinity ? 1.f : exp2_approx(score.above(rows.level[half], level));
     rows.level[half] = level;
-    float sum[kChains] = {rows.sum[half] * correction[half]};  // wanted first: the output's rescaling waits for it
+    rows.sum[half] *= correction[half];
+  }
+  const float limit = plain.score_at(fminf(rows.level[0], rows.level[1]), kWindow);
+  rows.limit = limit > 0.f ? __float_as_int(limit) : static_cast<int>(0x80000000);  // below zero their order is another
+}
+
+// Turns scores into unnormalised probabilities. True when levels followed the largest of them: `correction` is then the
+// factor of what came before. EMPTY: a row may have seen nothing yet.
+template <bool EMPTY, int SCORES>
+__device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
+                                             const Score& plain) {
+  const bool follows = EMPTY || FOLLOWS_ALWAYS || __any_sync(~0u, largest_bits(s) > rows.limit);
+  if (follows) follow(s, rows, correction, plain);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const Score score = score_of_row(plain, rows, half);
+    const float shift = EMPTY && rows.level[half] == -kInfinity ? 0.f : rows.level[half];
+    float sum[kChains] = {rows.sum[half]};
 #pragma unroll
     for (int i = 0; i < SCORES / 2; i++) {
       float& x = s[i / 2 * 4 + half * 2 + i % 2];
@@ -113,7 +109,7 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, flo
     asm volatile("" : "+f"(rows.sum[half]));  // here, in the shadow of the exponentials, and not after the next wait
 #endif
   }
-  return OVERLAP ? __any_sync(~0u, grew) : true;
+  return follows;
 }
 
 __device__ __forceinline__ uint32 pack_term(float lo, float hi) {

@@ -59,11 +59,13 @@ struct Score {
   __device__ __forceinline__ float above(float level, float other) const { return (level - other) * scale_log2; }
   __device__ __forceinline__ float log2_of(float level) const { return level * scale_log2; }
   __device__ __forceinline__ float exponent(float s, float shift) const { return (s - shift) * scale_log2; }
+  __device__ __forceinline__ float score_at(float level, float above) const { return level + __fdividef(above, scale_log2); }
 #else
   __device__ __forceinline__ float level(float m) const { return m * scale_log2; }
   __device__ __forceinline__ float above(float level, float other) const { return level - other; }
   __device__ __forceinline__ float log2_of(float level) const { return level; }
   __device__ __forceinline__ float exponent(float s, float shift) const { return fmaf(s, scale_log2, -shift); }
+  __device__ __forceinline__ float score_at(float level, float above) const { return __fdividef(level + above, scale_log2); }
 #endif
   __device__ __forceinline__ float shift(float m) const { return m == -kInfinity ? 0.f : level(m); }
 
