@@ -10,15 +10,14 @@
 // below the largest that it holds there is room for 2^-39 of that.
 constexpr float kRoom = !FP8_PAGES ? 0.f : OVERLAP ? 7.f : 15.f;
 
-// How far a score may be above its row's level, log2, before levels follow: terms are still far below what their type
-// holds, and no less exact. The level of a row's first keys mostly is one for all of them.
-constexpr float kWindow = BF16 ? 64.f : 14.f;
-#define FOLLOWS_ALWAYS FP8_PAGES  // whose rows have scales of their own
+// How large a term may be, log2, before levels follow: far below what its type holds. The level of a row's first keys
+// mostly is one for all of them.
+constexpr float kWindow = BF16 && !FP8_PAGES ? 64.f : 15.f;
 
 // A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
 struct Rows {
   float level[2], sum[2];
-  int limit;  // the bits of the largest score with which levels stay as they are
+  int limit;  // the bits of the lowest score that levels follow
 #if FP8_PAGES
   Queries queries;
 #endif
@@ -71,7 +70,7 @@ __device__ __forceinline__ int largest_bits(const float (&s)[SCORES]) {
 // Levels follow the largest scores; `correction` is the factor of what came before.
 template <int SCORES>
 __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, float (&correction)[2], const Score& plain) {
-  float tops[2];
+  float tops[2], limit[2];
   row_maxima(tops, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -80,9 +79,10 @@ __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, flo
     correction[half] = level == -kInfinity ? 1.f : exp2_approx(score.above(rows.level[half], level));
     rows.level[half] = level;
     rows.sum[half] *= correction[half];
+    limit[half] = score.score_at(level, kWindow);
   }
-  const float limit = plain.score_at(fminf(rows.level[0], rows.level[1]), kWindow);
-  rows.limit = limit > 0.f ? __float_as_int(limit) : static_cast<int>(0x80000000);  // below zero their order is another
+  const float lower = fminf(limit[0], limit[1]);
+  rows.limit = lower > 0.f ? __float_as_int(lower) : static_cast<int>(0x80000000);  // below zero their order is another
 }
 
 // Turns scores into unnormalised probabilities. True when levels followed the largest of them: `correction` is then the
@@ -90,7 +90,7 @@ __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, flo
 template <bool EMPTY, int SCORES>
 __device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
                                              const Score& plain) {
-  const bool follows = EMPTY || FOLLOWS_ALWAYS || __any_sync(~0u, largest_bits(s) > rows.limit);
+  const bool follows = EMPTY || __any_sync(~0u, largest_bits(s) >= rows.limit);
   if (follows) follow(s, rows, correction, plain);
 #pragma unroll
   for (int half = 0; half < 2; half++) {

@@ -53,7 +53,8 @@ struct Score {
   }
 
   // A term is 2^exponent(score, shift), with as shift the level of the row's largest score, or so. Where a bias may be huge,
-  // the difference is taken first: rounding a product of that size would be an error of any size.
+  // the difference is taken first: rounding a product of that size would be an error of any size. score_at: the score of
+  // which that exponent is `above`, roughly.
 #if SCORE_CHANGES
   __device__ __forceinline__ float level(float m) const { return m; }
   __device__ __forceinline__ float above(float level, float other) const { return (level - other) * scale_log2; }
