@@ -33,6 +33,7 @@ from tests.kernels import (
     test_kv_store,
     test_layer_chain,
     test_layers,
+    test_levels,
     test_merge,
     test_rows_without_keys,
 )
@@ -217,6 +218,13 @@ def test_forward_at_8_bits(dim: int, num_sms: int, rows: int, keys: int, causal:
             test_fp8_forward.check(x, causal=causal, attend=test_fp8_forward.kernels)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_forward_at_8_bits_of_negative_scores(dim: int) -> None:
+    with left_at_zero(HOPPER):
+        x = test_fp8_forward.negative_and_rising(dim, CPU)
+        test_fp8_forward.check(x, causal=False, limit=0.4, attend=test_fp8_forward.kernels)
+
+
 @pytest.mark.parametrize("dims", [(128, 128), (80, 48)], ids=str)
 def test_forward_over_float8_pages(dims: tuple[int, int]) -> None:
     case = replace(test_fp8_prefill.SMALL, dim=dims[0], dim_v=dims[1], sinks=True)
@@ -342,3 +350,13 @@ def _hopper_gradients(args: AttentionArgs, seed: int) -> tuple[torch.Tensor, ...
         out, lse = dispatch.run(args)
         result = backward.run(args, out, lse, torch.ones_like(out), None, kernel="flash_bwd_sm90")
     return result.dq, result.dk, result.dv
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("profile", test_levels.PROFILES)
+def test_levels_that_follow_scores(profile: str, dtype: str) -> None:
+    for dim, mask in ((64, "causal"), (128, "full"), (256, "causal")):
+        with left_at_zero(HOPPER):
+            case = replace(test_levels.CASE, dim=dim, dim_v=dim, dtype=dtype, mask=mask)
+            args = test_levels.shaped(build(case, CPU), profile)
+            error_rule.check(args, error_rule.run(args, flash_fwd_sm90.forward))

@@ -231,6 +231,18 @@ def test_scores_may_all_be_negative(causal: bool, head_dim: int) -> None:
     check((q, k, v), causal=causal)
 
 
+def negative_and_rising(head_dim: int, device: torch.device) -> Problem:
+    """No score above zero, and they rise from tile to tile, as keys are walked, by more than a stabiliser lets them."""
+    q, k, v = problem("negative and rising", 70, 900, head_dim, device=device)
+    k = k.abs() * torch.linspace(0.0, 3.0, 900, device=device)[:, None, None]
+    return -q.abs(), k.to(q.dtype), v
+
+
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+def test_negative_scores_may_rise(head_dim: int, cuda: torch.device) -> None:
+    check(negative_and_rising(head_dim, cuda), causal=False, limit=0.4)
+
+
 @pytest.mark.parametrize("head_dim", _HEAD_DIMS)
 def test_long_sums_keep_their_precision(head_dim: int) -> None:
     """Values of one sign, 20,000 keys: what the tensor cores lose per addition must not add up (it would be 30 %)."""
