@@ -45,7 +45,7 @@ class Fp8Config:
 
 
 def fp8_config(head_dim: int) -> Fp8Config:
-    """Three consumers where their accumulators fit the registers; as many keys as fit then, in steps of 32."""
+    """Three consumers where their accumulators fit the registers; as many keys as registers hold then, unspilled."""
     return {64: Fp8Config(192, 192, 4), 128: Fp8Config(192, 128, 4), 256: Fp8Config(128, 160, 2)}[head_dim]
 
 

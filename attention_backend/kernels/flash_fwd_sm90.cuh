@@ -7,10 +7,10 @@
 // last product makes the loop one whose barriers and descriptors the compiler does not find uniform, which costs more.
 //
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
-// between, in loops of their own. With turns, the softmax of a tile waits for the product with the values of the tile before, as the other
-// warpgroup has the tensor cores then; exponentials, rescaling and packing are one stretch of code, where the special
-// function unit is never alone at work. Without turns (OVERLAP) that product runs beside the softmax, and the output is
-// rescaled only when a maximum grew by a factor of 2^8 (FlashAttention-4's rule; exact: it only keeps exponents small).
+// between, in loops of their own. With turns, the softmax of a tile waits for the product with the values of the tile
+// before, as the other warpgroup has the tensor cores then. Without turns (OVERLAP) that product runs beside the softmax.
+// Terms may be far above one: levels follow a row's scores, and its output is rescaled, only where they would be too large
+// (parts/forward_rows.cuh).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
 // BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of

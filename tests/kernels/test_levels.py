@@ -21,8 +21,8 @@ from .problems import Case, build
 #: What is added to a row's scores at a key (log2), by the key's place: 0 for the first walked, 1 for the last.
 PROFILES: dict[str, Callable[[Tensor], Tensor]] = {
     "rising": lambda x: 300 * x,
-    "rising within the window of bf16": lambda x: 60 * x,
-    "rising within the window of fp16": lambda x: 13 * x,
+    "rising by 2^60": lambda x: 60 * x,
+    "rising by 2^13": lambda x: 13 * x,
     "falling": lambda x: -300 * x,
     "far below zero, rising": lambda x: 200 * x - 300,
     "far below zero, less so from a tile on": lambda x: -250.0 + 200 * (x > 0.36),  # of CASE's 1,000 keys the first 640

@@ -1,8 +1,11 @@
 """A tiny byte-level tokenizer, an engine that says what a test tells it to, and a real server on a real socket."""
 
 import asyncio
+import io
+import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -249,4 +252,15 @@ def live_server(
         engine.load.set()
         server.should_exit = True
         thread.join(LIMIT)
-        assert not thread.is_alive()
+        assert not thread.is_alive(), _what_is_waited_for(thread, loops[0])
+
+
+def _what_is_waited_for(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> str:
+    """By a server that does not end."""
+    text = io.StringIO()
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(file=text)
+    for ident, frame in sys._current_frames().items():
+        print("the server's thread:" if ident == thread.ident else "another thread:", file=text)
+        traceback.print_stack(frame, file=text)
+    return text.getvalue()

@@ -107,6 +107,7 @@ class ScriptedTrainer:
         script = self.script
         if step == script.get("hold_at"):
             never = threading.Event()
+            (self.script_folder / "holds").touch()
             while not (self.script_folder / "go").exists():
                 never.wait(0.01)
         if step == script.get("rest_at") and self.pacer is not None:

@@ -84,8 +84,10 @@ class Work:
             await asyncio.sleep(0.02)
 
     async def trainer(self, job: Job, step: int) -> int:
-        """The process id of who has told this step of `create`'s job."""
+        """The process id of who has told this step of `create`'s job, and holds if it is to hold at the next."""
         await self.told(job, f"Step {step}/6")
+        if json.loads((self.folder / "script.json").read_text()).get("hold_at") == step + 1:
+            await self.wait(job, lambda _: (self.folder / "holds").exists())
         assert self.trainer_pid is not None
         return self.trainer_pid
 
