@@ -10,14 +10,15 @@
 // below the largest that it holds there is room for 2^-39 of that.
 constexpr float kRoom = !FP8_PAGES ? 0.f : OVERLAP ? 7.f : 15.f;
 
-// How large a term may be, log2, before levels follow: far below what its type holds. The level of a row's first keys
-// mostly is one for all of them.
-constexpr float kWindow = BF16 && !FP8_PAGES ? 64.f : 15.f;
+// How large a term may be, log2, before its row's level follows: what is added up stays far below the largest float32 with
+// any values that make sense, and terms below what their type holds. The level of a row's first keys mostly is one for all.
+constexpr float kWindow = FP8_PAGES ? 15.f : BF16 ? 32.f : 12.f;
+constexpr int kAnyScore = static_cast<int>(0x80000000);  // below the bits of all floats but -0, which it equals
 
 // A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
 struct Rows {
   float level[2], sum[2];
-  int limit;  // the bits of the lowest score that levels follow
+  int limit;  // the bits of the lowest score that the level of either row follows
 #if FP8_PAGES
   Queries queries;
 #endif
@@ -25,6 +26,7 @@ struct Rows {
   __device__ __forceinline__ void clear() {
     level[0] = level[1] = -kInfinity;
     sum[0] = sum[1] = 0.f;
+    limit = kAnyScore;
   }
 };
 
@@ -67,7 +69,8 @@ __device__ __forceinline__ int largest_bits(const float (&s)[SCORES]) {
   return max(m[0], m[1]);
 }
 
-// Levels follow the largest scores; `correction` is the factor of what came before.
+// Levels of rows whose largest score is beyond the window follow it; `correction` is the factor of what came before. Each
+// row decides by what it sees alone: its result does not depend on those that share a warp with it.
 template <int SCORES>
 __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, float (&correction)[2], const Score& plain) {
   float tops[2], limit[2];
@@ -75,22 +78,25 @@ __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, flo
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const Score score = score_of_row(plain, rows, half);
-    const float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
-    correction[half] = level == -kInfinity ? 1.f : exp2_approx(score.above(rows.level[half], level));
-    rows.level[half] = level;
-    rows.sum[half] *= correction[half];
-    limit[half] = score.score_at(level, kWindow);
+    correction[half] = 1.f;
+    if (tops[half] >= score.score_at(rows.level[half], kWindow) && tops[half] > -kInfinity) {
+      const float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
+      correction[half] = exp2_approx(score.above(rows.level[half], level));
+      rows.level[half] = level;
+      rows.sum[half] *= correction[half];
+    }
+    limit[half] = score.score_at(rows.level[half], kWindow);
   }
   const float lower = fminf(limit[0], limit[1]);
-  rows.limit = lower > 0.f ? __float_as_int(lower) : static_cast<int>(0x80000000);  // below zero their order is another
+  rows.limit = lower > 0.f ? __float_as_int(lower) : kAnyScore;  // below zero the order of bits is another
 }
 
-// Turns scores into unnormalised probabilities. True when levels followed the largest of them: `correction` is then the
-// factor of what came before. EMPTY: a row may have seen nothing yet.
+// Turns scores into unnormalised probabilities. True when levels have followed scores: `correction` is then the factor of
+// what came before. EMPTY: a row may have seen nothing yet.
 template <bool EMPTY, int SCORES>
 __device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
                                              const Score& plain) {
-  const bool follows = EMPTY || __any_sync(~0u, largest_bits(s) >= rows.limit);
+  const bool follows = __any_sync(~0u, largest_bits(s) >= rows.limit);
   if (follows) follow(s, rows, correction, plain);
 #pragma unroll
   for (int half = 0; half < 2; half++) {

@@ -8,7 +8,7 @@ struct RowEnd {
   float lse;  // log2
 };
 
-// `top` is log2 of the row's largest term (-inf if it sees nothing), `sum` the sum of its terms over 2^top. A sink, a
+// `top` is log2 of the row's level (-inf if it sees nothing), `sum` the sum of its terms over 2^top. A sink, a
 // logit that joins the denominator only, may be far larger than any score: the larger of both is what is taken out.
 __device__ __forceinline__ RowEnd end_row(float top, float sum, const float* sink) {
   if (top == -kInfinity) return {0.f, -kInfinity};
