@@ -219,6 +219,12 @@ def test_forward_at_8_bits(dim: int, num_sms: int, rows: int, keys: int, causal:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
+def test_forward_at_8_bits_of_rows_that_see_nothing(dim: int) -> None:
+    with left_at_zero(HOPPER):
+        test_fp8_forward.check_rows_that_see_nothing(dim, CPU)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_forward_at_8_bits_of_negative_scores(dim: int) -> None:
     with left_at_zero(HOPPER):
         x = test_fp8_forward.negative_and_rising(dim, CPU)
@@ -360,3 +366,10 @@ def test_levels_that_follow_scores(profile: str, dtype: str) -> None:
             case = replace(test_levels.CASE, dim=dim, dim_v=dim, dtype=dtype, mask=mask)
             args = test_levels.shaped(build(case, CPU), profile)
             error_rule.check(args, error_rule.run(args, flash_fwd_sm90.forward))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_do_not_depend_on_their_warp(dim: int) -> None:
+    for dtype in ("bf16", "fp16"):
+        with left_at_zero(HOPPER):
+            test_levels.check_rows_of_their_own(dim, dtype, CPU)

@@ -45,6 +45,24 @@ def shaped(args: AttentionArgs, profile: str) -> AttentionArgs:
     return replace(args, q=q.to(args.dtype), k=k.to(args.dtype))
 
 
+def check_rows_of_their_own(dim: int, dtype: str, device: torch.device) -> None:
+    """A row's bits do not depend on the rows that share its warp, one of which has far larger scores."""
+    args = build(replace(CASE, dim=dim, dim_v=dim, dtype=dtype), device)
+    q = args.q.clone()
+    q[:, 70:] *= 1000
+    want, got = (run(x, flash_fwd_sm90.forward) for x in (args, replace(args, q=q)))
+    assert torch.equal(got[0][:, :70], want[0][:, :70])
+    assert torch.equal(got[1][..., :70], want[1][..., :70])
+    assert not torch.equal(got[1][..., 70:], want[1][..., 70:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_are_their_own(dim: int, dtype: str, hopper: torch.device) -> None:
+    check_rows_of_their_own(dim, dtype, hopper)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
