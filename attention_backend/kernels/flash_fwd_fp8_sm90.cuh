@@ -1,7 +1,7 @@
 // Attention forward for Hopper at 8 bits (e4m3): the structure of flash_fwd_sm90.cuh, on tensor cores twice as fast.
 // FlashAttention-3 (arXiv 2407.08608), section 3.3, with its layout problem solved ahead: quantize_fp8.cuh writes query,
 // key and value tiles as images of shared memory, values with keys innermost and in the order in which the accumulators
-// of the scores are packed, so a tile is one bulk copy and no byte is moved between the two products.
+// of the scores are packed, so tiles are bulk copies and no byte is moved between the two products.
 //
 // A row's exponent is score * q_scale[row] * k_scale[tile] (softmax scale and log2 e are in q_scale). It is taken
 // against a stabiliser that follows the row's maximum only when that has grown by kThreshold: mathematics is the same,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void store(const float (&acc)[HEAD_DIM / 2], const Ro
   for (int half = 0; half < 2; half++) {
     const float l = row.sum[half];
     const bool empty = l == 0.f;
-    const float factor = empty ? 0.f : 1.f / l;
+    const float factor = 1.f / l;
     const int i = at.row + half * 8;
     if (i > tile.last_row) continue;
     if (at.column == 0)
@@ -141,7 +141,8 @@ __device__ __forceinline__ void store(const float (&acc)[HEAD_DIM / 2], const Ro
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; j++) {
       const float2 channel = *reinterpret_cast<const float2*>(v_scale + j * 8);
-      to[j * 4] = pack2(acc[j * 4 + half * 2] * (factor * channel.x), acc[j * 4 + half * 2 + 1] * (factor * channel.y));
+      const float* x = acc + j * 4 + half * 2;
+      to[j * 4] = empty ? 0 : pack2(x[0] * (factor * channel.x), x[1] * (factor * channel.y));  // zeros whatever values are
     }
   }
 }

@@ -219,6 +219,12 @@ def test_forward_at_8_bits(dim: int, num_sms: int, rows: int, keys: int, causal:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
+def test_forward_at_8_bits_of_rows_that_see_nothing(dim: int) -> None:
+    with left_at_zero(HOPPER):
+        test_fp8_forward.check_rows_that_see_nothing(dim, CPU)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_forward_at_8_bits_of_negative_scores(dim: int) -> None:
     with left_at_zero(HOPPER):
         x = test_fp8_forward.negative_and_rising(dim, CPU)

@@ -231,6 +231,20 @@ def test_scores_may_all_be_negative(causal: bool, head_dim: int) -> None:
     check((q, k, v), causal=causal)
 
 
+def check_rows_that_see_nothing(head_dim: int, device: torch.device) -> None:
+    """Zeros, though a value is infinite."""
+    q, k, v = problem("nothing", 300, 100, head_dim, device=device)
+    v[:, 50, :, 3] = torch.inf
+    out, lse = run((q, k, v), causal=True, attend=kernels)
+    assert not out[:, :200].any()
+    assert bool((lse[:, :, :200] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("head_dim", _HEAD_DIMS)
+def test_rows_that_see_nothing(head_dim: int, cuda: torch.device) -> None:
+    check_rows_that_see_nothing(head_dim, cuda)
+
+
 def negative_and_rising(head_dim: int, device: torch.device) -> Problem:
     """No score above zero, and they rise from tile to tile, as keys are walked, by more than a stabiliser lets them."""
     q, k, v = problem("negative and rising", 70, 900, head_dim, device=device)
