@@ -61,7 +61,7 @@ def flash_attn_fp8_func(
 
     q `[batch, seqlen_q, num_heads, head_dim]`, k, v `[batch, seqlen_k, num_kv_heads, head_dim]`; causal is bottom-right
     aligned. `hadamard` rotates queries and keys first, which keeps outliers from costing the others their precision.
-    lse is float32 `[batch, num_heads, seqlen_q]`. Forward only.
+    lse is float32 `[batch, num_heads, seqlen_q]`, up to head_dim 128 of the probabilities as rounded. Forward only.
 
     Raises ValueError and TypeError for arguments that make no problem, UnsupportedError for one that is not served.
     """

@@ -20,9 +20,8 @@ __device__ __forceinline__ bool join_parts(float (&acc)[HEAD_DIM / 2], RowState&
   for (int i = 0; i < HEAD_DIM / 8; i++)
     mine[i * 32] = make_float4(acc[i * 4], acc[i * 4 + 1], acc[i * 4 + 2], acc[i * 4 + 3]);
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < 2; half++)
     if (lane % 4 == 0) *reinterpret_cast<float2*>(row_of(part, half)) = make_float2(row.shift[half], row.sum[half]);
-  }
   __threadfence();
   __syncwarp();
   const int tile = part % p.cut;

@@ -38,7 +38,7 @@ constexpr int kSumColumns = HEAD_DIM == 64 ? 64 : HEAD_DIM / 2;  // of the outpu
 // heuristics/fp8.py): the product with them is the sum of a row's probabilities, which threads need not add up.
 constexpr int kOnes = HEAD_DIM == 256 ? 0 : 8;
 constexpr int kSlab = (HEAD_DIM + kOnes) * 32, kStageV = kSteps * kSlab;  // bytes
-// Whether earlier sums are corrected before a tile's are added, seldom, or as they are: measured, 1.01 to 1.06 either way.
+// Whether earlier sums are corrected before a tile's are added, seldom, or as they are: what is faster (docs/log.md).
 constexpr bool kCorrectFirst = HEAD_DIM == 256;
 constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32, kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 // A block has what all its threads are launched with, a multiple of 8 each: who asks for more than is given back waits for

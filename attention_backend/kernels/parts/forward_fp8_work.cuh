@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const Fp8Params
     int64 at = (static_cast<int64>(tile.kv) * p.k_tiles + tile.end - 1) * kBytesKv;
     auto load = [&] {
       load_tile<1, kBytesKv>(shared.k, shared.full_k, shared.empty_k, n, p.k + at);
-      load_tile<kOnes ? kSteps : 1, kOnes ? kSlab : kStageV>(shared.v, shared.full_v, shared.empty_v, n++, p.v + at);
+      load_tile<kSteps, kSlab>(shared.v, shared.full_v, shared.empty_v, n++, p.v + at);
       at -= kBytesKv;
     };
 #pragma unroll 1
