@@ -13,24 +13,19 @@ struct RowState {
   float shift[2] = {kNothingSeen, kNothingSeen}, sum[2] = {};
 };
 
-// The largest score of each of this thread's rows, of its own keys, as integers, which one instruction takes three of. As
-// integers, floats without a sign are in order and those with one are below zero, in another order.
-__device__ __forceinline__ void largest_of_thread(int (&top)[2], const float (&s)[BLOCK_N / 2]) {
+// The largest score of each of the thread's rows.
+__device__ __forceinline__ void largest_scores(float (&largest)[2], const float (&s)[BLOCK_N / 2]) {
+  // One instruction takes three integers. As integers, floats without a sign are in order and those with one are
+  // negative: a result that is not negative is the largest.
+  int top[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    top[half] = max(__float_as_int(s[half * 2]), __float_as_int(s[half * 2 + 1]));
+    int x = max(__float_as_int(s[half * 2]), __float_as_int(s[half * 2 + 1]));
 #pragma unroll
     for (int i = 1; i < BLOCK_N / 8; i++)
-      top[half] = max(max(top[half], __float_as_int(s[i * 4 + half * 2])), __float_as_int(s[i * 4 + half * 2 + 1]));
-  }
-}
-
-// The same of all keys, as floats.
-__device__ __forceinline__ void largest_scores(float (&largest)[2], int (&top)[2], const float (&s)[BLOCK_N / 2]) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    top[half] = max(top[half], __shfl_xor_sync(~0u, top[half], 1));
-    top[half] = max(top[half], __shfl_xor_sync(~0u, top[half], 2));
+      x = max(max(x, __float_as_int(s[i * 4 + half * 2])), __float_as_int(s[i * 4 + half * 2 + 1]));
+    x = max(x, __shfl_xor_sync(~0u, x, 1));
+    top[half] = max(x, __shfl_xor_sync(~0u, x, 2));
     largest[half] = __int_as_float(top[half]);
   }
   if (!__any_sync(~0u, min(top[0], top[1]) < 0)) return;
@@ -51,26 +46,17 @@ __device__ __forceinline__ void mask_tile(float (&s)[BLOCK_N / 2], const int (&v
     if (i / 4 * 8 + i % 2 >= visible[i / 2 % 2]) s[i] = -kInfinity;
 }
 
-// Stabilisers follow the largest scores of a tile; `correction` is what earlier sums are to be multiplied by. Most tiles
-// have none that is too large for its row, as each thread finds of its own keys.
+// Stabilisers follow the largest scores of a tile; `correction` is what earlier sums are to be multiplied by.
 __device__ __forceinline__ void follow(float (&correction)[2], RowState& row, const float (&s)[BLOCK_N / 2],
                                        const float (&scale)[2]) {
-  int top[2];
-  largest_of_thread(top, s);
-  correction[0] = correction[1] = 1.f;
-  bool higher = false;
-#pragma unroll
-  for (int half = 0; half < 2; half++)  // zero is above all that have a sign
-    higher = higher || fmaf(__int_as_float(max(top[half], 0)), scale[half], row.shift[half]) > kOffset + kThreshold;
-  if (!__any_sync(~0u, higher)) return;
   float largest[2];
-  largest_scores(largest, top, s);
+  largest_scores(largest, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float exponent = fmaf(largest[half], scale[half], row.shift[half]);
-    if (!(exponent > kOffset + kThreshold)) continue;
-    correction[half] = exp2_approx(kOffset - exponent);
-    row.shift[half] = fmaf(-largest[half], scale[half], kOffset);
+    const bool higher = exponent > kOffset + kThreshold;
+    correction[half] = higher ? exp2_approx(kOffset - exponent) : 1.f;
+    if (higher) row.shift[half] = fmaf(-largest[half], scale[half], kOffset);
   }
 }
 
