@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import ceil, gcd
+from typing import NamedTuple
 
 #: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
 HEAD_DIM_TILES = (64, 80, 96, 128, 192, 256)
@@ -12,11 +13,9 @@ MIXED_TILES = ((192, 128),)
 MIN_PAGE_ROWS = 16
 #: Keys from which on wider tiles are faster: what they waste at their ends is little then.
 LONG = 8192
-#: Queries up to which tiles of fewer rows may waste less than they cost (head_dim 64).
-SHORT = 2048
 #: Keys below which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none
 #: of its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
-OWN_CAUSAL, OWN_FULL = {64: LONG, 256: 4096}, {64: 2048}
+OWN_CAUSAL, OWN_FULL = {64: LONG, 128: LONG, 256: 4096}, {64: 2048}
 #: Blocks that load keys and values for each other,
 CLUSTER = 2
 #: of neighbouring tiles of rows, or of the same rows of neighbouring query heads with one key head.
@@ -29,7 +28,8 @@ ROWS_KEYS = {128: LONG, 256: 2048}
 CAUSAL_ROWS_KEYS = {128: 16384, 256: 32768}
 #: Queries from which on: smaller chunks of a prompt run beside decodes, which leave power to spare.
 SHARED_QUERIES = 2048
-_WIDE_GAIN = 1.22  # pairs of a query and a key that a tile of 192 rows computes while one of 128 rows computes one
+#: Pairs of a query and a key that tiles of 192 rows compute while those of 128 rows compute one, by the tile's width.
+TALL_GAIN = {64: 1.22, 80: 1.12, 96: 1.12, 128: 1.08}
 #: Widest tile of the kernel that reads pages of e4m3.
 FP8_HEAD_DIM = 128
 #: Rows of a sequence up to which pages of e4m3 are read as they are. It takes 4 to 13 % longer than reading 16 bits; to
@@ -91,9 +91,17 @@ class HopperConfig:
         return queries + keys + raw + barriers + _LISTED_BYTES * self.stages + described + told + 1024
 
 
-#: By the tile widths of keys and values: the tiles whose warpgroups can own keys.
+#: By the tile widths of keys and values: tiles of 192 rows, where registers hold them,
+TALL_TILES = {
+    (64, 64): HopperConfig(192, 128, 2, turns=True),
+    (80, 80): HopperConfig(192, 112, 2, turns=True),
+    (96, 96): HopperConfig(192, 96, 2, turns=True),
+    (128, 128): HopperConfig(192, 80, 2, turns=True),
+}
+#: and the tiles whose warpgroups can own keys.
 OWN_TILES = {
     (64, 64): HopperConfig(192, 128, 2, turns=True, own_keys=True),
+    (128, 128): HopperConfig(192, 80, 2, turns=True, own_keys=True),
     (256, 256): HopperConfig(128, 64, 1, turns=False, own_keys=True),
 }
 
@@ -120,38 +128,31 @@ def hopper_config(
     tile: int,
     tile_v: int,
     *,
-    short: bool,
     long: bool,
     paged: bool,
     sparse: bool,
     extras: bool,
+    tall: bool = False,
     fp8: bool = False,
     own: bool = False,
 ) -> HopperConfig:
-    """`short`: see is_short. `own`: see owns_keys. `long`: of LONG keys or more. `extras`: scores are changed, or
-    masked by more than an interval of keys, which costs registers. `fp8`: of pages of e4m3, tiles up to FP8_HEAD_DIM.
+    """`tall`: of TALL_TILES, see is_tall. `own`: of OWN_TILES, see owns_keys. `long`: of LONG keys or more. `extras`:
+    scores are changed, or masked by more than an interval of keys, which costs registers. `fp8`: of pages of e4m3,
+    tiles up to FP8_HEAD_DIM.
     """
     if fp8:
         return HopperConfig(128, 128, 1, turns=tile > 64, raw_stages=2)
-    if own:
-        return OWN_TILES[tile, tile_v]
-    if tile == 64 and not (sparse or extras):
-        return HopperConfig(128, 128, 2, turns=False) if short else HopperConfig(192, 128, 2, turns=True)
-    wide = long and not (sparse or extras)
+    if own or tall:
+        return (OWN_TILES if own else TALL_TILES)[tile, tile_v]
+    plain = not (sparse or extras)
+    if tile == 64 and plain:
+        return HopperConfig(128, 128, 2, turns=False)
     if tile <= 128:
-        return HopperConfig(128, 160 if wide else 128, 2, turns=True)
+        return HopperConfig(128, 160 if long and plain else 128, 2, turns=True)
     if tile == 192:
         narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
-    return HopperConfig(128, 80 if wide and not paged else 64, 1, turns=False)
-
-
-@lru_cache(maxsize=1024)
-def is_short(seqlen_q: int, seqlen_k: int, *, causal: bool) -> bool:
-    """Whether tiles of 192 rows would compute so many pairs that nobody sees that those of 128 are faster."""
-    if seqlen_q > SHORT:
-        return False
-    return _computed(192, seqlen_q, seqlen_k, causal) > _WIDE_GAIN * _computed(128, seqlen_q, seqlen_k, causal)
+    return HopperConfig(128, 80 if long and plain and not paged else 64, 1, turns=False)
 
 
 def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
@@ -190,43 +191,41 @@ def who_shares_keys(
     return ALONE if shared[0] == BY_ROWS and more_rounds else shared[0]
 
 
-def _computed(rows: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
-    """Pairs of a row and a tile of 128 keys; as many keys stand before the first query as make the last see all."""
-    ends = (min(first + rows, seqlen_q) for first in range(0, seqlen_q, rows))
-    seen = (max(seqlen_k - (seqlen_q - end if causal else 0), 1) for end in ends)
-    return rows * sum(-(-keys // 128) for keys in seen)
-
-
 def page_rows(page_size: int, block_n: int) -> int | None:
     """Keys of one copy from a page: what divides page and tile. None when it is too small to be worth it."""
     rows = gcd(page_size, block_n)
     return rows if rows >= MIN_PAGE_ROWS else None
 
 
-@lru_cache(maxsize=1024)  # the layers of a step have one
-def hopper_plan(
-    config: HopperConfig,
-    *,
-    seqlen_q: int,
-    seqlen_k: int,
-    batch: int,
-    heads: int,
-    group: int,
-    num_sms: int,
-    packable: bool,
-    num_splits: int = 0,
-    total_rows: int | None = None,
-    partial: bool = False,
-) -> HopperPlan:
-    """`seqlen_q` and `seqlen_k` are upper bounds; `num_splits` 0: as many as fill the device. `partial`: results are
-    merged whatever their number is, so the device may choose it for one sequence too.
+class HopperSizes(NamedTuple):
+    """What of a problem decides its tiles, and how keys are shared out. Lengths are upper bounds."""
 
-    `total_rows`: query rows of all sequences together, of varlen queries, whose tiles `seqlen_q` says little of: one
-    long sequence among short ones bounds them all. None: every sequence has `seqlen_q` rows.
-    """
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+    group: int  # query heads of a key head
+    num_sms: int
+    packable: bool  # the rows of a group may lie in one tile
+    num_splits: int = 0  # 0: as many as fill the device
+    #: Query rows of all sequences together, of varlen queries, whose tiles `seqlen_q` says little of: one long sequence
+    #: among short ones bounds them all. None: every sequence has `seqlen_q` rows.
+    total_rows: int | None = None
+    partial: bool = False  # results are merged whatever their number is: the device may choose it for one sequence too
+    causal: bool = False
+    window: int | None = None  # keys in front of its own that a row sees; None: all
+
+    @property
+    def ragged(self) -> bool:
+        return self.total_rows is not None and self.batch > 1
+
+
+@lru_cache(maxsize=1024)  # the layers of a step have one
+def hopper_plan(config: HopperConfig, sizes: HopperSizes) -> HopperPlan:
+    seqlen_q, seqlen_k, batch, heads, group, num_sms, packable, num_splits, total_rows, partial = sizes[:10]
     tile_rows = config.block_m // group * group if group <= config.block_m else 0
     pack = packable and group > 1 and tile_rows > 0
-    ragged = total_rows is not None and batch > 1
+    ragged = sizes.ragged
     rows = batch * seqlen_q if total_rows is None else min(batch * seqlen_q, total_rows)
     if pack and not (ragged and -(-rows * group // tile_rows) * (heads // group) < FEW_TILES * num_sms):
         packed = _share(seqlen_q * group, tile_rows) * tile_rows / config.block_m
@@ -244,6 +243,35 @@ def hopper_plan(
         return HopperPlan(pack, tile_rows, most, chosen=most > 1)
     splits = min(num_splits, MAX_SPLITS) or _splits(tiles, steps, num_sms)
     return HopperPlan(pack, tile_rows, splits)
+
+
+@lru_cache(maxsize=1024)
+def is_tall(tiles: tuple[int, int], config: HopperConfig, sizes: HopperSizes) -> bool:
+    """Whether TALL_TILES, which read keys a third less often but waste more rows and more of a last round of tiles, are
+    faster than `config`, of 128 rows."""
+    plan = hopper_plan(config, sizes)
+    if sizes.seqlen_q * (sizes.group if plan.pack else 1) <= plan.tile_rows:
+        return False
+    return _time(TALL_TILES[tiles], sizes) < TALL_GAIN[tiles[0]] * _time(config, sizes)
+
+
+def _time(config: HopperConfig, sizes: HopperSizes) -> float:
+    """Of all tiles, in rows times keys of one, were every configuration as fast."""
+    plan = hopper_plan(config, sizes)
+    per_row = sizes.group if plan.pack else 1
+    rows, lines = plan.tile_rows // per_row, sizes.heads // per_row
+    seqlen_q, seqlen_k, batch = sizes[:3]
+    most = seqlen_k if sizes.window is None else min(seqlen_k, sizes.window + rows)
+    if sizes.ragged:  # how long each sequence is only the device knows: half of its last tile is empty
+        num_tiles = max(batch, (sizes.total_rows or 0) / rows + batch / 2) * lines
+        return config.block_m * most * num_tiles / sizes.num_sms
+    ends = (min(first + rows, seqlen_q) for first in range(0, seqlen_q, rows))
+    keys = [min(max(seqlen_k - (seqlen_q - end if sizes.causal else 0), 1), most) for end in ends]
+    parts = plan.num_splits
+    rounds = len(keys) * batch * lines * parts / sizes.num_sms
+    # The longest are drawn first: what stands still at the end does so for as long as the shortest take.
+    spent = sum(keys) / len(keys) * rounds + (ceil(rounds) - rounds) * min(keys)
+    return config.block_m * max(*keys, spent) / parts
 
 
 def _share(rows: int, tile_rows: int) -> float:

@@ -83,12 +83,19 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True), page_size=64, fp8=True), pack=pack)
     yield hopper_variant(HopperOptions(Options(fp16, 64, 64, paged=True), page_size=64, fp8=True), pack=True)
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, paged=True, key_mask=True), page_size=64, fp8=True))
-    yield hopper_variant(HopperOptions(Options(bf16, 64, 64), short=True))
+    for tile, tile_v in sm90.TALL_TILES:
+        tall = HopperOptions(Options(bf16, tile, tile_v, paged=True), page_size=64, tall=True)
+        for pack, split in product((False, True), (False, True)):
+            yield hopper_variant(tall, pack=pack, split=split)
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v), tall=True))
+        yield hopper_variant(HopperOptions(Options(fp16, tile, tile_v), tall=True))
     for dtype, (tile, tile_v) in product((bf16, fp16), sm90.OWN_TILES):
         yield hopper_variant(HopperOptions(Options(dtype, tile, tile_v), own=True))
-    for cluster, tile, long in product((BY_ROWS, BY_HEADS), (128, 256), (False, True)):
-        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=long, cluster=cluster))
-        paged = HopperOptions(Options(bf16, tile, tile, paged=True), long=long, page_size=32, cluster=cluster)
+    for cluster, tile, long, tall_ in product((BY_ROWS, BY_HEADS), (128, 256), (False, True), (False, True)):
+        if tall_ and (tile, tile) not in sm90.TALL_TILES:
+            continue
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=long, tall=tall_, cluster=cluster))
+        paged = HopperOptions(Options(bf16, tile, tile, paged=True), long, 32, tall=tall_, cluster=cluster)
         yield hopper_variant(paged)
     yield hopper_variant(HopperOptions(Options(fp16, 128, 128), cluster=BY_HEADS))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))

@@ -319,7 +319,9 @@ class Consumer {
     end_rows(factor, rows, tile, p, score, local_row);
     wgmma_wait<0>();
     release(shared.empty_v + 8 * stage<STAGES>(n - 1));
-    store_rows(acc, factor, tile, p, local_row);
+    int row = local_row;
+    asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
+    store_rows(acc, factor, tile, p, row);
   }
 };
 

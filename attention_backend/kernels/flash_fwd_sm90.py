@@ -13,7 +13,9 @@ from attention_backend.heuristics.sm90 import (
     CLUSTER,
     LONG,
     HopperPlan,
+    HopperSizes,
     hopper_plan,
+    is_tall,
     owns_keys,
     who_shares_keys,
 )
@@ -24,6 +26,7 @@ from attention_backend.kernels.hopper_params import HopperParams, sparse_params
 from attention_backend.kernels.hopper_variants import (
     HopperLayout,
     HopperOptions,
+    can_be_tall,
     can_own_keys,
     can_share_keys,
     hopper_layout,
@@ -45,13 +48,14 @@ def forward(
     sparsity: BlockSparsity | None = None,
     own: bool | None = None,
     cluster: str | None = None,
+    tall: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
     `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whose blocks load keys for
-    each other: BY_ROWS, BY_HEADS (of an even number for each key head) or ALONE (nobody's). By default where that is
-    faster; raises ValueError where it cannot be.
+    each other: BY_ROWS, BY_HEADS (of an even number for each key head) or ALONE (nobody's). `tall`: whether tiles have
+    192 rows instead of 128. By default where that is faster; raises ValueError where it cannot be.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -59,7 +63,7 @@ def forward(
         return out, lse.fill_(-torch.inf)
     if _no_keys(args):
         return out.zero_(), lse.fill_(-torch.inf)
-    which, plan = _plan(args, sparsity is not None, args.num_splits, own, cluster)
+    which, plan = _plan(args, sparsity is not None, args.num_splits, own, cluster, tall)
     if plan.num_splits == 1:
         _launch(args, which, plan, out, lse, sparsity)
     else:
@@ -103,54 +107,64 @@ def _plan(
     num_splits: int,
     own: bool | None = None,
     cluster: str | None = None,
+    tall: bool | None = None,
     partial: bool = False,
 ) -> tuple[HopperOptions, HopperPlan]:
-    """How the problem is run; `num_splits` 0: as many as fill the device. `partial`: see hopper_plan."""
+    """How the problem is run; `num_splits` 0: as many as fill the device. `partial`: see HopperSizes."""
     options = Options.of(args)
     seqlen_k = args.max_seqlen_k if args.paged or args.cu_seqlens_k is not None else args.k.shape[1]
-    if sparse or args.paged or args.cu_seqlens_q is not None:
-        fp8 = args.k.dtype != args.dtype
-        long = seqlen_k >= LONG and not partial  # wider tiles are no gain to passes over what rows share
-        which = HopperOptions(options, long, args.k.shape[1] if args.paged else 0, sparse, fp8=fp8)
-    else:
-        which = HopperOptions.dense(options, args.seqlen_q, seqlen_k, causal=args.window_right == 0)
-    config = hopper_layout(which).config
-    plan = hopper_plan(
-        config,
-        seqlen_q=args.seqlen_q,
-        seqlen_k=seqlen_k,
-        batch=args.batch,
-        heads=args.num_heads,
-        group=args.num_heads // args.num_kv_heads,
-        num_sms=device.num_sms(args.q.device.index),
+    causal = args.window_right == 0
+    which = HopperOptions(
+        options,
+        seqlen_k >= LONG and not partial,  # wider tiles are no gain to passes over what rows share
+        args.k.shape[1] if args.paged else 0,
+        sparse,
+        fp8=args.k.dtype != args.dtype,
+    )
+    group = args.num_heads // args.num_kv_heads
+    sizes = HopperSizes(
+        args.seqlen_q,
+        seqlen_k,
+        args.batch,
+        args.num_heads,
+        group,
+        device.num_sms(args.q.device.index),
         packable=not (sparse or options.alibi or options.bias or options.dropout),
         num_splits=1 if sparse or options.dropout else num_splits,
         total_rows=None if args.cu_seqlens_q is None else args.q.shape[0],
         partial=partial,
+        causal=causal,
+        window=args.window_left if causal and args.window_left >= 0 else None,
     )
-    group = args.num_heads // args.num_kv_heads
+    if can_be_tall(which):
+        layout = hopper_layout(which)
+        which = which._replace(tall=is_tall(layout.tiles, layout.config, sizes) if tall is None else tall)
+    elif tall:
+        raise ValueError(f"no tile of 192 rows serves {which}")
+    config = hopper_layout(which).config
+    plan = hopper_plan(config, sizes)
     # Through a window rows see few keys; what a descriptor says is not known here.
     bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None
-    apart = own is None and not plan.pack and plan.num_splits == 1
-    if cluster is None and apart and not bounded and can_share_keys(which):
+    apart = not plan.pack and plan.num_splits == 1
+    if cluster is None and own is None and apart and not bounded and can_share_keys(which):
         cluster = who_shares_keys(
             hopper_layout(which).tiles[0],
             config.block_m,
             seqlen_q=args.seqlen_q,
             seqlen_k=seqlen_k,
-            causal=args.window_right == 0,
+            causal=causal,
             lines=args.batch * args.num_heads,
             group=group,
-            num_sms=device.num_sms(args.q.device.index),
+            num_sms=sizes.num_sms,
         )
     if cluster:
         if cluster == BY_HEADS and group % CLUSTER:
             raise ValueError(f"no pairs of heads load keys for each other where a key head has {group} query heads")
         return which._replace(cluster=cluster), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
-    owning = which._replace(own=True, long=False, short=False)
+    owning = which._replace(own=True, long=False, tall=False)
     if own is None:
-        even = args.cu_seqlens_q is None and can_own_keys(owning) and not plan.pack and plan.num_splits == 1
-        own = even and owns_keys(hopper_layout(which).tiles, seqlen_k, causal=args.window_right == 0)
+        own = apart and args.cu_seqlens_q is None and can_own_keys(owning)
+        own = own and owns_keys(hopper_layout(which).tiles, seqlen_k, causal=causal)
     if not own:
         return which, plan
     if not can_own_keys(owning):

@@ -11,12 +11,11 @@ from attention_backend.heuristics.sm90 import (
     BY_HEADS,
     CLUSTER,
     FP8_HEAD_DIM,
-    LONG,
     OWN_TILES,
+    TALL_TILES,
     HopperConfig,
     head_dim_tiles,
     hopper_config,
-    is_short,
     page_rows,
 )
 from attention_backend.jit.spec import KernelVariant
@@ -30,16 +29,10 @@ class HopperOptions(NamedTuple):
     long: bool = False  # of many keys
     page_size: int = 0  # 0: contiguous keys
     sparse: bool = False
-    short: bool = False  # of few queries
+    tall: bool = False  # tiles of 192 rows
     fp8: bool = False  # pages of e4m3
     own: bool = False  # warpgroups leave out keys that none of their own rows sees
     cluster: str = ALONE  # whose blocks load keys for each other: BY_ROWS, BY_HEADS or ALONE
-
-    @classmethod
-    def dense(cls, options: Options, seqlen_q: int, seqlen_k: int, *, causal: bool) -> "HopperOptions":
-        """Of sequences that are all as long, over contiguous keys."""
-        narrow = head_dim_tiles(options.head_dim, options.head_dim_v) == (64, 64)
-        return cls(options, seqlen_k >= LONG, short=narrow and is_short(seqlen_q, seqlen_k, causal=causal))
 
 
 def reads_fp8_pages(options: Options) -> bool:
@@ -55,6 +48,13 @@ class HopperLayout:
     tiles: tuple[int, int]
     config: HopperConfig
     copied_rows: int
+
+
+def can_be_tall(which: HopperOptions) -> bool:
+    """Whether there is a tile of 192 rows."""
+    options = which.options
+    plain = not (options.extras or which.sparse or which.own or which.fp8)
+    return plain and head_dim_tiles(options.head_dim, options.head_dim_v) in TALL_TILES
 
 
 def can_own_keys(which: HopperOptions) -> bool:
@@ -78,11 +78,11 @@ def hopper_layout(which: HopperOptions) -> HopperLayout:
     tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
     config = hopper_config(
         *tiles,
-        short=which.short,
         long=which.long,
         paged=options.paged,
         sparse=which.sparse,
         extras=options.extras,
+        tall=which.tall,
         fp8=which.fp8,
         own=which.own,
     )

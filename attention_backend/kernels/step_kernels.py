@@ -12,6 +12,7 @@ from attention_backend.kernels.decode_variants import decode_variant, hopper_dec
 from attention_backend.kernels.flash_merge import merge_variant
 from attention_backend.kernels.hopper_variants import (
     HopperOptions,
+    can_be_tall,
     can_share_keys,
     hopper_layout,
     hopper_variant,
@@ -43,6 +44,8 @@ def step_variants(
             most_rows = FEW_HOPPER_ROWS
         which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
         each_kind = [which, which._replace(long=True)] if most_keys >= LONG else [which]
+        if can_be_tall(which):
+            each_kind += [kind._replace(tall=True) for kind in each_kind]
         if fp8_kv and reads_fp8_pages(options):
             each_kind.append(which._replace(fp8=True))
         for each in each_kind:

@@ -14,7 +14,7 @@ import torch
 
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
-from attention_backend.heuristics.sm90 import BY_HEADS, BY_ROWS
+from attention_backend.heuristics.sm90 import ALONE, BY_HEADS, BY_ROWS
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, flash_merge, workspace
 from attention_backend.problem import AttentionArgs
@@ -161,7 +161,24 @@ def test_forward(case: Case, settings: Settings) -> None:
             error_rule.check(build(case, CPU))
 
 
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("cluster", [ALONE, BY_ROWS, BY_HEADS])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(430, 330, batch=2, heads=2, kv_heads=1, mask="full"),
+        Case(200, 400, batch=3, heads=4, kv_heads=2, layout="paged_varlen", page=32, dtype="fp16"),
+    ],
+    ids=str,
+)
+def test_tiles_of_192_rows(case: Case, cluster: str) -> None:
+    for dim in (80, 96, 128) if cluster == ALONE else (128,):
+        with left_at_zero(HOPPER._replace(seed=dim)):
+            args = build(replace(case, dim=dim, dim_v=dim), CPU)
+            check = partial(flash_fwd_sm90.forward, cluster=cluster, tall=True)
+            error_rule.check(args, error_rule.run(args, check))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_warpgroups_that_leave_out_keys_of_their_own(dim: int) -> None:
     case = Case(200, 330, batch=2, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen")
     for seed in range(3):

@@ -16,7 +16,13 @@ from attention_backend.kernels import hopper_backward_variants
 from attention_backend.kernels.backward_variants import backward_variant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
 from attention_backend.kernels.hopper_backward_variants import BackwardOptions
-from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, can_share_keys, hopper_variant
+from attention_backend.kernels.hopper_variants import (
+    HopperOptions,
+    can_be_tall,
+    can_own_keys,
+    can_share_keys,
+    hopper_variant,
+)
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
 from .problems import Case
@@ -48,16 +54,14 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         else:
             variants += [decode_variant(options, arch, rows)[0]]
     if arch == "sm_90a" and rows > FEW_HOPPER_ROWS and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
-        if options.paged or case.layout == "varlen":
-            which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
-        else:
-            which = HopperOptions.dense(options, case.sq, case.sk, causal=case.mask == "causal")
-        variants += [hopper_variant(which), hopper_variant(which, pack=True)]
+        which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
         if can_own_keys(which):
-            variants += [hopper_variant(which._replace(own=True, long=False, short=False))]
-        if can_share_keys(which):
-            by = (BY_ROWS, BY_HEADS) if case.heads // case.kv_heads % CLUSTER == 0 else (BY_ROWS,)
-            variants += [hopper_variant(which._replace(cluster=cluster)) for cluster in by]
+            variants += [hopper_variant(which._replace(own=True, long=False))]
+        for each in (which, which._replace(tall=True)) if can_be_tall(which) else (which,):
+            variants += [hopper_variant(each), hopper_variant(each, pack=True)]
+            if can_share_keys(each):
+                by = (BY_ROWS, BY_HEADS) if case.heads // case.kv_heads % CLUSTER == 0 else (BY_ROWS,)
+                variants += [hopper_variant(each._replace(cluster=cluster)) for cluster in by]
     return variants
 
 

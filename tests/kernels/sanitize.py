@@ -139,9 +139,11 @@ def run_tiles(device: torch.device) -> int:
     by_rows, by_heads = ({"cluster": kind} for kind in (BY_ROWS, BY_HEADS))
     runs = [(how, replace(dense, dim=dim, dim_v=dim)) for how in (by_rows, by_heads) for dim in (128, 256)]
     runs += [(how, replace(dense, dim=128, dim_v=128, mask="causal")) for how in (by_rows, by_heads)]
-    runs += [({"own": True}, replace(dense, mask="causal", dim=dim, dim_v=dim)) for dim in (64, 256)]
+    runs += [({"own": True}, replace(dense, mask="causal", dim=dim, dim_v=dim)) for dim in (64, 128, 256)]
+    kinds = ((64, "full"), (96, "causal"), (128, "causal"))
+    runs += [({"tall": True}, replace(dense, dim=dim, dim_v=dim, mask=mask)) for dim, mask in kinds]
     paged = replace(dense, layout="paged_varlen", page=64, mask="causal", dim=128, dim_v=128)
-    runs += [(by_heads, paged)]
+    runs += [(by_heads, paged), ({**by_heads, "tall": True}, paged), ({"tall": True}, paged)]
     with mock.patch.object(flash_fwd_sm90, "LONG", 1):
         wide = [replace(dense, dim=128, dim_v=128), paged, replace(paged, sq=40, page=32, num_splits=3)]
         for how, case in (*runs, *(({}, case) for case in wide)):

@@ -50,8 +50,26 @@ def only_plans() -> Iterator[None]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", EVEN + UNEVEN + PAGED, ids=str)
+@pytest.mark.parametrize("dim", [64, 72, 96, 128])
+def test_tiles_of_192_rows(dim: int, case: Case, hopper: torch.device) -> None:
+    args = build(replace(case, dim=dim, dim_v=dim), hopper)
+    check(args, run(args, partial(flash_fwd_sm90.forward, tall=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_tiles_of_192_rows_packed_and_in_parts(dim: int, splits: int, hopper: torch.device) -> None:
+    for rows, keys, page in ((40, 900, 32), (170, 700, 16), (300, 900, 48)):
+        case = Case(rows, keys, batch=2, heads=8, kv_heads=2, layout="paged_varlen", page=page, dim=dim, dim_v=dim)
+        args = build(replace(case, num_splits=splits), hopper)
+        check(args, run(args, partial(flash_fwd_sm90.forward, tall=True)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", EVEN + UNEVEN, ids=str)
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_error_rule(dim: int, case: Case, hopper: torch.device) -> None:
     args = build(replace(case, dim=dim, dim_v=dim), hopper)
     check(args, run(args, partial(flash_fwd_sm90.forward, own=True)))
@@ -63,6 +81,8 @@ def test_error_rule(dim: int, case: Case, hopper: torch.device) -> None:
 def test_blocks_that_load_keys_for_each_other_s_rows(dim: int, case: Case, hopper: torch.device) -> None:
     args = build(replace(case, dim=dim, dim_v=dim), hopper)
     check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_ROWS)))
+    if dim <= 128:
+        check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_ROWS, tall=True)))
 
 
 @pytest.mark.gpu
@@ -71,6 +91,8 @@ def test_blocks_that_load_keys_for_each_other_s_rows(dim: int, case: Case, hoppe
 def test_blocks_that_load_keys_for_each_other_s_heads(dim: int, group: int, case: Case, hopper: torch.device) -> None:
     args = build(replace(case, heads=2 * group, kv_heads=2, dim=dim, dim_v=dim), hopper)
     check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_HEADS)))
+    if dim <= 128:
+        check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_HEADS, tall=True)))
 
 
 @pytest.mark.gpu
@@ -84,7 +106,7 @@ def test_wide_tiles_over_pages(dim: int, page: int, hopper: torch.device, monkey
     for rows, keys, mask, splits in ((70, 331, "causal", 1), (200, 700, "sliding", 1), (40, 900, "causal", 3)):
         case = Case(rows, keys, batch=2, heads=4, kv_heads=2, layout="paged_varlen", page=page, mask=mask, dim=dim)
         args = build(replace(case, dim_v=dim, num_splits=splits), hopper)
-        check(args, run(args, flash_fwd_sm90.forward))
+        check(args, run(args, partial(flash_fwd_sm90.forward, tall=False)))
 
 
 @pytest.mark.gpu

@@ -13,12 +13,10 @@ constexpr float kRoom = !FP8_PAGES ? 0.f : OVERLAP ? 7.f : 15.f;
 // How large a term may be, log2, before its row's level follows: what is added up stays far below the largest float32 with
 // any values that make sense, and terms below what their type holds. The level of a row's first keys mostly is one for all.
 constexpr float kWindow = FP8_PAGES ? 15.f : BF16 ? 32.f : 12.f;
-constexpr int kAnyScore = static_cast<int>(0x80000000);  // below the bits of all floats but -0, which it equals
 
 // A row's running softmax, of the thread's two rows: what is taken out of the exponents, and the sum of the terms.
 struct Rows {
   float level[2], sum[2];
-  int limit;  // the bits of the lowest score that the level of either row follows
 #if FP8_PAGES
   Queries queries;
 #endif
@@ -26,7 +24,6 @@ struct Rows {
   __device__ __forceinline__ void clear() {
     level[0] = level[1] = -kInfinity;
     sum[0] = sum[1] = 0.f;
-    limit = kAnyScore;
   }
 };
 
@@ -58,37 +55,33 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[SCO
   }
 }
 
-// The largest of all scores as integers, which Hopper compares three at a time: floats without a sign have that order, and
-// those with one are below them.
+// The largest of this thread's scores, or zero. By integers, which Hopper compares three at a time: floats without a sign
+// have that order, and those with one are below zero.
 template <int SCORES>
-__device__ __forceinline__ int largest_bits(const float (&s)[SCORES]) {
-  int m[2] = {__float_as_int(s[0]), __float_as_int(s[1])};
+__device__ __forceinline__ float largest_or_zero(const float (&s)[SCORES]) {
+  int m[2] = {};
 #pragma unroll
-  for (int i = 2; i < SCORES; i += 2)
+  for (int i = 0; i < SCORES; i += 2)
     m[i / 2 % 2] = max(max(m[i / 2 % 2], __float_as_int(s[i])), __float_as_int(s[i + 1]));
-  return max(m[0], m[1]);
+  return __int_as_float(max(m[0], m[1]));
 }
 
-// Levels of rows whose largest score is beyond the window follow it; `correction` is the factor of what came before. Each
+// Levels of rows whose largest term is beyond the window follow it; `correction` is the factor of what came before. Each
 // row decides by what it sees alone: its result does not depend on those that share a warp with it.
 template <int SCORES>
 __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, float (&correction)[2], const Score& plain) {
-  float tops[2], limit[2];
+  float tops[2];
   row_maxima(tops, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const Score score = score_of_row(plain, rows, half);
     correction[half] = 1.f;
-    if (tops[half] >= score.score_at(rows.level[half], kWindow) && tops[half] > -kInfinity) {
-      const float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
-      correction[half] = exp2_approx(score.above(rows.level[half], level));
-      rows.level[half] = level;
-      rows.sum[half] *= correction[half];
-    }
-    limit[half] = score.score_at(rows.level[half], kWindow);
+    if (!(score.exponent(tops[half], rows.level[half]) > kWindow)) continue;  // nor where it sees nothing, a NaN
+    const float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
+    correction[half] = exp2_approx(score.above(rows.level[half], level));
+    rows.level[half] = level;
+    rows.sum[half] *= correction[half];
   }
-  const float lower = fminf(limit[0], limit[1]);
-  rows.limit = lower > 0.f ? __float_as_int(lower) : kAnyScore;  // below zero the order of bits is another
 }
 
 // Turns scores into unnormalised probabilities. True when levels have followed scores: `correction` is then the factor of
@@ -96,7 +89,11 @@ __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, flo
 template <bool EMPTY, int SCORES>
 __device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
                                              const Score& plain) {
-  const bool follows = __any_sync(~0u, largest_bits(s) >= rows.limit);
+  const float largest = largest_or_zero(s);
+  float exponents[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) exponents[half] = score_of_row(plain, rows, half).exponent(largest, rows.level[half]);
+  const bool follows = __any_sync(~0u, fmaxf(exponents[0], exponents[1]) > kWindow);
   if (follows) follow(s, rows, correction, plain);
 #pragma unroll
   for (int half = 0; half < 2; half++) {

@@ -53,20 +53,17 @@ struct Score {
   }
 
   // A term is 2^exponent(score, shift), with as shift the level of the row's largest score, or so. Where a bias may be huge,
-  // the difference is taken first: rounding a product of that size would be an error of any size. score_at: the score of
-  // which that exponent is `above`, roughly.
+  // the difference is taken first: rounding a product of that size would be an error of any size.
 #if SCORE_CHANGES
   __device__ __forceinline__ float level(float m) const { return m; }
   __device__ __forceinline__ float above(float level, float other) const { return (level - other) * scale_log2; }
   __device__ __forceinline__ float log2_of(float level) const { return level * scale_log2; }
   __device__ __forceinline__ float exponent(float s, float shift) const { return (s - shift) * scale_log2; }
-  __device__ __forceinline__ float score_at(float level, float above) const { return level + __fdividef(above, scale_log2); }
 #else
   __device__ __forceinline__ float level(float m) const { return m * scale_log2; }
   __device__ __forceinline__ float above(float level, float other) const { return level - other; }
   __device__ __forceinline__ float log2_of(float level) const { return level; }
   __device__ __forceinline__ float exponent(float s, float shift) const { return fmaf(s, scale_log2, -shift); }
-  __device__ __forceinline__ float score_at(float level, float above) const { return __fdividef(level + above, scale_log2); }
 #endif
   __device__ __forceinline__ float shift(float m) const { return m == -kInfinity ? 0.f : level(m); }
 

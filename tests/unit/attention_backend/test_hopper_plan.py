@@ -14,11 +14,18 @@ from attention_backend.heuristics.sm90 import (
     BY_ROWS,
     HopperConfig,
     HopperPlan,
+    HopperSizes,
     head_dim_tiles,
     hopper_config,
     hopper_plan,
 )
-from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, can_share_keys, hopper_variant
+from attention_backend.kernels.hopper_variants import (
+    HopperOptions,
+    can_be_tall,
+    can_own_keys,
+    can_share_keys,
+    hopper_variant,
+)
 from attention_backend.kernels.variants import Options
 
 _SHARED_MEMORY = 227 * 1024
@@ -28,7 +35,7 @@ _TILES = [(t, t) for t in sm90.HEAD_DIM_TILES] + list(sm90.MIXED_TILES)
 
 def config_of(tiles: tuple[int, int], flags: tuple[bool, bool, bool, bool]) -> HopperConfig:
     long, paged, sparse, extras = flags
-    return hopper_config(*tiles, short=False, long=long, paged=paged, sparse=sparse, extras=extras)
+    return hopper_config(*tiles, long=long, paged=paged, sparse=sparse, extras=extras)
 
 
 @pytest.mark.parametrize("tiles", _TILES)
@@ -46,7 +53,7 @@ def test_every_tile_fits_a_multiprocessor(tiles: tuple[int, int], flags: tuple[b
 
 @pytest.mark.parametrize("tiles", sm90.OWN_TILES)
 def test_a_tile_whose_warpgroups_own_keys_fits_a_multiprocessor(tiles: tuple[int, int]) -> None:
-    config = hopper_config(*tiles, short=False, long=False, paged=False, sparse=False, extras=False, own=True)
+    config = hopper_config(*tiles, long=False, paged=False, sparse=False, extras=False, own=True)
     assert config.own_keys
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
     producer, consumer = config.registers(roomy=False)
@@ -57,7 +64,8 @@ def test_keys_are_owned_only_where_scores_are_plain_and_keys_contiguous() -> Non
     def can(width: int, width_v: int | None = None, **options: Any) -> bool:
         return can_own_keys(HopperOptions(Options(torch.bfloat16, width, width_v or width, **options)))
 
-    assert [can(width) for width in (40, 64, 72, 96, 128, 192, 200, 256)] == [True, True, *[False] * 4, True, True]
+    widths = (40, 64, 72, 96, 128, 192, 200, 256)
+    assert [width for width in widths if can(width)] == [40, 64, 128, 200, 256]
     assert not can(192, 128)
     for option in ({"paged": True}, {"softcap": True}, {"alibi": True}, {"key_mask": True}, {"dropout": True}):
         assert not can(64, **option)
@@ -69,7 +77,7 @@ def test_keys_are_owned_only_where_scores_are_plain_and_keys_contiguous() -> Non
 
 @pytest.mark.parametrize(
     ("width", "causal", "longest"),
-    [(64, True, 8191), (64, False, 2047), (256, True, 4095), (256, False, 0), (128, True, 0)],
+    [(64, True, 8191), (64, False, 2047), (256, True, 4095), (256, False, 0), (128, True, 8191), (128, False, 0)],
 )
 def test_up_to_which_lengths_keys_are_owned(width: int, causal: bool, longest: int) -> None:
     """As measured on an H100."""
@@ -135,7 +143,7 @@ def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() ->
 
 @pytest.mark.parametrize("tiles", [(t, t) for t in sm90.HEAD_DIM_TILES if t <= sm90.FP8_HEAD_DIM])
 def test_every_tile_over_float8_pages_fits_a_multiprocessor(tiles: tuple[int, int]) -> None:
-    config = hopper_config(*tiles, short=False, long=True, paged=True, sparse=False, extras=False, fp8=True)
+    config = hopper_config(*tiles, long=True, paged=True, sparse=False, extras=False, fp8=True)
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
     assert config.threads == 128 * (config.block_m // 64 + 2)
     lowered, raised = config.registers(roomy=True)
@@ -182,17 +190,8 @@ def test_a_plan_packs_whole_groups_and_splits_within_bounds(
     seqlen_q: int, seqlen_k: int, batch: int, kv_heads: int, group: int, packable: bool, num_splits: int
 ) -> None:
     config = config_of((128, 128), (False, True, False, False))
-    plan = hopper_plan(
-        config,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        batch=batch,
-        heads=kv_heads * group,
-        group=group,
-        num_sms=132,
-        packable=packable,
-        num_splits=num_splits,
-    )
+    heads = kv_heads * group
+    plan = hopper_plan(config, HopperSizes(seqlen_q, seqlen_k, batch, heads, group, 132, packable, num_splits))
     assert 1 <= plan.num_splits <= sm90.MAX_SPLITS
     if num_splits:
         assert plan.num_splits == min(num_splits, sm90.MAX_SPLITS)
@@ -207,7 +206,7 @@ def test_a_plan_packs_whole_groups_and_splits_within_bounds(
 
 def test_few_rows_over_many_keys_fill_the_device() -> None:
     config = config_of((128, 128), (True, True, False, False))
-    plan = hopper_plan(config, seqlen_q=128, seqlen_k=262_144, batch=1, heads=32, group=4, num_sms=132, packable=True)
+    plan = hopper_plan(config, sizes_of(1, 128, 262_144))
     tiles = -(-128 * (4 if plan.pack else 1) // plan.tile_rows) * (8 if plan.pack else 32)
     assert tiles * plan.num_splits >= 0.85 * 132
 
@@ -218,10 +217,7 @@ def test_parts_that_are_merged_in_any_case_may_be_as_many_as_fill_the_device(row
     """A graph has room for as many groups of rows as rows; one document, or a few, must not pay for that. The device
     chooses by the groups that there are (parts/forward_work.cuh)."""
     config, keys = config_of((128, 128), (False, True, False, False)), 100_000
-    plan = hopper_plan(
-        config, seqlen_q=rows, seqlen_k=131_072, batch=batch, heads=32, group=4, num_sms=132, packable=True,
-        total_rows=rows, partial=True,
-    )  # fmt: skip
+    plan = hopper_plan(config, sizes_of(batch, rows, 131_072, rows)._replace(partial=True))
     assert plan.chosen
     for groups in (1, 2, 4):
         tiles = (-(-rows * 4 // plan.tile_rows) + groups - 1) * 8 if plan.pack else (-(-rows // 128) + groups - 1) * 32
@@ -231,23 +227,18 @@ def test_parts_that_are_merged_in_any_case_may_be_as_many_as_fill_the_device(row
 
 def test_short_rows_are_packed_and_long_ones_are_not() -> None:
     config = config_of((128, 128), (False, True, False, False))
-    kwargs = {"seqlen_k": 4096, "batch": 1, "heads": 32, "group": 4, "num_sms": 132, "packable": True}
-    assert hopper_plan(config, seqlen_q=32, **kwargs).pack  # type: ignore[arg-type]
-    assert not hopper_plan(config, seqlen_q=4096, **kwargs).pack  # type: ignore[arg-type]
+    assert hopper_plan(config, sizes_of(1, 32, 4096)).pack
+    assert not hopper_plan(config, sizes_of(1, 4096, 4096)).pack
+
+
+def sizes_of(batch: int, seqlen_q: int, seqlen_k: int, total_rows: int | None = None) -> HopperSizes:
+    """Of 8 key heads with 4 query heads each, on a GPU of 132 SMs."""
+    return HopperSizes(seqlen_q, seqlen_k, batch, 32, 4, 132, packable=True, total_rows=total_rows)
 
 
 def plan_of(batch: int, seqlen_q: int, seqlen_k: int, total_rows: int | None) -> HopperPlan:
-    """Of 8 key heads with 4 query heads each, on a GPU of 132 SMs."""
     return hopper_plan(
-        config_of((128, 128), (False, True, False, False)),
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        batch=batch,
-        heads=32,
-        group=4,
-        num_sms=132,
-        packable=True,
-        total_rows=total_rows,
+        config_of((128, 128), (False, True, False, False)), sizes_of(batch, seqlen_q, seqlen_k, total_rows)
     )
 
 
@@ -279,29 +270,75 @@ def test_dense_sequences_fill_tiles_of_their_own() -> None:
     assert plan_of(16, 20, 65_536, None).num_splits == 1
 
 
-@given(seqlen_q=st.integers(1, 5000), more=st.integers(-200, 5000), causal=st.booleans())
-def test_few_rows_are_chosen_only_where_they_compute_fewer_pairs(seqlen_q: int, more: int, causal: bool) -> None:
-    seqlen_k = max(seqlen_q + more, 1)
-    if not sm90.is_short(seqlen_q, seqlen_k, causal=causal):
-        return
-    assert seqlen_q <= sm90.SHORT
-
-    def computed(rows: int) -> int:
-        total = 0
-        for first in range(0, seqlen_q, rows):
-            last = min(first + rows, seqlen_q) - 1
-            keys = last + seqlen_k - seqlen_q + 1 if causal else seqlen_k
-            total += rows * max(1, -(-keys // 128))
-        return total
-
-    assert computed(128) < computed(192)
+def is_tall(width: int, sizes: HopperSizes) -> bool:
+    return sm90.is_tall((width, width), config_of((width, width), (False, False, False, False)), sizes)
 
 
 @pytest.mark.parametrize(
-    ("length", "causal", "short"),
-    [(256, True, True), (512, True, True), (1024, True, True), (2048, True, False),
-     (256, False, True), (512, False, False), (1024, False, False), (16_384, True, False)],
+    ("width", "length", "causal", "tall"),
+    [(64, 256, True, False), (64, 512, True, False), (64, 1024, True, False), (64, 2048, True, True),
+     (64, 256, False, False), (64, 512, False, True), (64, 1024, False, True), (64, 16_384, True, True),
+     (128, 1024, False, False), (128, 2048, True, False), (128, 4096, True, True), (128, 4096, False, True),
+     (128, 16_384, True, True), (128, 16_384, False, True), (96, 2048, True, True), (96, 1024, False, False)],
 )  # fmt: skip
-def test_which_lengths_are_short(length: int, causal: bool, short: bool) -> None:
-    """As measured on an H200 at head_dim 64."""
-    assert sm90.is_short(length, length, causal=causal) == short
+def test_which_lengths_have_tiles_of_192_rows(width: int, length: int, causal: bool, tall: bool) -> None:
+    """As measured on an H200: 16k tokens, 2,048 / head_dim heads of each."""
+    heads = 2048 // width
+    sizes = HopperSizes(length, length, max(1, 16_384 // length), heads, 1, 132, packable=True, causal=causal)
+    assert is_tall(width, sizes) == tall
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "tall"),
+    [(8192, 8192, True), (8192, 65_536, True), (2048, 32_768, False), (2048, 8192, False), (512, 65_536, False)],
+)
+def test_which_chunks_of_a_prompt_have_tiles_of_192_rows(rows: int, keys: int, tall: bool) -> None:
+    """As measured on an H200: 32 heads on 8. 2,048 rows are 3.9 rounds of tiles of 128 rows and 2.7 of 192: 4 and 3."""
+    assert is_tall(128, sizes_of(1, rows, keys)._replace(causal=True)) == tall
+
+
+@given(
+    batch=st.integers(1, 64), seqlen_q=st.integers(1, 5000), more=st.integers(-200, 200_000), causal=st.booleans(),
+    window=st.sampled_from([None, 0, 128, 4096]), ragged=st.booleans(), num_splits=st.sampled_from([0, 1, 3]),
+)  # fmt: skip
+def test_the_choice_of_rows_has_an_answer_for_all_sizes(
+    batch: int, seqlen_q: int, more: int, causal: bool, window: int | None, ragged: bool, num_splits: int
+) -> None:
+    sizes = sizes_of(batch, seqlen_q, max(seqlen_q + more, 1), batch * seqlen_q if ragged else None)
+    sizes = sizes._replace(causal=causal, window=window, num_splits=num_splits)
+    if seqlen_q * 4 <= 128 and is_tall(128, sizes):
+        raise AssertionError("one tile of 128 rows holds a group's rows of each sequence")
+
+
+def test_a_narrow_window_is_seen_by_tiles_of_few_rows() -> None:
+    sizes = sizes_of(1, 16_384, 16_384)._replace(causal=True)
+    assert is_tall(128, sizes)
+    assert is_tall(128, sizes._replace(window=4096))
+    assert not is_tall(128, sizes._replace(window=128))
+
+
+@pytest.mark.parametrize("tiles", sm90.TALL_TILES)
+def test_a_tile_of_192_rows_fits_a_multiprocessor(tiles: tuple[int, int]) -> None:
+    config = hopper_config(*tiles, long=True, paged=True, sparse=False, extras=False, tall=True)
+    assert config.block_m == 192
+    assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
+    for page_size in (16, 32, 48, 64, 128, 256):
+        rows = sm90.page_rows(page_size, config.block_n)
+        assert rows is not None
+        assert config.block_n // rows <= 32
+    producer, consumer = config.registers(roomy=True)
+    assert 128 * (producer + 3 * consumer) <= 65536 // config.threads // 8 * 8 * config.threads
+
+
+def test_tiles_of_192_rows_serve_plain_scores() -> None:
+    def can(width: int, width_v: int | None = None, **options: Any) -> bool:
+        return can_be_tall(HopperOptions(Options(torch.bfloat16, width, width_v or width, **options)))
+
+    assert [can(width) for width in (40, 64, 72, 96, 128, 192, 256)] == [True] * 5 + [False] * 2
+    assert can(128, paged=True)
+    assert not can(192, 128)
+    for option in ({"softcap": True}, {"alibi": True}, {"key_mask": True}, {"dropout": True}):
+        assert not can(128, **option)
+    plain = HopperOptions(Options(torch.bfloat16, 128, 128, paged=True), page_size=64)
+    assert not can_be_tall(plain._replace(sparse=True))
+    assert not can_be_tall(plain._replace(fp8=True))
