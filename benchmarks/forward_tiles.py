@@ -1,8 +1,9 @@
 """The Hopper forward's tiles beside each other, and peers: those whose warpgroups leave out what none of their own rows
-sees, those that take each step together, and those of which two neighbours load keys for each other.
+sees, those that take each step together, of 128 and of 192 rows, and those of which two neighbours load keys for each
+other.
 
     python benchmarks/forward_tiles.py [--head-dims 64,256] [--causal | --full] [--seqlens 512,1024,2048]
-                                       [--tiles own,together,cluster] [--no-peers] [--out results.json]
+                                       [--tiles own,together,tall,cluster] [--no-peers] [--out results.json]
 
 Cells, inputs, clock and checks are those of `benchmarks/attention.py forward`: tiles take turns on the same inputs in
 the same run, the default of each cell first, and the output is compared with a float32 truth before and after it is
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 from attention_backend.heuristics.sm90 import ALONE, BY_ROWS
 from attention_backend.kernels import flash_fwd_sm90
-from attention_backend.kernels.hopper_variants import HopperOptions, can_own_keys, can_share_keys
+from attention_backend.kernels.hopper_variants import HopperOptions, can_be_tall, can_own_keys, can_share_keys
 from attention_backend.kernels.variants import Options
 from attention_backend.problem import AttentionArgs
 from benchmarks.arguments import numbers, require_gpu
@@ -45,25 +46,26 @@ _TOLERANCE = 1e-3  # of lse, beside the default's
 
 
 class Tile(Enum):
-    """What `flash_fwd_sm90.forward` is told: own and cluster."""
+    """What `flash_fwd_sm90.forward` is told: own, cluster and tall."""
 
-    DEFAULT = None, None
-    OWN = True, ALONE
-    TOGETHER = False, ALONE
-    CLUSTER = False, BY_ROWS
+    DEFAULT = None, None, None
+    OWN = True, ALONE, None
+    TOGETHER = False, ALONE, False
+    TALL = False, ALONE, True
+    CLUSTER = False, BY_ROWS, None
 
     def __str__(self) -> str:
         return self.name.lower()
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        own, cluster = self.value
-        return flash_fwd_sm90.forward(args, own=own, cluster=cluster)
+        own, cluster, tall = self.value
+        return flash_fwd_sm90.forward(args, own=own, cluster=cluster, tall=tall)
 
 
 def tiles_of(head_dim: int) -> list[Tile]:
     """The default first."""
     plain = HopperOptions(Options(torch.bfloat16, head_dim, head_dim))
-    serving = ((Tile.OWN, can_own_keys(plain)), (Tile.CLUSTER, can_share_keys(plain)))
+    serving = ((Tile.OWN, can_own_keys(plain)), (Tile.TALL, can_be_tall(plain)), (Tile.CLUSTER, can_share_keys(plain)))
     others = [tile for tile, serves in serving if serves]
     return [Tile.DEFAULT, *others, Tile.TOGETHER] if others else [Tile.DEFAULT]
 

@@ -13,9 +13,9 @@ MIXED_TILES = ((192, 128),)
 MIN_PAGE_ROWS = 16
 #: Keys from which on wider tiles are faster: what they waste at their ends is little then.
 LONG = 8192
-#: Keys below which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none
-#: of its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
-OWN_CAUSAL, OWN_FULL = {64: LONG, 128: LONG, 256: 4096}, {64: 2048}
+#: Keys at which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none of
+#: its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
+OWN_CAUSAL, OWN_FULL = {64: range(LONG), 128: range(1024, LONG), 256: range(4096)}, {64: range(2048)}
 #: Blocks that load keys and values for each other,
 CLUSTER = 2
 #: of neighbouring tiles of rows, or of the same rows of neighbouring query heads with one key head.
@@ -61,11 +61,12 @@ class HopperConfig:
     block_m: int
     block_n: int
     q_stages: int
-    turns: bool  # the warpgroups take turns at the tensor cores; else each overlaps its softmax with them
+    turns: bool  # the warpgroups take turns at the tensor cores
     stages: int = 2
     raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
     own_keys: bool = False  # each warpgroup leaves out what none of its own 64 rows sees, instead of the tile's
     cluster: int = 1  # blocks that load keys and values for each other
+    overlap: bool = False  # with turns: a softmax runs beside its warpgroup's own product too, as without them
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
@@ -148,7 +149,7 @@ def hopper_config(
     if tile == 64 and plain:
         return HopperConfig(128, 128, 2, turns=False)
     if tile <= 128:
-        return HopperConfig(128, 160 if long and plain else 128, 2, turns=True)
+        return HopperConfig(128, 160 if long and plain else 128, 2, turns=True, overlap=plain and tile == 128)
     if tile == 192:
         narrow = 64 if sparse else 96
         return HopperConfig(128, narrow if tile_v == 192 else 128 if not extras else 96, 1, turns=False)
@@ -157,11 +158,11 @@ def hopper_config(
 
 def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
     """Whether warpgroups that leave out what none of their own rows sees are faster: for contiguous keys, plain scores,
-    rows that are not packed and keys that are not split. Measured on an H100 from 512
-    keys on, at head_dim 256 up to 2,048.
+    rows that are not packed and keys that are not split. Measured from 512 keys on, at head_dim 256 up to 2,048 (H100),
+    at 128 on an H200.
     """
     limits = OWN_CAUSAL if causal else OWN_FULL
-    return tiles in OWN_TILES and seqlen_k < limits.get(tiles[0], 0)
+    return tiles in OWN_TILES and seqlen_k in limits.get(tiles[0], ())
 
 
 def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] | None:

@@ -51,10 +51,12 @@ class HopperLayout:
 
 
 def can_be_tall(which: HopperOptions) -> bool:
-    """Whether there is a tile of 192 rows."""
+    """Whether there is a tile of 192 rows. At head_dim 128 one serves key masks and biases too; where scores are
+    changed, or left out by chance, it is no faster than one of 128."""
     options = which.options
-    plain = not (options.extras or which.sparse or which.own or which.fp8)
-    return plain and head_dim_tiles(options.head_dim, options.head_dim_v) in TALL_TILES
+    tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
+    extras = options.extras and (tiles != (128, 128) or options.softcap or options.alibi or options.dropout)
+    return tiles in TALL_TILES and not (extras or which.sparse or which.own or which.fp8)
 
 
 def can_own_keys(which: HopperOptions) -> bool:
@@ -110,7 +112,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("STAGES", config.stages),
         ("Q_STAGES", config.q_stages),
         ("TURNS", int(config.turns)),
-        ("OVERLAP", int(not config.turns)),
+        ("OVERLAP", int(config.overlap or not config.turns)),
         ("OWN_KEYS", int(config.own_keys)),
         ("CLUSTER", config.cluster),
         ("CLUSTER_HEADS", int(which.cluster == BY_HEADS)),
@@ -129,5 +131,4 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("BIAS", options.bias),
         ("DROPOUT", int(options.dropout)),
     )
-    # Queries as registers leave so few others that the end of a loop is kept in local memory, read once a step.
-    return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=not (options.extras or which.fp8))
+    return KernelVariant("flash_fwd_sm90", "sm_90a", defines, hot=not options.extras)

@@ -66,35 +66,43 @@ __device__ __forceinline__ float largest_or_zero(const float (&s)[SCORES]) {
   return __int_as_float(max(m[0], m[1]));
 }
 
-// Levels of rows whose largest term is beyond the window follow it; `correction` is the factor of what came before. Each
-// row decides by what it sees alone: its result does not depend on those that share a warp with it.
-template <int SCORES>
+// Levels follow the rows' largest scores; `correction` is the factor of what came before. ALWAYS: by all that these are
+// higher; else, and where the output's rescaling would not be hidden, only beyond the window. Each row decides by what it
+// sees alone: its result does not depend on those that share a warp with it.
+template <bool ALWAYS, bool EMPTY, int SCORES>
 __device__ __forceinline__ void follow(const float (&s)[SCORES], Rows& rows, float (&correction)[2], const Score& plain) {
   float tops[2];
   row_maxima(tops, s);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const Score score = score_of_row(plain, rows, half);
-    correction[half] = 1.f;
-    if (!(score.exponent(tops[half], rows.level[half]) > kWindow)) continue;  // nor where it sees nothing, a NaN
-    const float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
-    correction[half] = exp2_approx(score.above(rows.level[half], level));
+    float level = fmaxf(rows.level[half], score.level(tops[half]) - kRoom);
+    // Where a row sees nothing the exponent is a NaN.
+    if ((OVERLAP || !ALWAYS) && !(score.exponent(tops[half], rows.level[half]) > kWindow)) level = rows.level[half];
+    correction[half] = exp2_approx(score.above(rows.level[half], EMPTY && level == -kInfinity ? 0.f : level));
     rows.level[half] = level;
     rows.sum[half] *= correction[half];
   }
 }
 
 // Turns scores into unnormalised probabilities. True when levels have followed scores: `correction` is then the factor of
-// what came before. EMPTY: a row may have seen nothing yet.
+// what came before. EMPTY: a row may have seen nothing yet. Such steps, mostly masked ones, look at the rows' maxima each
+// time: that takes less time than to ask first. So do those whose queries are registers, of which they have few.
 template <bool EMPTY, int SCORES>
 __device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, float (&correction)[2],
                                              const Score& plain) {
-  const float largest = largest_or_zero(s);
-  float exponents[2];
+  constexpr bool kAlways = EMPTY || (FP8_PAGES && HEAD_DIM > 64);
+  bool follows = true;
+  if (!kAlways) {
+    const float largest = largest_or_zero(s);
+    float exponents[2];
 #pragma unroll
-  for (int half = 0; half < 2; half++) exponents[half] = score_of_row(plain, rows, half).exponent(largest, rows.level[half]);
-  const bool follows = __any_sync(~0u, fmaxf(exponents[0], exponents[1]) > kWindow);
-  if (follows) follow(s, rows, correction, plain);
+    for (int half = 0; half < 2; half++)
+      exponents[half] = score_of_row(plain, rows, half).exponent(largest, rows.level[half]);
+    follows = __any_sync(~0u, fmaxf(exponents[0], exponents[1]) > kWindow);
+  }
+  if (follows) follow<kAlways, EMPTY>(s, rows, correction, plain);
+  if (kAlways && OVERLAP) follows = __any_sync(~0u, fminf(correction[0], correction[1]) < 1.f);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const Score score = score_of_row(plain, rows, half);

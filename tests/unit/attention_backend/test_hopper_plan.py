@@ -76,13 +76,14 @@ def test_keys_are_owned_only_where_scores_are_plain_and_keys_contiguous() -> Non
 
 
 @pytest.mark.parametrize(
-    ("width", "causal", "longest"),
-    [(64, True, 8191), (64, False, 2047), (256, True, 4095), (256, False, 0), (128, True, 8191), (128, False, 0)],
-)
-def test_up_to_which_lengths_keys_are_owned(width: int, causal: bool, longest: int) -> None:
-    """As measured on an H100."""
-    for seqlen_k in (1, 512, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
-        assert sm90.owns_keys((width, width), seqlen_k, causal=causal) == (seqlen_k <= longest)
+    ("width", "causal", "lengths"),
+    [(64, True, range(8192)), (64, False, range(2048)), (256, True, range(4096)), (256, False, range(0)),
+     (128, True, range(1024, 8192)), (128, False, range(0))],
+)  # fmt: skip
+def test_at_which_lengths_keys_are_owned(width: int, causal: bool, lengths: range) -> None:
+    """As measured on an H100, at head_dim 128 on an H200."""
+    for seqlen_k in (1, 512, 1023, 1024, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
+        assert sm90.owns_keys((width, width), seqlen_k, causal=causal) == (seqlen_k in lengths)
 
 
 @pytest.mark.parametrize(
@@ -330,14 +331,17 @@ def test_a_tile_of_192_rows_fits_a_multiprocessor(tiles: tuple[int, int]) -> Non
     assert 128 * (producer + 3 * consumer) <= 65536 // config.threads // 8 * 8 * config.threads
 
 
-def test_tiles_of_192_rows_serve_plain_scores() -> None:
+def test_which_problems_have_tiles_of_192_rows() -> None:
     def can(width: int, width_v: int | None = None, **options: Any) -> bool:
         return can_be_tall(HopperOptions(Options(torch.bfloat16, width, width_v or width, **options)))
 
     assert [can(width) for width in (40, 64, 72, 96, 128, 192, 256)] == [True] * 5 + [False] * 2
     assert can(128, paged=True)
     assert not can(192, 128)
-    for option in ({"softcap": True}, {"alibi": True}, {"key_mask": True}, {"dropout": True}):
+    assert can(128, key_mask=True)
+    assert can(128, bias=1)
+    assert not can(64, key_mask=True)
+    for option in ({"softcap": True}, {"alibi": True}, {"dropout": True}, {"key_mask": True, "softcap": True}):
         assert not can(128, **option)
     plain = HopperOptions(Options(torch.bfloat16, 128, 128, paged=True), page_size=64)
     assert not can_be_tall(plain._replace(sparse=True))
