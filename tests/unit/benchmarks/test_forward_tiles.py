@@ -14,9 +14,10 @@ def names_of(head_dim: int, only: list[str] | None = None) -> list[str]:
 
 
 def test_each_cells_default_is_the_first_and_every_other_tile_races() -> None:
-    assert names_of(64) == ["longwave", "longwave-own", "longwave-together"]
-    assert names_of(80) == ["longwave"]
-    assert names_of(128) == ["longwave", "longwave-cluster", "longwave-together"]
+    assert names_of(64) == ["longwave", "longwave-own", "longwave-tall", "longwave-together"]
+    assert names_of(80) == ["longwave", "longwave-tall", "longwave-together"]
+    assert names_of(128) == ["longwave", "longwave-own", "longwave-tall", "longwave-cluster", "longwave-together"]
+    assert names_of(192) == ["longwave"]
     assert names_of(256) == ["longwave", "longwave-own", "longwave-cluster", "longwave-together"]
 
 
