@@ -61,12 +61,12 @@ class HopperConfig:
     block_m: int
     block_n: int
     q_stages: int
-    turns: bool  # the warpgroups take turns at the tensor cores
+    turns: bool  # the warpgroups take turns at the tensor cores; else each overlaps its softmax with its own products
     stages: int = 2
     raw_stages: int = 0  # of keys and values of one byte, which a warpgroup more converts
     own_keys: bool = False  # each warpgroup leaves out what none of its own 64 rows sees, instead of the tile's
     cluster: int = 1  # blocks that load keys and values for each other
-    overlap: bool = False  # with turns: a softmax runs beside its warpgroup's own product too, as without them
+    overlap: bool = False  # with turns: it does both
 
     def registers(self, *, roomy: bool) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""

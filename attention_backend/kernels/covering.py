@@ -18,7 +18,7 @@ from attention_backend.kernels.choose_tokens import choice_variant
 from attention_backend.kernels.copy_pages import copy_pages_variant
 from attention_backend.kernels.decode_covering import decode_covering_set
 from attention_backend.kernels.flash_merge import merge_variant
-from attention_backend.kernels.hopper_variants import HopperOptions, hopper_variant, reads_fp8_pages
+from attention_backend.kernels.hopper_variants import HopperOptions, can_be_tall, hopper_variant, reads_fp8_pages
 from attention_backend.kernels.layer_covering import layer_covering_set
 from attention_backend.kernels.variants import Options, f32_variant, forward_variant
 
@@ -91,12 +91,13 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(HopperOptions(Options(fp16, tile, tile_v), tall=True))
     for dtype, (tile, tile_v) in product((bf16, fp16), sm90.OWN_TILES):
         yield hopper_variant(HopperOptions(Options(dtype, tile, tile_v), own=True))
-    for cluster, tile, long, tall_ in product((BY_ROWS, BY_HEADS), (128, 256), (False, True), (False, True)):
-        if tall_ and (tile, tile) not in sm90.TALL_TILES:
-            continue
-        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), long=long, tall=tall_, cluster=cluster))
-        paged = HopperOptions(Options(bf16, tile, tile, paged=True), long, 32, tall=tall_, cluster=cluster)
-        yield hopper_variant(paged)
+    for cluster, tile in product((BY_ROWS, BY_HEADS), (128, 256)):
+        plain = HopperOptions(Options(bf16, tile, tile), cluster=cluster)
+        for each in (plain, HopperOptions(Options(bf16, tile, tile, paged=True), page_size=32, cluster=cluster)):
+            yield hopper_variant(each)
+            yield hopper_variant(each._replace(long=True))
+            if can_be_tall(each):
+                yield hopper_variant(each._replace(tall=True))
     yield hopper_variant(HopperOptions(Options(fp16, 128, 128), cluster=BY_HEADS))
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))

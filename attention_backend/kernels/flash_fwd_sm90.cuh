@@ -8,8 +8,8 @@
 //
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
 // between, in loops of their own. With turns, the softmax of a tile waits for the product with the values of the tile
-// before, as the other warpgroup has the tensor cores then. Without turns (OVERLAP) that product runs beside the softmax.
-// Terms may be far above one: levels follow a row's scores, and its output is rescaled, only where they would be too large
+// before, as another warpgroup has the tensor cores then; with OVERLAP, always so without turns, it runs beside it. Terms
+// may be far above one: levels follow a row's scores, and its output is rescaled, only where they would be too large
 // (parts/forward_rows.cuh).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
