@@ -29,7 +29,7 @@ def test_the_gradients_run_on_cpu() -> None:
 
 
 def test_the_tiles_run_on_cpu() -> None:
-    assert sanitize.run_tiles(torch.device("cpu")) == 12
+    assert sanitize.run_tiles(torch.device("cpu")) == 18
 
 
 @pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_the_gradients_run(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_the_tiles_run(device: torch.device) -> None:
-    assert sanitize.run_tiles(device) == 12
+    assert sanitize.run_tiles(device) == 18
 
 
 @pytest.mark.gpu

@@ -70,4 +70,4 @@ def test_a_worker_does_not_grow_with_every_number_of_rows(run: Run, monkeypatch:
     """It grew by 407 MB here with the caches' own limits."""
     for name in child_process.PRODUCTS:
         monkeypatch.delenv(name, raising=False)
-    assert float(run(GROWS)) < 20
+    assert float(run(GROWS)) < 40  # 9 to 16; 20.4 once, beside other work
