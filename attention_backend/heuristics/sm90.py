@@ -14,7 +14,8 @@ MIN_PAGE_ROWS = 16
 #: Keys from which on wider tiles are faster: what they waste at their ends is little then.
 LONG = 8192
 #: Keys at which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none of
-#: its own rows sees is worth leaving out; full rows leave out no more than a tile's ends.
+#: its own rows sees is worth leaving out; full rows leave out no more than a tile's ends. The first of a range is also
+#: the fewest queries, and the fewest keys that a window shows.
 OWN_CAUSAL, OWN_FULL = {64: range(LONG), 128: range(1024, LONG), 256: range(4096)}, {64: range(2048)}
 #: Blocks that load keys and values for each other,
 CLUSTER = 2
@@ -156,13 +157,37 @@ def hopper_config(
     return HopperConfig(128, 80 if long and plain and not paged else 64, 1, turns=False)
 
 
-def owns_keys(tiles: tuple[int, int], seqlen_k: int, *, causal: bool) -> bool:
+class HopperSizes(NamedTuple):
+    """What of a problem decides its tiles, and how keys are shared out. Lengths are upper bounds."""
+
+    seqlen_q: int
+    seqlen_k: int
+    batch: int
+    heads: int
+    group: int  # query heads of a key head
+    num_sms: int
+    packable: bool  # the rows of a group may lie in one tile
+    num_splits: int = 0  # 0: as many as fill the device
+    #: Query rows of all sequences together, of varlen queries, whose tiles `seqlen_q` says little of: one long sequence
+    #: among short ones bounds them all. None: every sequence has `seqlen_q` rows.
+    total_rows: int | None = None
+    partial: bool = False  # results are merged whatever their number is: the device may choose it for one sequence too
+    causal: bool = False
+    window: int | None = None  # keys in front of its own that a row sees; None: all
+
+    @property
+    def ragged(self) -> bool:
+        return self.total_rows is not None and self.batch > 1
+
+
+def owns_keys(tiles: tuple[int, int], sizes: HopperSizes) -> bool:
     """Whether warpgroups that leave out what none of their own rows sees are faster: for contiguous keys, plain scores,
     rows that are not packed and keys that are not split. Measured from 512 keys on, at head_dim 256 up to 2,048 (H100),
     at 128 on an H200.
     """
-    limits = OWN_CAUSAL if causal else OWN_FULL
-    return tiles in OWN_TILES and seqlen_k in limits.get(tiles[0], ())
+    keys = (OWN_CAUSAL if sizes.causal else OWN_FULL).get(tiles[0], range(0))
+    shown = sizes.seqlen_k if sizes.window is None else sizes.window
+    return tiles in OWN_TILES and sizes.seqlen_k in keys and min(sizes.seqlen_q, shown) >= keys.start
 
 
 def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] | None:
@@ -196,29 +221,6 @@ def page_rows(page_size: int, block_n: int) -> int | None:
     """Keys of one copy from a page: what divides page and tile. None when it is too small to be worth it."""
     rows = gcd(page_size, block_n)
     return rows if rows >= MIN_PAGE_ROWS else None
-
-
-class HopperSizes(NamedTuple):
-    """What of a problem decides its tiles, and how keys are shared out. Lengths are upper bounds."""
-
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    group: int  # query heads of a key head
-    num_sms: int
-    packable: bool  # the rows of a group may lie in one tile
-    num_splits: int = 0  # 0: as many as fill the device
-    #: Query rows of all sequences together, of varlen queries, whose tiles `seqlen_q` says little of: one long sequence
-    #: among short ones bounds them all. None: every sequence has `seqlen_q` rows.
-    total_rows: int | None = None
-    partial: bool = False  # results are merged whatever their number is: the device may choose it for one sequence too
-    causal: bool = False
-    window: int | None = None  # keys in front of its own that a row sees; None: all
-
-    @property
-    def ragged(self) -> bool:
-        return self.total_rows is not None and self.batch > 1
 
 
 @lru_cache(maxsize=1024)  # the layers of a step have one

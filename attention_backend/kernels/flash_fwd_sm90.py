@@ -55,7 +55,8 @@ def forward(
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
     `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whose blocks load keys for
     each other: BY_ROWS, BY_HEADS (of an even number for each key head) or ALONE (nobody's). `tall`: whether tiles have
-    192 rows instead of 128. By default where that is faster; raises ValueError where it cannot be.
+    192 rows instead of 128, all of which take each step together. By default where that is faster; raises ValueError
+    where it cannot be.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -163,8 +164,8 @@ def _plan(
         return which._replace(cluster=cluster), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
     owning = which._replace(own=True, long=False, tall=False)
     if own is None:
-        own = apart and args.cu_seqlens_q is None and can_own_keys(owning)
-        own = own and owns_keys(hopper_layout(which).tiles, seqlen_k, causal=causal)
+        even = tall is None and apart and args.cu_seqlens_q is None
+        own = even and can_own_keys(owning) and owns_keys(hopper_layout(which).tiles, sizes)
     if not own:
         return which, plan
     if not can_own_keys(owning):

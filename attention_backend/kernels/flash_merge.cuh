@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8) flash_merge(const __gr
   const bool inside = column < p.head_dim;
   float acc[kVector] = {};
   float factor = 0.f, lse_all = -kInfinity;
-  if (top != -kInfinity) {  // else the row has seen nothing, and a sink does not change that
+  if (most > 0) {  // else the row has seen nothing, and a sink does not change that; NaN is not nothing
     float sum = 0.f;
     for (int i = 0; i < p.num_sets; i++) {
       const StateSet& set = p.sets[i];

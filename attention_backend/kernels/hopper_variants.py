@@ -51,12 +51,13 @@ class HopperLayout:
 
 
 def can_be_tall(which: HopperOptions) -> bool:
-    """Whether there is a tile of 192 rows. At head_dim 128 one serves key masks and biases too; where scores are
-    changed, or left out by chance, it is no faster than one of 128."""
+    """Whether there is a tile of 192 rows. At head_dim 128 one serves a key mask or a bias too; both would spill, and
+    where scores are changed, or left out by chance, it is no faster than one of 128."""
     options = which.options
     tiles = head_dim_tiles(options.head_dim, options.head_dim_v)
-    extras = options.extras and (tiles != (128, 128) or options.softcap or options.alibi or options.dropout)
-    return tiles in TALL_TILES and not (extras or which.sparse or which.own or which.fp8)
+    changed = options.softcap or options.alibi or options.dropout or (options.key_mask and options.bias != 0)
+    served = not options.extras or (tiles == (128, 128) and not changed)
+    return tiles in TALL_TILES and served and not (which.sparse or which.own or which.fp8)
 
 
 def can_own_keys(which: HopperOptions) -> bool:

@@ -178,6 +178,25 @@ def test_tiles_of_192_rows(case: Case, cluster: str) -> None:
             error_rule.check(args, error_rule.run(args, check))
 
 
+@pytest.mark.parametrize("keys", ["key_mask", "bias_float", "bias_element"])
+def test_tiles_of_192_rows_under_masks_and_biases(keys: str) -> None:
+    with left_at_zero(HOPPER):
+        args = build(Case(430, 330, heads=2, kv_heads=1, dim=128, dim_v=128, keys=keys), CPU)
+        error_rule.check(args, error_rule.run(args, partial(flash_fwd_sm90.forward, tall=True)))
+
+
+def test_rows_that_no_copy_writes_change_no_others() -> None:
+    """Of seven heads 18 rows each fill 126 rows of a tile; what lies behind them is anything."""
+    case = Case(18, 400, heads=7, kv_heads=1, mask="full", dtype="fp16", num_splits=1)
+    args = test_levels.shaped(build(case, CPU), "rising by 2^60")
+    q = args.q.clone().flatten(1, 2)
+    q[:, 112:118] = q[:, 119:] = 0
+    for seed in range(2):
+        with left_at_zero(HOPPER._replace(seed=seed)):
+            zeros = replace(args, q=q.view_as(args.q))
+            error_rule.check(zeros, error_rule.run(zeros, flash_fwd_sm90.forward))
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_warpgroups_that_leave_out_keys_of_their_own(dim: int) -> None:
     case = Case(200, 330, batch=2, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen")
@@ -390,3 +409,4 @@ def test_rows_do_not_depend_on_their_warp(dim: int) -> None:
     for dtype in ("bf16", "fp16"):
         with left_at_zero(HOPPER):
             test_levels.check_rows_of_their_own(dim, dtype, CPU)
+            test_levels.check_rows_beside_nan(dim, dtype, CPU)

@@ -58,6 +58,13 @@ def test_tiles_of_192_rows(dim: int, case: Case, hopper: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keys", ["key_mask", "bias_float", "bias_element", "mask_desc"])
+def test_tiles_of_192_rows_under_masks_and_biases(keys: str, hopper: torch.device) -> None:
+    args = build(Case(430, 530, batch=2, heads=4, kv_heads=2, dim=128, dim_v=128, keys=keys, mask="full"), hopper)
+    check(args, run(args, partial(flash_fwd_sm90.forward, tall=True)))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_tiles_of_192_rows_packed_and_in_parts(dim: int, splits: int, hopper: torch.device) -> None:

@@ -56,11 +56,29 @@ def check_rows_of_their_own(dim: int, dtype: str, device: torch.device) -> None:
     assert not torch.equal(got[1][..., 70:], want[1][..., 70:])
 
 
+def check_rows_beside_nan(dim: int, dtype: str, device: torch.device) -> None:
+    """Row 12 shares its threads with row 4, whose scores are NaN, and its warp with rows of zeros: its level must
+    follow its own scores."""
+    args = shaped(build(replace(CASE, dim=dim, dim_v=dim, dtype=dtype), device), "rising")
+    q = args.q.clone()
+    q[:, :12] = q[:, 13:16] = 0
+    want = run(replace(args, q=q.clone()), flash_fwd_sm90.forward)
+    q[:, 4] = torch.nan
+    got = run(replace(args, q=q), flash_fwd_sm90.forward)
+    others = torch.arange(q.shape[1], device=device) != 4
+    assert bool(want[0].isfinite().all())
+    assert bool(got[0][:, 4].isnan().all()), "nobody takes it for a row that sees nothing"
+    assert bool(got[1][..., 4].isnan().all())
+    assert torch.equal(got[0][:, others], want[0][:, others])
+    assert torch.equal(got[1][..., others], want[1][..., others])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_are_their_own(dim: int, dtype: str, hopper: torch.device) -> None:
     check_rows_of_their_own(dim, dtype, hopper)
+    check_rows_beside_nan(dim, dtype, hopper)
 
 
 @pytest.mark.gpu
@@ -77,7 +95,12 @@ def test_error_rule(mask: str, dim: int, dtype: str, profile: str, hopper: torch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("options", [{"own": True}, {"cluster": BY_ROWS}], ids=str)
-def test_other_ways_to_share_keys_out(options: dict[str, object], profile: str, hopper: torch.device) -> None:
-    args = shaped(build(replace(CASE, sq=600, dim=256, dim_v=256), hopper), profile)
+@pytest.mark.parametrize(
+    ("dim", "options"),
+    [(dim, options) for dim in (128, 256) for options in ({"own": True}, {"cluster": BY_ROWS})]
+    + [(dim, {"tall": tall}) for dim in (64, 128) for tall in (False, True)],
+    ids=str,
+)
+def test_other_ways_to_share_keys_out(dim: int, options: dict[str, object], profile: str, hopper: torch.device) -> None:
+    args = shaped(build(replace(CASE, sq=600, dim=dim, dim_v=dim, num_splits=1), hopper), profile)
     check(args, run(args, partial(flash_fwd_sm90.forward, **options)))

@@ -55,15 +55,15 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[SCO
   }
 }
 
-// The largest of this thread's scores, or zero. By integers, which Hopper compares three at a time: floats without a sign
+// The largest of this thread's scores of each row, or zero: a NaN is the largest of its own row alone. By integers, which Hopper compares three at a time: floats without a sign
 // have that order, and those with one are below zero.
 template <int SCORES>
-__device__ __forceinline__ float largest_or_zero(const float (&s)[SCORES]) {
+__device__ __forceinline__ void largest_or_zero(float (&top)[2], const float (&s)[SCORES]) {
   int m[2] = {};
 #pragma unroll
   for (int i = 0; i < SCORES; i += 2)
     m[i / 2 % 2] = max(max(m[i / 2 % 2], __float_as_int(s[i])), __float_as_int(s[i + 1]));
-  return __int_as_float(max(m[0], m[1]));
+  top[0] = __int_as_float(m[0]), top[1] = __int_as_float(m[1]);
 }
 
 // Levels follow the rows' largest scores; `correction` is the factor of what came before. ALWAYS: by all that these are
@@ -94,11 +94,11 @@ __device__ __forceinline__ bool softmax_tile(float (&s)[SCORES], Rows& rows, flo
   constexpr bool kAlways = EMPTY || (FP8_PAGES && HEAD_DIM > 64);
   bool follows = true;
   if (!kAlways) {
-    const float largest = largest_or_zero(s);
-    float exponents[2];
+    float largest[2], exponents[2];
+    largest_or_zero(largest, s);
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      exponents[half] = score_of_row(plain, rows, half).exponent(largest, rows.level[half]);
+      exponents[half] = score_of_row(plain, rows, half).exponent(largest[half], rows.level[half]);
     follows = __any_sync(~0u, fmaxf(exponents[0], exponents[1]) > kWindow);
   }
   if (follows) follow<kAlways, EMPTY>(s, rows, correction, plain);
@@ -155,7 +155,8 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
     l += __shfl_xor_sync(~0u, l, 2);
     const int row = tile.first_row + local_row + half * 8, head = head_of(row, tile, p);
     const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
-    const RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
+    RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
+    if (isnan(l)) end = {l, l};  // where all scores are, there is no level, as where there are none
     factor[half] = end.factor;
 #if FP8_PAGES
     factor[half] *= p.v_scale[key_head_of(tile, p)];

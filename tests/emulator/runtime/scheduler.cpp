@@ -80,7 +80,7 @@ void start(Block& block, dim3 index, uint32_t smem) {
   const uint32_t begin = std::min(kMostStatics, (kWindow - rounded) / 1024 * 1024);
   block.dynamic_begin = begin, block.dynamic_end = begin + smem, block.static_end = kStatics;
   block.base = block.mapping + kWindow - rounded - begin;
-  memset(block.base, 0xff, begin + rounded);
+  memset(block.base, launch->fill, begin + rounded);
   const unsigned threads = block_dim.x * block_dim.y * block_dim.z;
   block.fibers.resize(threads);
   block.warps.resize((threads + 31) / 32);
@@ -222,6 +222,7 @@ extern "C" int emu_launch(void* kernel, const unsigned* grid, const unsigned* bl
   for (int i = kStacks; i--;) free_stacks.push_back(i);
   Launch here;
   here.random.state = 0x9e3779b97f4a7c15ull * (seed + 1);
+  here.fill = seed % 2 ? 0x7f : 0xff;  // a NaN with a sign or, in 16 bits of float16, without
   here.late = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 4 : 64;
   here.cluster = cluster;
   launch = &here, self = nullptr;

@@ -116,6 +116,7 @@ struct Random {  // xorshift*, Marsaglia
 
 struct Launch {
   Random random;
+  int fill;  // of each byte of a block's shared memory when it starts
   unsigned late;  // one in so many turns lands a copy; 0: only when nothing else can run
   std::vector<Warp*> ready;
   std::vector<Block*> resident;

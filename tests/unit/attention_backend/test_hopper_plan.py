@@ -82,8 +82,18 @@ def test_keys_are_owned_only_where_scores_are_plain_and_keys_contiguous() -> Non
 )  # fmt: skip
 def test_at_which_lengths_keys_are_owned(width: int, causal: bool, lengths: range) -> None:
     """As measured on an H100, at head_dim 128 on an H200."""
-    for seqlen_k in (1, 512, 1023, 1024, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
-        assert sm90.owns_keys((width, width), seqlen_k, causal=causal) == (seqlen_k in lengths)
+    for seqlen in (1, 512, 1023, 1024, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
+        sizes = HopperSizes(seqlen, seqlen, 16, 32, 1, 132, packable=True, causal=causal)
+        assert sm90.owns_keys((width, width), sizes) == (seqlen in lengths)
+
+
+def test_few_queries_and_narrow_windows_have_no_keys_of_their_own_at_head_dim_128() -> None:
+    sizes = HopperSizes(4096, 4096, 4, 32, 1, 132, packable=True, causal=True)
+    assert sm90.owns_keys((128, 128), sizes)
+    assert sm90.owns_keys((128, 128), sizes._replace(window=1024))
+    assert not sm90.owns_keys((128, 128), sizes._replace(window=127))
+    assert not sm90.owns_keys((128, 128), sizes._replace(seqlen_q=100))
+    assert sm90.owns_keys((64, 64), sizes._replace(seqlen_q=100, window=127))
 
 
 @pytest.mark.parametrize(
@@ -301,14 +311,15 @@ def test_which_chunks_of_a_prompt_have_tiles_of_192_rows(rows: int, keys: int, t
 @given(
     batch=st.integers(1, 64), seqlen_q=st.integers(1, 5000), more=st.integers(-200, 200_000), causal=st.booleans(),
     window=st.sampled_from([None, 0, 128, 4096]), ragged=st.booleans(), num_splits=st.sampled_from([0, 1, 3]),
+    group=st.sampled_from([1, 3, 4, 7, 129, 192, 200]),
 )  # fmt: skip
-def test_the_choice_of_rows_has_an_answer_for_all_sizes(
-    batch: int, seqlen_q: int, more: int, causal: bool, window: int | None, ragged: bool, num_splits: int
+def test_rows_that_one_tile_of_128_holds_have_it(
+    batch: int, seqlen_q: int, more: int, causal: bool, window: int | None, ragged: bool, num_splits: int, group: int
 ) -> None:
     sizes = sizes_of(batch, seqlen_q, max(seqlen_q + more, 1), batch * seqlen_q if ragged else None)
-    sizes = sizes._replace(causal=causal, window=window, num_splits=num_splits)
-    if seqlen_q * 4 <= 128 and is_tall(128, sizes):
-        raise AssertionError("one tile of 128 rows holds a group's rows of each sequence")
+    sizes = sizes._replace(causal=causal, window=window, num_splits=num_splits, group=group, heads=2 * group)
+    tall = is_tall(128, sizes)
+    assert not (tall and seqlen_q * group <= 128 // group * group)
 
 
 def test_a_narrow_window_is_seen_by_tiles_of_few_rows() -> None:
@@ -340,6 +351,7 @@ def test_which_problems_have_tiles_of_192_rows() -> None:
     assert not can(192, 128)
     assert can(128, key_mask=True)
     assert can(128, bias=1)
+    assert not can(128, bias=1, key_mask=True), "would spill"
     assert not can(64, key_mask=True)
     for option in ({"softcap": True}, {"alibi": True}, {"dropout": True}, {"key_mask": True, "softcap": True}):
         assert not can(128, **option)
