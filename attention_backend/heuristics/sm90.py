@@ -225,6 +225,7 @@ def page_rows(page_size: int, block_n: int) -> int | None:
 
 @lru_cache(maxsize=1024)  # the layers of a step have one
 def hopper_plan(config: HopperConfig, sizes: HopperSizes) -> HopperPlan:
+    """Whether a group's rows are packed, and into how many parts the keys of a tile are cut."""
     seqlen_q, seqlen_k, batch, heads, group, num_sms, packable, num_splits, total_rows, partial = sizes[:10]
     tile_rows = config.block_m // group * group if group <= config.block_m else 0
     pack = packable and group > 1 and tile_rows > 0

@@ -55,8 +55,8 @@ __device__ __forceinline__ void row_maxima(float (&top)[2], const float (&s)[SCO
   }
 }
 
-// The largest of this thread's scores of each row, or zero: a NaN is the largest of its own row alone. By integers, which Hopper compares three at a time: floats without a sign
-// have that order, and those with one are below zero.
+// The largest of this thread's scores of each row, or zero; a NaN is the largest of its own row alone. By integers, which
+// Hopper compares three at a time: floats without a sign have that order, and those with one are below zero.
 template <int SCORES>
 __device__ __forceinline__ void largest_or_zero(float (&top)[2], const float (&s)[SCORES]) {
   int m[2] = {};
