@@ -17,6 +17,8 @@ LONG = 8192
 #: its own rows sees is worth leaving out; full rows leave out no more than a tile's ends. The first of a range is also
 #: the fewest queries, and the fewest keys that a window shows.
 OWN_CAUSAL, OWN_FULL = {64: range(LONG), 128: range(1024, LONG), 256: range(4096)}, {64: range(2048)}
+#: Widths at which that is so only where tiles of 192 rows are faster than others even if they own nothing.
+OWN_IF_TALL = (128,)
 #: Blocks that load keys and values for each other,
 CLUSTER = 2
 #: of neighbouring tiles of rows, or of the same rows of neighbouring query heads with one key head.
@@ -48,7 +50,7 @@ MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
 
 _SHARED_MEMORY = 227 * 1024
-_TILE_SLOTS = 2  # descriptions of tiles
+_TILE_SLOTS = 4  # descriptions of tiles
 _TILE_BYTES = 96  # a description of a tile (parts/forward_work.cuh)
 _OWN_BYTES = 16  # more of each warpgroup
 _LISTED_BYTES = 8  # of a stage: its key and bits
@@ -69,13 +71,12 @@ class HopperConfig:
     cluster: int = 1  # blocks that load keys and values for each other
     overlap: bool = False  # with turns: it does both
 
-    def registers(self, *, roomy: bool) -> tuple[int, int]:
-        """Of a producer's and of a consumer's thread; `roomy`: producers have more to keep in mind."""
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread."""
         if self.raw_stages:
             return 32, 224  # those that convert have as many as producers
-        if self.block_m == 192:
-            return 32, 160
-        return (40, 232) if roomy or self.own_keys or self.cluster > 1 else (24, 240)
+        return (32, 160) if self.block_m == 192 else (40, 232)
 
     @property
     def threads(self) -> int:
@@ -180,14 +181,15 @@ class HopperSizes(NamedTuple):
         return self.total_rows is not None and self.batch > 1
 
 
-def owns_keys(tiles: tuple[int, int], sizes: HopperSizes) -> bool:
+def owns_keys(tiles: tuple[int, int], sizes: HopperSizes, *, tall: bool) -> bool:
     """Whether warpgroups that leave out what none of their own rows sees are faster: for contiguous keys, plain scores,
-    rows that are not packed and keys that are not split. Measured from 512 keys on, at head_dim 256 up to 2,048 (H100),
-    at 128 on an H200.
+    rows that are not packed and keys that are not split. `tall`: see is_tall. Measured from 512 keys on, at head_dim
+    256 up to 2,048 (H100), at 128 on an H200.
     """
     keys = (OWN_CAUSAL if sizes.causal else OWN_FULL).get(tiles[0], range(0))
     shown = sizes.seqlen_k if sizes.window is None else sizes.window
-    return tiles in OWN_TILES and sizes.seqlen_k in keys and min(sizes.seqlen_q, shown) >= keys.start
+    served = tiles in OWN_TILES and (tall or tiles[0] not in OWN_IF_TALL)
+    return served and sizes.seqlen_k in keys and min(sizes.seqlen_q, shown) >= keys.start
 
 
 def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] | None:

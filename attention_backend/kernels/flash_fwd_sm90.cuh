@@ -3,8 +3,8 @@
 // draws the tiles (parts/forward_work.cuh) and three keep rings of query, key and value tiles filled by TMA, across tiles
 // (parts/forward_loads.cuh).
 // Each other warpgroup owns 64 query rows. It starts the product of the next scores before the product of these with the
-// values is done; the warpgroups take turns at the tensor cores. A tile is ended before the next begins: carried over, its
-// last product makes the loop one whose barriers and descriptors the compiler does not find uniform, which costs more.
+// values is done; the warpgroups take turns at the tensor cores. Where they walk all steps of a tile together, its
+// last product is followed by the next tile's first scores, which are made while it is written.
 //
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
 // between, in loops of their own. With turns, the softmax of a tile waits for the product with the values of the tile
@@ -67,13 +67,14 @@ __device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const
 // over tiles that are seen whole.
 enum Mask { kWhole, kMasked, kMaybe };
 
+// Whether the end of a tile overlaps the first scores of the next, whose queries must be there then. Not where a warpgroup
+// leaves out steps: those that begin with others wait for each other, and the code of all ways is long.
+constexpr bool kOverlapsTiles = Q_STAGES > 1 && !FP8_PAGES && !OWN_KEYS;
+
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Shared& shared, const HopperParams& p)
-      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1) {
-    local_row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    column = threadIdx.x % 4 * 2;
-  }
+      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1) {}
 
   __device__ __forceinline__ void run() {
     float acc[HEAD_DIM_V / 2];
@@ -81,35 +82,25 @@ class Consumer {
     Rows rows;
     if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
     int n = 0;  // steps so far, of all tiles
+    Steps now;
+    if (kOverlapsTiles) {
+      now = next_tile(0);
+      if (now.all > 0) begin(acc, probs, rows, now, 0, n);
+    }
 #pragma unroll 1
     for (int t = 0;; t++) {
-      const Steps now = next_tile(t);
+      if (!kOverlapsTiles) now = next_tile(t);
       if (now.all == 0) return;
-#if OWN_KEYS
-      int i = now.first;
-      pass_over(now, t, n);
-      n = uniform(n + i);  // the compiler does not find the sum so by itself
-      if (i == now.all) {
-        end_tile(t);
-        continue;
+      if (!kOverlapsTiles) {
+        pass_over(now, t, n);
+        if (now.first == now.all) {
+          end_tile(t);
+          continue;
+        }
+        begin(acc, probs, rows, now, t, n);
       }
-#endif
-      rows.clear();
-      zero(acc);
-      wait_full<Q_STAGES>(shared.full_q, t);
-#if FP8_PAGES
-      rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
-      if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
-#endif
-#if OWN_KEYS
-      if (kHalfSteps && now.half)
-        step<false, kMaybe, kHalfSteps>(acc, probs, rows, now, t, i++, n++);
-      else
-        step<false, kMaybe>(acc, probs, rows, now, t, i++, n++);
-#else
-      step<false, kMaybe>(acc, probs, rows, now, t, 0, n++);
-      int i = 1;
-#endif
+      int i = now.first + 1;
+      n = uniform(n + 1);  // the compiler does not find the sum so by itself
 #if SPARSE
 #pragma unroll 1
       for (; i < now.all; i++, n++) {
@@ -120,17 +111,16 @@ class Consumer {
       }
 #else
 #pragma unroll 1
-      for (int masked_end = now.masked_end;; masked_end = now.all) {
+      for (int masked_end = now.masked_end;; masked_end = all_steps(now, t)) {
 #pragma unroll 1
         for (; i < masked_end; i++, n++) step<true, kMasked>(acc, probs, rows, now, t, i, n);
-        if (i >= now.all) break;
+        if (i >= all_steps(now, t)) break;
 #pragma unroll 1
         for (; i < now.whole_end; i++, n++) step<true, kWhole>(acc, probs, rows, now, t, i, n);
-        if (i >= now.all) break;
+        if (i >= all_steps(now, t)) break;
       }
 #endif
-      finish(acc, probs, rows, t, n);
-      end_tile(t);
+      finish(acc, probs, rows, now, t, n);
     }
   }
 
@@ -138,7 +128,6 @@ class Consumer {
   const Shared& shared;
   const HopperParams& p;
   const int group;
-  int local_row, column;
 
   static __device__ __forceinline__ void zero(float (&acc)[HEAD_DIM_V / 2]) {
 #pragma unroll
@@ -161,9 +150,21 @@ class Consumer {
 #endif
   }
 
+  // The thread's first row of a tile, made anew each time: meanwhile it takes no register, which some tiles lack.
+  __device__ __forceinline__ int local_row() const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  }
+
   // Where this warpgroup's rows of tile t are.
   __device__ __forceinline__ uint32 my_queries(int t) const {
     return shared.q + stage<Q_STAGES>(t) * kBytesQ + group * 64 * 128;
+  }
+
+  __device__ __forceinline__ uint64 queries_of(int t) const { return wgmma_descriptor(uniform(my_queries(t)), 16); }
+  __device__ __forceinline__ uint64 keys_of(int n) const {
+    return wgmma_descriptor(uniform(shared.k + stage<STAGES>(n) * kBytesK), 16);
   }
 
   __device__ __forceinline__ void end_tile(int t) const {
@@ -173,11 +174,13 @@ class Consumer {
 
   // What the loop over a tile's steps needs of it, in uniform registers.
   struct Steps {
-    int all, masked_end, whole_end;
-#if OWN_KEYS
-    int first, half;
-#endif
+    int all, masked_end, whole_end, first, half;
   };
+
+  // Beside queries in registers there is none for this.
+  __device__ __forceinline__ int all_steps(const Steps& steps, int t) const {
+    return FP8_PAGES ? shared.tiles[stage<kTileSlots>(t)].steps : steps.all;
+  }
 
   __device__ __forceinline__ Steps next_tile(int t) const {
     wait_full<kTileSlots>(shared.full_tile, t);
@@ -186,17 +189,18 @@ class Consumer {
     const OwnSteps& own = tile.own[group];
     return {uniform(tile.steps), uniform(own.masked_end), uniform(own.whole_end), uniform(own.first), uniform(own.half)};
 #else
-    return {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end)};
+    return {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end), 0, 0};
 #endif
   }
 
-#if OWN_KEYS
   // Gives back the stages of the steps in front of this warpgroup's first one, of tile t and from the n-th of all on. It
   // waits for them to be full: an arrival before that would count for what the stage held before. All its warps do, before
   // one arrives for them: a stage that is filled again meanwhile looks empty to a warp that is late.
-  __device__ __forceinline__ void pass_over(const Steps& steps, int t, int n) const {
+  __device__ __forceinline__ void pass_over(const Steps& steps, int t, int& n) const {
+#if OWN_KEYS
+    const int end = uniform(n + steps.first);
 #pragma unroll 1
-    for (const int end = n + steps.first; n < end; n++) {
+    for (; n < end; n++) {
       take_turn();
       pass_turn();
       wait_full<STAGES>(shared.full_k, n);
@@ -207,15 +211,16 @@ class Consumer {
         barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n));
       }
     }
+    n = end;
     if (steps.first < steps.all) return;
     wait_full<Q_STAGES>(shared.full_q, t);
     meet();
     if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+#endif
   }
 
   // The warps of this warpgroup.
   __device__ __forceinline__ void meet() const { named_sync(1 + kConsumers + threadIdx.x / 128, 128); }
-#endif
 
   // Whether step `i` of tile t, the n-th of all, has keys that some row of the tile may not see.
   __device__ __forceinline__ bool sees_mask(const Steps& steps, int t, int i, int n) const {
@@ -231,15 +236,13 @@ class Consumer {
   template <bool PENDING, Mask MASK, bool HALF = false>
   __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
                                        const Steps& steps, int t, int i, int n) const {
-    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
-    constexpr int kScores = HALF ? BLOCK_N / 4 : BLOCK_N / 2;  // of a thread
-    float s[kScores], correction[2];
+    float s[HALF ? BLOCK_N / 4 : BLOCK_N / 2];
 #if FP8_PAGES
     const Queries& tile_q = rows.queries;
 #else
-    const uint64 tile_q = wgmma_descriptor(uniform(my_queries(t)), 16);
+    const uint64 tile_q = queries_of(t);
 #endif
-    const uint64 tile_k = wgmma_descriptor(uniform(shared.k + stage<STAGES>(n) * kBytesK), 16);
+    const uint64 tile_k = keys_of(n);
     wait_full<STAGES>(shared.full_k, n);
     take_turn();
     start_scores(s, tile_q, tile_k);
@@ -249,12 +252,21 @@ class Consumer {
       start_output(acc, probs, tile_v);
     }
     pass_turn();
+    to_terms<PENDING, MASK>(s, acc, probs, rows, steps, t, i, n);
+  }
+
+  // The scores of step `i` of tile t, the n-th of all, on their way, become terms.
+  template <bool PENDING, Mask MASK, int SCORES>
+  __device__ __forceinline__ void to_terms(float (&s)[SCORES], float (&acc)[HEAD_DIM_V / 2],
+                                           uint32 (&probs)[BLOCK_N / 16][4], Rows& rows, const Steps& steps, int t, int i,
+                                           int n) const {
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    float correction[2];
     const Score score(p.forward.score, tile.batch, tile.head);
+    const int column = threadIdx.x % 4 * 2;
     int key0 = tile.end_key - (i + 1) * BLOCK_N;
-#if !OWN_KEYS
-    const uint4* bits = nullptr;
-#endif
 #if SPARSE
+    const uint4* bits = nullptr;
     const ListedStep listed = shared.listed[stage<STAGES>(n)];
     key0 = listed.key;
     if (listed.bits >= 0) bits = p.sparse.bits + static_cast<int64>(listed.bits) * 128;
@@ -262,7 +274,7 @@ class Consumer {
 #if KEY_MASK
     const KeyBits shown(p.forward.score.key_mask + tile.batch * p.forward.score.key_mask_batch, key0 + column, tile.seq.stop);
 #endif
-    const int row0 = tile.first_row + local_row;
+    const int row0 = tile.first_row + local_row();
     const bool masked = MASK == kMasked || (MASK == kMaybe && sees_mask(steps, t, i, n));
     wgmma_wait<PENDING ? 1 : 0>();
     if (SPARSE) __syncwarp();
@@ -274,7 +286,7 @@ class Consumer {
     if (!FP8_PAGES && i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
 #if SCORE_CHANGES
 #pragma unroll
-    for (int x = 0; x < kScores; x++)
+    for (int x = 0; x < SCORES; x++)
       s[x] = score(s[x], row0 + x / 2 % 2 * 8, key0 + column + x / 4 * 8 + x % 2, tile.seq);
 #endif
 #if KEY_MASK
@@ -282,10 +294,9 @@ class Consumer {
     for (int x = 0; x < BLOCK_N / 2; x++)
       if (!shown.sees(x / 4, x % 2)) s[x] = -kInfinity;
 #endif
-#if OWN_KEYS
-    if (masked) mask_scores_by_bits(s, tile, row0, key0, column);
-#else
-    if (masked) mask_scores(s, tile, p, row0, key0, column, bits);
+    if (masked) mask_scores(s, tile, p, row0, key0, column);
+#if SPARSE
+    if (masked && bits) mask_listed(s, bits, row0, key0, column);
 #endif
     if (PENDING && !OVERLAP) wgmma_wait<0>();
     const bool rescale = softmax_tile<MASK != kWhole || KEY_MASK || BIAS>(s, rows, correction, score);
@@ -308,20 +319,55 @@ class Consumer {
     }
   }
 
-  // Adds the last values of tile t, of step n - 1, and writes it.
-  __device__ __forceinline__ void finish(float (&acc)[HEAD_DIM_V / 2], const uint32 (&probs)[BLOCK_N / 16][4],
-                                         const Rows& rows, int t, int n) const {
+  // Step `first` of tile t, the n-th of all, with nothing before it.
+  __device__ __forceinline__ void begin(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
+                                        const Steps& steps, int t, int n) const {
+    rows.clear();
+    zero(acc);
+    wait_full<Q_STAGES>(shared.full_q, t);
+#if FP8_PAGES
+    rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+#endif
+    if (kHalfSteps && steps.half)
+      step<false, kMaybe, kHalfSteps>(acc, probs, rows, steps, t, steps.first, n);
+    else
+      step<false, kMaybe>(acc, probs, rows, steps, t, steps.first, n);
+  }
+
+  // Adds the last values of tile t, of step n - 1, and writes it. Where tiles overlap, the next one's first scores are made
+  // meanwhile, and are terms at the end; `now` becomes its steps.
+  __device__ __forceinline__ void finish(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
+                                         Steps& now, int t, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    float s[BLOCK_N / 2], factor[2];
+    const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
     wait_full<STAGES>(shared.full_v, n - 1);
-    start_output(acc, probs, shared.v + stage<STAGES>(n - 1) * kBytesV);
-    float factor[2];
+    if (kOverlapsTiles) take_turn();
+    start_output(acc, probs, tile_v);
+    if (kOverlapsTiles) {
+      now = next_tile(t + 1);
+      if (now.all > 0) {
+        wait_full<Q_STAGES>(shared.full_q, t + 1);
+        wait_full<STAGES>(shared.full_k, n);
+      }
+      start_scores(s, queries_of(t + 1), keys_of(n));  // behind the last tile of whatever there is: nobody reads them
+      pass_turn();
+    }
     const Score score(p.forward.score, tile.batch, tile.head);
-    end_rows(factor, rows, tile, p, score, local_row);
-    wgmma_wait<0>();
+    end_rows(factor, rows, tile, p, score, local_row());
+    wgmma_wait<kOverlapsTiles ? 1 : 0>();
     release(shared.empty_v + 8 * stage<STAGES>(n - 1));
-    int row = local_row;
-    asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
-    store_rows(acc, factor, tile, p, row);
+    store_rows(acc, factor, tile, p, local_row());
+    end_tile(t);
+    if (!kOverlapsTiles) return;
+    if (now.all == 0) {
+      wgmma_wait<0>();
+      return;
+    }
+    rows.clear();
+    zero(acc);
+    to_terms<false, kMaybe>(s, acc, probs, rows, now, t + 1, 0, n);
   }
 };
 

@@ -165,7 +165,7 @@ def _plan(
     owning = which._replace(own=True, long=False, tall=False)
     if own is None:
         even = tall is None and apart and args.cu_seqlens_q is None
-        own = even and can_own_keys(owning) and owns_keys(hopper_layout(which).tiles, sizes)
+        own = even and can_own_keys(owning) and owns_keys(hopper_layout(which).tiles, sizes, tall=which.tall)
     if not own:
         return which, plan
     if not can_own_keys(owning):

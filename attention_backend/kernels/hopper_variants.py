@@ -103,7 +103,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
     config, (tile, tile_v) = layout.config, layout.tiles
     if (config.own_keys or which.cluster) and (pack or split):
         raise ValueError(f"tile {config} knows no packed rows and no parts of the keys")
-    producer, consumer = config.registers(roomy=pack or split or which.sparse or options.extras)
+    producer, consumer = config.registers
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
         ("HEAD_DIM", tile),

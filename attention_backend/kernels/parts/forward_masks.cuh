@@ -29,60 +29,48 @@ struct KeyBits {
 };
 #endif
 
-#if OWN_KEYS
 // Of a thread's keys (8 i + 0, 1, from its first column on) those below `end`, as bits 2 i and 2 i + 1.
 __device__ __forceinline__ uint32 keys_below(int end) {
   const int bits = max(end, 0) / 8 * 2 + min(max(end, 0) % 8, 2);
   return bits >= 32 ? ~0u : (1u << bits) - 1;
 }
 
-// As mask_scores where nothing but an interval hides keys, a thread's in one word: two instructions a score for three.
+// Hides the keys outside the rows' intervals; `row0` is the thread's first row, `key0` the tile's first key. Bits take two
+// instructions a score, to compare a key with both ends three.
 template <int SCORES>
-__device__ __forceinline__ void mask_scores_by_bits(float (&s)[SCORES], const Tile& tile, int row0, int key0, int column) {
-  static_assert(SCORES <= 64, "a row's keys of a thread are a word");
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int query = row0 + half * 8;
-    const uint32 seen = keys_below(tile.seq.high(query) - key0 - column) & ~keys_below(tile.seq.low(query) - key0 - column);
-#pragma unroll
-    for (int i = 0; i < SCORES / 4; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (!(seen >> (i * 2 + j) & 1)) s[i * 4 + half * 2 + j] = -kInfinity;
-  }
-}
-#endif
-
-// Hides the keys that rows may not see; `row0` is the thread's first row, `key0` the tile's first key.
-__device__ __forceinline__ void mask_scores(float (&s)[BLOCK_N / 2], const Tile& tile, const HopperParams& p, int row0,
-                                            int key0, int column, const uint4* bits) {
-  const Sequence& seq = tile.seq;
+__device__ __forceinline__ void mask_scores(float (&s)[SCORES], const Tile& tile, const HopperParams& p, int row0, int key0,
+                                            int column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int query = query_of(row0 + half * 8, p);
-    const int low = seq.low(query) - key0 - column;
-    const uint32 count = max(seq.high(query) - key0 - column - low, 0);
+    const int low = tile.seq.low(query) - key0 - column, high = tile.seq.high(query) - key0 - column;
+#pragma unroll
+    for (int w = 0; w < (SCORES + 63) / 64; w++) {  // words of 32 keys
+      const uint32 seen = keys_below(high - w * 128) & ~keys_below(low - w * 128);
+#pragma unroll
+      for (int bit = 0; bit < min(32, SCORES / 2 - w * 32); bit++)
+        if (!(seen >> bit & 1)) s[w * 64 + bit / 2 * 4 + half * 2 + bit % 2] = -kInfinity;
+    }
+  }
+}
+
+#if SPARSE
+// Hides what the bits of a listed block hide; a tile is the block's 128 keys or, if narrower, a part of them.
+__device__ __forceinline__ void mask_listed(float (&s)[BLOCK_N / 2], const uint4* bits, int row0, int key0, int column) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint2* row = reinterpret_cast<const uint2*>(bits + (row0 + half * 8) % 128) + key0 % 128 / 64;
+    uint32 words[BLOCK_N / 32];
+#pragma unroll
+    for (int w = 0; w < BLOCK_N / 64; w++) words[2 * w] = row[w].x, words[2 * w + 1] = row[w].y;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (static_cast<uint32>(i * 8 + j - low) >= count) s[i * 4 + half * 2 + j] = -kInfinity;
-#if SPARSE
-    if (bits) {
-      // A tile is the block's 128 keys or, if narrower, a part of them.
-      const uint2* row = reinterpret_cast<const uint2*>(bits + (row0 + half * 8) % 128) + key0 % 128 / 64;
-      uint32 words[BLOCK_N / 32];
-#pragma unroll
-      for (int w = 0; w < BLOCK_N / 64; w++) words[2 * w] = row[w].x, words[2 * w + 1] = row[w].y;
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 8; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (!(words[i / 4] >> (i % 4 * 8 + column + j) & 1)) s[i * 4 + half * 2 + j] = -kInfinity;
-    }
-#endif
+        if (!(words[i / 4] >> (i % 4 * 8 + column + j) & 1)) s[i * 4 + half * 2 + j] = -kInfinity;
   }
 }
+#endif
 
 // Slots that no row of the sequence sees may hold anything, and zero times NaN is NaN: their values become zeros. Each
 // warpgroup does so for itself; both write the same.

@@ -11,7 +11,7 @@ constexpr int kThreads = 128 * (kConsumers + 1 + FP8_PAGES);
 constexpr int kSlabsK = (HEAD_DIM + 63) / 64, kSlabsV = (HEAD_DIM_V + 63) / 64;  // of 64 columns, 128 swizzled bytes a row
 constexpr int kSlabQ = BLOCK_M * 128, kSlabKv = BLOCK_N * 128;
 constexpr int kBytesQ = kSlabsK * kSlabQ, kBytesK = kSlabsK * kSlabKv, kBytesV = kSlabsV * kSlabKv;
-constexpr int kTileSlots = 2;
+constexpr int kTileSlots = 4;
 // Places for the numbers of tiles that a cluster's first block draws for the others. When it draws another one, the keys of
 // the last tile but one are on their way, so all blocks have released those STAGES steps before, whose tile's number they
 // have read.

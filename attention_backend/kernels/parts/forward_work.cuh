@@ -55,8 +55,8 @@ static_assert(!SPLIT && !PACK && !SPARSE && !OWN_KEYS && !FP8_PAGES, "blocks tha
 
 #if OWN_KEYS
 static_assert(!SPLIT && !PACK && !SPARSE, "a warpgroup's rows are 64 queries of one head, over one stretch of keys");
-constexpr bool kHalfSteps = BLOCK_N == 128;  // narrower products than those of 64 keys gain nothing
 #endif
+constexpr bool kHalfSteps = OWN_KEYS && BLOCK_N == 128;  // narrower products than those of 64 keys gain nothing
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py

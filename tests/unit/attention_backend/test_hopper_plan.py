@@ -1,5 +1,6 @@
 """The Hopper forward's tiles, packing and splits: arithmetic only."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_every_tile_fits_a_multiprocessor(tiles: tuple[int, int], flags: tuple[b
     config = config_of(tiles, flags)
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
     consumers = config.block_m // 64
-    producer, consumer = config.registers(roomy=flags[1])
+    producer, consumer = config.registers
     # What is handed from the producers to the consumers must have been the block's at its launch.
     at_launch = 65536 // config.threads // 8 * 8
     assert 128 * (producer + consumers * consumer) <= at_launch * config.threads
@@ -56,7 +57,7 @@ def test_a_tile_whose_warpgroups_own_keys_fits_a_multiprocessor(tiles: tuple[int
     config = hopper_config(*tiles, long=False, paged=False, sparse=False, extras=False, own=True)
     assert config.own_keys
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
-    producer, consumer = config.registers(roomy=False)
+    producer, consumer = config.registers
     assert 128 * (producer + config.block_m // 64 * consumer) <= 65536 // config.threads // 8 * 8 * config.threads
 
 
@@ -84,16 +85,18 @@ def test_at_which_lengths_keys_are_owned(width: int, causal: bool, lengths: rang
     """As measured on an H100, at head_dim 128 on an H200."""
     for seqlen in (1, 512, 1023, 1024, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
         sizes = HopperSizes(seqlen, seqlen, 16, 32, 1, 132, packable=True, causal=causal)
-        assert sm90.owns_keys((width, width), sizes) == (seqlen in lengths)
+        assert sm90.owns_keys((width, width), sizes, tall=True) == (seqlen in lengths)
+        assert sm90.owns_keys((width, width), sizes, tall=False) == (seqlen in lengths and width != 128)
 
 
 def test_few_queries_and_narrow_windows_have_no_keys_of_their_own_at_head_dim_128() -> None:
     sizes = HopperSizes(4096, 4096, 4, 32, 1, 132, packable=True, causal=True)
-    assert sm90.owns_keys((128, 128), sizes)
-    assert sm90.owns_keys((128, 128), sizes._replace(window=1024))
-    assert not sm90.owns_keys((128, 128), sizes._replace(window=127))
-    assert not sm90.owns_keys((128, 128), sizes._replace(seqlen_q=100))
-    assert sm90.owns_keys((64, 64), sizes._replace(seqlen_q=100, window=127))
+    owns = partial(sm90.owns_keys, tall=True)
+    assert owns((128, 128), sizes)
+    assert owns((128, 128), sizes._replace(window=1024))
+    assert not owns((128, 128), sizes._replace(window=127))
+    assert not owns((128, 128), sizes._replace(seqlen_q=100))
+    assert owns((64, 64), sizes._replace(seqlen_q=100, window=127))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,7 @@ def test_every_tile_over_float8_pages_fits_a_multiprocessor(tiles: tuple[int, in
     config = hopper_config(*tiles, long=True, paged=True, sparse=False, extras=False, fp8=True)
     assert config.smem_bytes(*tiles) <= _SHARED_MEMORY
     assert config.threads == 128 * (config.block_m // 64 + 2)
-    lowered, raised = config.registers(roomy=True)
+    lowered, raised = config.registers
     assert 128 * (2 * lowered + config.block_m // 64 * raised) <= 65536 // config.threads // 8 * 8 * config.threads
     assert config.block_n % 16 == 0
 
@@ -338,7 +341,7 @@ def test_a_tile_of_192_rows_fits_a_multiprocessor(tiles: tuple[int, int]) -> Non
         rows = sm90.page_rows(page_size, config.block_n)
         assert rows is not None
         assert config.block_n // rows <= 32
-    producer, consumer = config.registers(roomy=True)
+    producer, consumer = config.registers
     assert 128 * (producer + 3 * consumer) <= 65536 // config.threads // 8 * 8 * config.threads
 
 
