@@ -74,7 +74,10 @@ constexpr bool kOverlapsTiles = Q_STAGES > 1 && !FP8_PAGES && !OWN_KEYS;
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Shared& shared, const HopperParams& p)
-      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1) {}
+      : shared(shared), p(p), group(uniform(threadIdx.x / 128) - 1) {
+    local_row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    column = threadIdx.x % 4 * 2;
+  }
 
   __device__ __forceinline__ void run() {
     float acc[HEAD_DIM_V / 2];
@@ -85,22 +88,25 @@ class Consumer {
     Steps now;
     if (kOverlapsTiles) {
       now = next_tile(0);
-      if (now.all > 0) begin(acc, probs, rows, now, 0, n);
+      if (now.all == 0) return;
+      begin(acc, probs, rows, now, 0, n);
+      n = uniform(n + 1);
     }
 #pragma unroll 1
     for (int t = 0;; t++) {
-      if (!kOverlapsTiles) now = next_tile(t);
-      if (now.all == 0) return;
       if (!kOverlapsTiles) {
+        now = next_tile(t);
+        if (now.all == 0) return;
         pass_over(now, t, n);
+        n = uniform(n + now.first);  // the compiler does not find the sum so by itself
         if (now.first == now.all) {
           end_tile(t);
           continue;
         }
         begin(acc, probs, rows, now, t, n);
+        n = uniform(n + 1);
       }
       int i = now.first + 1;
-      n = uniform(n + 1);  // the compiler does not find the sum so by itself
 #if SPARSE
 #pragma unroll 1
       for (; i < now.all; i++, n++) {
@@ -121,6 +127,10 @@ class Consumer {
       }
 #endif
       finish(acc, probs, rows, now, t, n);
+      if (kOverlapsTiles) {
+        if (now.all == 0) return;
+        n = uniform(n + 1);
+      }
     }
   }
 
@@ -128,6 +138,7 @@ class Consumer {
   const Shared& shared;
   const HopperParams& p;
   const int group;
+  int local_row, column;
 
   static __device__ __forceinline__ void zero(float (&acc)[HEAD_DIM_V / 2]) {
 #pragma unroll
@@ -150,11 +161,8 @@ class Consumer {
 #endif
   }
 
-  // The thread's first row of a tile, made anew each time: meanwhile it takes no register, which some tiles lack.
-  __device__ __forceinline__ int local_row() const {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return group * 64 + thread % 128 / 32 * 16 + thread % 32 / 4;
+  __device__ __forceinline__ void release_queries(int t) const {
+    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
   }
 
   // Where this warpgroup's rows of tile t are.
@@ -196,11 +204,10 @@ class Consumer {
   // Gives back the stages of the steps in front of this warpgroup's first one, of tile t and from the n-th of all on. It
   // waits for them to be full: an arrival before that would count for what the stage held before. All its warps do, before
   // one arrives for them: a stage that is filled again meanwhile looks empty to a warp that is late.
-  __device__ __forceinline__ void pass_over(const Steps& steps, int t, int& n) const {
+  __device__ __forceinline__ void pass_over(const Steps& steps, int t, int n) const {
 #if OWN_KEYS
-    const int end = uniform(n + steps.first);
 #pragma unroll 1
-    for (; n < end; n++) {
+    for (const int end = n + steps.first; n < end; n++) {
       take_turn();
       pass_turn();
       wait_full<STAGES>(shared.full_k, n);
@@ -211,11 +218,10 @@ class Consumer {
         barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n));
       }
     }
-    n = end;
     if (steps.first < steps.all) return;
     wait_full<Q_STAGES>(shared.full_q, t);
     meet();
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    release_queries(t);
 #endif
   }
 
@@ -263,7 +269,6 @@ class Consumer {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
     float correction[2];
     const Score score(p.forward.score, tile.batch, tile.head);
-    const int column = threadIdx.x % 4 * 2;
     int key0 = tile.end_key - (i + 1) * BLOCK_N;
 #if SPARSE
     const uint4* bits = nullptr;
@@ -274,7 +279,7 @@ class Consumer {
 #if KEY_MASK
     const KeyBits shown(p.forward.score.key_mask + tile.batch * p.forward.score.key_mask_batch, key0 + column, tile.seq.stop);
 #endif
-    const int row0 = tile.first_row + local_row();
+    const int row0 = tile.first_row + local_row;
     const bool masked = MASK == kMasked || (MASK == kMaybe && sees_mask(steps, t, i, n));
     wgmma_wait<PENDING ? 1 : 0>();
     if (SPARSE) __syncwarp();
@@ -283,7 +288,7 @@ class Consumer {
 #else
     if (threadIdx.x % (128 * kConsumers / kKeyReaders) == 0) barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
 #endif
-    if (!FP8_PAGES && i == steps.all - 1 && threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    if (!kOverlapsTiles && !FP8_PAGES && i == steps.all - 1) release_queries(t);
 #if SCORE_CHANGES
 #pragma unroll
     for (int x = 0; x < SCORES; x++)
@@ -327,7 +332,7 @@ class Consumer {
     wait_full<Q_STAGES>(shared.full_q, t);
 #if FP8_PAGES
     rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    release_queries(t);
 #endif
     if (kHalfSteps && steps.half)
       step<false, kMaybe, kHalfSteps>(acc, probs, rows, steps, t, steps.first, n);
@@ -343,7 +348,10 @@ class Consumer {
     float s[BLOCK_N / 2], factor[2];
     const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
     wait_full<STAGES>(shared.full_v, n - 1);
-    if (kOverlapsTiles) take_turn();
+    if (kOverlapsTiles) {
+      release_queries(t);  // of two stages, so this is early enough
+      take_turn();
+    }
     start_output(acc, probs, tile_v);
     if (kOverlapsTiles) {
       now = next_tile(t + 1);
@@ -355,10 +363,12 @@ class Consumer {
       pass_turn();
     }
     const Score score(p.forward.score, tile.batch, tile.head);
-    end_rows(factor, rows, tile, p, score, local_row());
+    end_rows(factor, rows, tile, p, score, local_row);
     wgmma_wait<kOverlapsTiles ? 1 : 0>();
     release(shared.empty_v + 8 * stage<STAGES>(n - 1));
-    store_rows(acc, factor, tile, p, local_row());
+    int row = local_row;
+    asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
+    store_rows(acc, factor, tile, p, row);
     end_tile(t);
     if (!kOverlapsTiles) return;
     if (now.all == 0) {

@@ -159,4 +159,4 @@ def test_a_float8_pool_may_be_larger_than_two_to_the_31(
     near = replace(metadata, block_table=torch.arange(16, dtype=torch.int32, device=cuda).view(1, 16))
     want = paged_attention(q, None, None, *few, near, softmax_scale=0.1, k_scale=scale, v_scale=scale)
     torch.testing.assert_close(out, want, atol=2e-3, rtol=1e-2)
-    assert dispatch.calls()["flash_decode"] > 0 or rows > 1
+    assert rows > 1 or dispatch.calls()["flash_decode"] > 0
