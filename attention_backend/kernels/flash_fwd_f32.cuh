@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_fwd_f32(const Forwa
 #pragma unroll
   for (int d = 1; d < 8; d *= 2) l += __shfl_xor_sync(~0u, l, d);
   if (row > last_row) return;
-  const bool sees = m != -kInfinity;
+  const bool sees = m != -kInfinity || isnan(l);  // where all scores are NaN there is no maximum either
   // A sink may be far larger than any score: the larger of both is what is taken out of the sum.
   const float sink = p.sinks ? p.sinks[head] : -kInfinity, all = fmaxf(m, sink);
   const float weight = sees ? expf(m - all) : 0.f;

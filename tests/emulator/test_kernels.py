@@ -410,3 +410,11 @@ def test_rows_do_not_depend_on_their_warp(dim: int) -> None:
         with left_at_zero(HOPPER):
             test_levels.check_rows_of_their_own(dim, dtype, CPU)
             test_levels.check_rows_beside_nan(dim, dtype, CPU)
+
+
+@pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_rows_of_nan(settings: Settings, dtype: str) -> None:
+    with left_at_zero(settings):
+        for case in test_extremes.NAN_CASES:
+            test_extremes.check_rows_of_nan(replace(case, dtype=dtype), CPU)

@@ -14,6 +14,7 @@ from .problems import Case, build
 CPU = torch.device("cpu")
 BASE = Case(130, 200, batch=2)
 DECODE = Case(1, 900, batch=3, layout="paged", dim=128, dim_v=128, heads=8)
+NAN_CASES = (BASE, replace(BASE, dim=128, dim_v=128, sinks=True), DECODE, replace(DECODE, batch=2, sk=3000, dim=64, dim_v=64))
 
 
 def huge_scores(args: AttentionArgs) -> AttentionArgs:
@@ -64,6 +65,22 @@ def check_finite_under_a_bias_that_hides_a_whole_row(value: float, device: torch
         assert torch.equal(out[:, others], plain[:, others]), name
 
 
+def check_rows_of_nan(case: Case, device: torch.device) -> None:
+    """A query of NaN makes its own row NaN, in the output and in lse, as if nobody else were there; it is not taken for
+    a row that sees nothing, which has zeros and -inf."""
+    args = build(case, device)
+    row = (0, case.sq - 1)  # sequence, the longest, and query
+    q = args.q.clone()
+    q[row] = torch.nan
+    for name, kernel in kernels_for(args).items():
+        (want, want_lse), (out, lse) = (run(x, kernel) for x in (args, replace(args, q=q)))
+        assert bool(out[row].isnan().all()), name
+        assert bool(lse[row[0], :, row[1]].isnan().all()), name
+        for got, expected in ((out, want), (lse.transpose(1, 2), want_lse.transpose(1, 2))):
+            got[row], expected[row] = 0, 0
+            assert torch.equal(got, expected), name
+
+
 def check_descriptors(rows: int, device: torch.device) -> None:
     """Windows and chunks as far as they may be, and starts before the first key, which are the first key."""
     far, keys = FURTHEST, 80
@@ -99,6 +116,18 @@ def test_extremes_meet_the_error_rule(
 @pytest.mark.parametrize("value", [-torch.inf, torch.finfo(torch.float32).min])
 def test_a_row_hidden_by_its_bias_is_no_nan(value: float, device: torch.device) -> None:
     check_finite_under_a_bias_that_hides_a_whole_row(value, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("case", NAN_CASES, ids=str)
+def test_rows_of_nan_are_nan_and_leave_others_alone(case: Case, dtype: str, device: torch.device) -> None:
+    check_rows_of_nan(replace(case, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("case", NAN_CASES, ids=str)
+def test_rows_of_nan_are_nan_on_cpu(case: Case) -> None:
+    check_rows_of_nan(replace(case, dtype="fp32"), CPU)
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES, ids=lambda x: getattr(x, "__name__", str(x)))

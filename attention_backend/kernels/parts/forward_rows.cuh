@@ -155,8 +155,7 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
     l += __shfl_xor_sync(~0u, l, 2);
     const int row = tile.first_row + local_row + half * 8, head = head_of(row, tile, p);
     const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
-    RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
-    if (isnan(l)) end = {l, l};  // where all scores are, there is no level, as where there are none
+    const RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
     factor[half] = end.factor;
 #if FP8_PAGES
     factor[half] *= p.v_scale[key_head_of(tile, p)];

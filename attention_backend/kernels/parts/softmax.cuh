@@ -10,7 +10,9 @@ struct RowEnd {
 
 // `top` is log2 of the row's level (-inf if it sees nothing), `sum` the sum of its terms over 2^top. A sink, a
 // logit that joins the denominator only, may be far larger than any score: the larger of both is what is taken out.
+// Where all scores are NaN there is no level, as where there are none: such rows are NaN, not empty.
 __device__ __forceinline__ RowEnd end_row(float top, float sum, const float* sink) {
+  if (isnan(sum)) return {sum, sum};
   if (top == -kInfinity) return {0.f, -kInfinity};
   const float sink_log2 = sink ? *sink * kLog2e : -kInfinity;
   const float all = fmaxf(top, sink_log2), weight = exp2_approx(top - all);
