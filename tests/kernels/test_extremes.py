@@ -14,7 +14,12 @@ from .problems import Case, build
 CPU = torch.device("cpu")
 BASE = Case(130, 200, batch=2)
 DECODE = Case(1, 900, batch=3, layout="paged", dim=128, dim_v=128, heads=8)
-NAN_CASES = (BASE, replace(BASE, dim=128, dim_v=128, sinks=True), DECODE, replace(DECODE, batch=2, sk=3000, dim=64, dim_v=64))
+NAN_CASES = (
+    BASE,
+    replace(BASE, dim=128, dim_v=128, sinks=True),
+    DECODE,
+    replace(DECODE, batch=2, sk=3000, dim=64, dim_v=64),
+)
 
 
 def huge_scores(args: AttentionArgs) -> AttentionArgs:
