@@ -15,6 +15,7 @@ from server.bench.cli import bench_app
 from server.client_settings import ClientSettings
 from server.configuration import ConfigurationError, load_settings, unknown_variables
 from server.kernels_cli import kernels_app
+from server.repeated_flags import ServeCommand
 from server.settings import BUNDLED_MODEL, Settings
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _refuse(problems: list[str], exit_code: int) -> NoReturn:
     raise typer.Exit(exit_code)
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 def serve(
     positional_model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"Default: {BUNDLED_MODEL}.")] = None,
     model: Annotated[str | None, Flag(help="Bundled name, folder or hub id[@revision].")] = None,
