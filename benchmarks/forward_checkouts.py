@@ -10,8 +10,7 @@ on the same inputs, each with the tiles that it chooses, and outputs are compare
 they are timed. The tables give this checkout's TFLOP/s, and how many times as fast each of the others is, by its
 folder's name; with --peers cuDNN and FlashAttention-3 too, where they can be imported.
 
-Half a minute for two on an H200. Exit code 0: timed. 1: a result was wrong or missing. 2: no NVIDIA GPU, or an argument
-that names nothing.
+Exit code 0: timed. 1: a result was wrong or missing. 2: no NVIDIA GPU, or an argument that names nothing.
 """
 
 import sys
