@@ -161,8 +161,10 @@ class Consumer {
 #endif
   }
 
+  // By each warp for its own rows.
   __device__ __forceinline__ void release_queries(int t) const {
-    if (threadIdx.x % 128 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_q + 8 * stage<Q_STAGES>(t));
   }
 
   // Where this warpgroup's rows of tile t are.
@@ -288,7 +290,7 @@ class Consumer {
 #else
     if (threadIdx.x % (128 * kConsumers / kKeyReaders) == 0) barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
 #endif
-    if (!kOverlapsTiles && !FP8_PAGES && i == steps.all - 1) release_queries(t);
+    if (Q_STAGES == 1 && !FP8_PAGES && i == steps.all - 1) release_queries(t);
 #if SCORE_CHANGES
 #pragma unroll
     for (int x = 0; x < SCORES; x++)
@@ -349,7 +351,6 @@ class Consumer {
     const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
     wait_full<STAGES>(shared.full_v, n - 1);
     if (kOverlapsTiles) {
-      release_queries(t);  // of two stages, so this is early enough
       take_turn();
     }
     start_output(acc, probs, tile_v);
@@ -368,7 +369,9 @@ class Consumer {
     release(shared.empty_v + 8 * stage<STAGES>(n - 1));
     int row = local_row;
     asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
-    store_rows(acc, factor, tile, p, row);
+    if (kStoresByQueries && !TURNS) meet();  // nobody's scores are made any more; where there are turns, theirs say so
+    store_rows(acc, factor, tile, p, row, my_queries(t) + threadIdx.x % 128 / 32 * 16 * 128);
+    if (Q_STAGES > 1) release_queries(t);
     end_tile(t);
     if (!kOverlapsTiles) return;
     if (now.all == 0) {

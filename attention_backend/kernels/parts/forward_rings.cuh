@@ -77,7 +77,7 @@ struct Shared {
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < Q_STAGES; i++) {
       barrier_init(full_q + 8 * i, 1);
-      barrier_init(empty_q + 8 * i, kConsumers);
+      barrier_init(empty_q + 8 * i, kConsumers * 4);
     }
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full_k + 8 * i, kFillers);

@@ -1,6 +1,7 @@
 // The Hopper forward's rows: their running softmax, its end (lse), and their way to the output.
 #pragma once
 
+#include "bulk_copies.cuh"
 #include "forward_masks.cuh"
 #include "score.cuh"
 #include "softmax.cuh"
@@ -174,19 +175,59 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
   }
 }
 
-// Writes the thread's rows of the output, 16 bytes at a time: the four threads of a row swap their pairs of columns.
-__device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], const Tile& tile,
-                                           const HopperParams& p, int local_row) {
+// Where output is written from registers, and where by way of the queries' shared memory, which are not needed any more: there
+// it takes fewer instructions, but queries of one stage alone are gone by then.
+constexpr bool kStoresByQueries = !SPLIT && Q_STAGES > 1;
+
+// Where a row of the output is; only if it is real.
+__device__ __forceinline__ int64 offset_of(int row, const Tile& tile, const HopperParams& p) {
   const ForwardParams& f = p.forward;
-  const int c = threadIdx.x % 4;
-  const bool packed = f.sequence.cu_seqlens_q != nullptr;
+  return (f.sequence.cu_seqlens_q != nullptr ? 0 : tile.batch * f.out_batch) +
+         (tile.seq.q_begin + static_cast<int64>(query_of(row, p))) * f.out_row + head_of(row, tile, p) * f.out_head;
+}
+
+// Writes the rows of this warp, of which the thread has two. `queries`: the shared memory of the warp's queries.
+__device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], const Tile& tile,
+                                           const HopperParams& p, int local_row, uint32 queries) {
+  const ForwardParams& f = p.forward;
+  const int lane = threadIdx.x % 32;
+  if (kStoresByQueries) {
+    const int in_warp = lane / 8, first = local_row / 16 * 16 + in_warp, chunk = lane % 8;
+    const int rows = min(rows_per_tile(p), tile.end_row - tile.first_row) - first;
+    element* out = f.out + offset_of(tile.first_row + first, tile, p) + chunk * 8;
+    // Swizzled as the queries were: no two lanes use one bank.
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 8; i += 2) {
+      uint32 x[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float* pair = acc + (i + j / 2) * 4 + j % 2 * 2;
+        x[j] = pack2(pair[0] * factor[j % 2], pair[1] * factor[j % 2]);
+      }
+      const int row = lane % 16;
+      store_matrices(queries + i / 8 * kSlabQ + row * 128 + ((i % 8 + lane / 16) ^ row % 8) * 16, x);
+    }
+    fence_async_proxy();  // the next queries come behind what was written
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      if (PACK) out = f.out + offset_of(tile.first_row + first + i, tile, p) + chunk * 8;
+#pragma unroll
+      for (int c = 0; c < kSlabsV; c++) {
+        uint32 x[4];
+        load_shared4(x, queries + c * kSlabQ + (i + in_warp) * 128 + (chunk ^ (i + in_warp) % 8) * 16);
+        if (i < rows && c * 64 + chunk * 8 < f.head_dim_v) store_global4(out + c * 64, x);
+      }
+      out += 4 * f.out_row;
+    }
+    return;
+  }
+  const int c = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = tile.first_row + local_row + half * 8;
     const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
-    const int64 offset = (packed ? 0 : tile.batch * f.out_batch) +
-                         (tile.seq.q_begin + static_cast<int64>(query_of(row, p))) * f.out_row +
-                         head_of(row, tile, p) * f.out_head;
+    const int64 offset = offset_of(row, tile, p);
 #if SPLIT
     float* out = reinterpret_cast<float*>(f.out) + tile.split * p.work.out_split + offset;
 #pragma unroll
