@@ -69,7 +69,7 @@ enum Mask { kWhole, kMasked, kMaybe };
 
 // Whether a tile is written before the next one's first scores are made, and not meanwhile: beside queries there are no
 // registers for both.
-constexpr bool kEndsFirst = FP8_PAGES;
+constexpr bool kEndsFirst = Q_STAGES == 1;
 
 class Consumer {
  public:
@@ -316,13 +316,16 @@ class Consumer {
       if (t > 0) end_tile(acc, factor, t - 1, last);
     }
     const Steps now = next_tile(t);
-    bool released = false;  // the last values
+    bool ended = kEndsFirst || t == 0, has_turn = !kEndsFirst;
 #if OWN_KEYS
-    if (now.all > 0 && now.first > 0) {
-      wgmma_wait<0>();  // steps in front of the first may want the stage
-      if (t > 0) release(shared.empty_v + 8 * stage<STAGES>(last));
-      released = true;
+    if (now.all > 0 && now.first > 0) {  // others are busy meanwhile
+      if (!ended) end_softmax(factor, rows, t - 1);
+      wgmma_wait<0>();
+      if (!ended) end_tile(acc, factor, t - 1, last);
+      ended = true;
+      if (!has_turn) take_turn();
       pass_over(now, n);
+      has_turn = true;
       n = uniform(n + now.first);
     }
 #endif
@@ -334,7 +337,7 @@ class Consumer {
 #endif
       wait_full<STAGES>(shared.full_k, n);
     }
-    if (kEndsFirst) take_turn();
+    if (!has_turn) take_turn();
 #if FP8_PAGES
     start_scores(s, rows.queries, keys_of(n));
 #else
@@ -342,9 +345,9 @@ class Consumer {
 #endif
     pass_turn();
     if (!kEndsFirst) {
-      if (t > 0) end_softmax(factor, rows, t - 1);
+      if (!ended) end_softmax(factor, rows, t - 1);
       wgmma_wait<1>();
-      if (t > 0) end_tile(acc, factor, t - 1, released ? -1 : last);
+      if (!ended) end_tile(acc, factor, t - 1, last);
     }
     if (now.all == 0) {
       wgmma_wait<0>();
@@ -369,9 +372,9 @@ class Consumer {
     end_rows(factor, rows, tile, p, Score(p.forward.score, tile.batch, tile.head), local_row);
   }
 
-  // Gives back the values of step `last`, if there is one, writes the rows of tile t, and gives that back.
+  // Gives back the values of step `last`, writes the rows of tile t, and gives that back.
   __device__ __forceinline__ void end_tile(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], int t, int last) const {
-    if (!OWN_KEYS || last >= 0) release(shared.empty_v + 8 * stage<STAGES>(last));
+    release(shared.empty_v + 8 * stage<STAGES>(last));
     int row = local_row;
     asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
     if (kStoresByQueries && !TURNS) meet();  // nobody's scores are made any more; where there are turns, theirs say so
