@@ -67,9 +67,9 @@ __device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const
 // over tiles that are seen whole.
 enum Mask { kWhole, kMasked, kMaybe };
 
-// Whether a tile is written before the next one's first scores are made, and not meanwhile: beside queries there are no
-// registers for both.
-constexpr bool kEndsFirst = Q_STAGES == 1;
+// Whether the end of a tile overlaps the first scores of the next, whose queries must be there then. Not where a warpgroup
+// leaves out steps: those that begin with others wait for each other, and the code of all ways is long.
+constexpr bool kOverlapsTiles = Q_STAGES > 1 && !FP8_PAGES && !OWN_KEYS;
 
 class Consumer {
  public:
@@ -87,31 +87,45 @@ class Consumer {
     clear(probs);
     if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
     int n = 0;  // steps so far, of all tiles
+    Steps now;
 #pragma unroll 1
     for (int t = 0;; t++) {
-      const Steps now = change_tiles(acc, probs, rows, t, n);
-      if (now.all == 0) return;
+      if (kOverlapsTiles) {
+        finish(acc, probs, rows, now, t - 1, n);  // begins tile t
+        if (now.all == 0) return;
+      } else {
+        now = next_tile(t);
+        if (now.all == 0) return;
+        pass_over(now, t, n);
+        n = uniform(n + now.first);  // the compiler does not find the sum so by itself
+        if (now.first == now.all) {
+          end_tile(t);
+          continue;
+        }
+        begin(acc, probs, rows, now, t, n);
+      }
+      n = uniform(n + 1);
       int i = now.first + 1;
-      n = uniform(n + i);  // the compiler does not find the sum so by itself
 #if SPARSE
 #pragma unroll 1
       for (; i < now.all; i++, n++) {
         if (sees_mask(now, t, i, n))
-          step<kMasked>(acc, probs, rows, now, t, i, n);
+          step<true, kMasked>(acc, probs, rows, now, t, i, n);
         else
-          step<kWhole>(acc, probs, rows, now, t, i, n);
+          step<true, kWhole>(acc, probs, rows, now, t, i, n);
       }
 #else
 #pragma unroll 1
       for (int masked_end = now.masked_end;; masked_end = all_steps(now, t)) {
 #pragma unroll 1
-        for (; i < masked_end; i++, n++) step<kMasked>(acc, probs, rows, now, t, i, n);
+        for (; i < masked_end; i++, n++) step<true, kMasked>(acc, probs, rows, now, t, i, n);
         if (i >= all_steps(now, t)) break;
 #pragma unroll 1
-        for (; i < now.whole_end; i++, n++) step<kWhole>(acc, probs, rows, now, t, i, n);
+        for (; i < now.whole_end; i++, n++) step<true, kWhole>(acc, probs, rows, now, t, i, n);
         if (i >= all_steps(now, t)) break;
       }
 #endif
+      if (!kOverlapsTiles) finish(acc, probs, rows, now, t, n);
     }
   }
 
@@ -163,6 +177,11 @@ class Consumer {
     return wgmma_descriptor(uniform(shared.k + stage<STAGES>(n) * kBytesK), 16);
   }
 
+  __device__ __forceinline__ void end_tile(int t) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+  }
+
   // What the loop over a tile's steps needs of it, in uniform registers.
   struct Steps {
     int all, masked_end, whole_end, first, half;
@@ -184,12 +203,14 @@ class Consumer {
 #endif
   }
 
-  // Gives back the stages of the steps in front of this warpgroup's first one, from the n-th of all on, each in a turn of
-  // its own. It waits for them to be full: an arrival before that would count for what the stage held before. All its warps
-  // do, before one arrives for them: a stage that is filled again meanwhile looks empty to a warp that is late.
-  __device__ __forceinline__ void pass_over(const Steps& steps, int n) const {
+  // Gives back the stages of the steps in front of this warpgroup's first one, of tile t and from the n-th of all on. It
+  // waits for them to be full: an arrival before that would count for what the stage held before. All its warps do, before
+  // one arrives for them: a stage that is filled again meanwhile looks empty to a warp that is late.
+  __device__ __forceinline__ void pass_over(const Steps& steps, int t, int n) const {
+#if OWN_KEYS
 #pragma unroll 1
     for (const int end = n + steps.first; n < end; n++) {
+      take_turn();
       pass_turn();
       wait_full<STAGES>(shared.full_k, n);
       wait_full<STAGES>(shared.full_v, n);
@@ -198,8 +219,12 @@ class Consumer {
         barrier_arrive(shared.empty_k + 8 * stage<STAGES>(n));
         barrier_arrive(shared.empty_v + 8 * stage<STAGES>(n));
       }
-      take_turn();
     }
+    if (steps.first < steps.all) return;
+    wait_full<Q_STAGES>(shared.full_q, t);
+    meet();
+    release_queries(t);
+#endif
   }
 
   // The warps of this warpgroup.
@@ -214,11 +239,12 @@ class Consumer {
     return i < steps.masked_end || i >= steps.whole_end;
   }
 
-  // Step `i` of tile t, the n-th of all; the values of the step before are added meanwhile.
-  template <Mask MASK>
+  // Step `i` of tile t, the n-th of all. PENDING (not the first): the values of the step before are added meanwhile. HALF: no
+  // row of this warpgroup sees the upper half of its keys; their probabilities are zeros.
+  template <bool PENDING, Mask MASK, bool HALF = false>
   __device__ __forceinline__ void step(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
                                        const Steps& steps, int t, int i, int n) const {
-    float s[BLOCK_N / 2];
+    float s[HALF ? BLOCK_N / 4 : BLOCK_N / 2];
 #if FP8_PAGES
     const Queries& tile_q = rows.queries;
 #else
@@ -228,15 +254,16 @@ class Consumer {
     wait_full<STAGES>(shared.full_k, n);
     take_turn();
     start_scores(s, tile_q, tile_k);
-    const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
-    wait_full<STAGES>(shared.full_v, n - 1);
-    start_output(acc, probs, tile_v);
+    if (PENDING) {
+      const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
+      wait_full<STAGES>(shared.full_v, n - 1);
+      start_output(acc, probs, tile_v);
+    }
     pass_turn();
-    to_terms<true, MASK>(s, acc, probs, rows, steps, t, i, n);
+    to_terms<PENDING, MASK>(s, acc, probs, rows, steps, t, i, n);
   }
 
-  // The scores of step `i` of tile t, the n-th of all, on their way, become terms. PENDING: so is the product of those of the
-  // step before with their values.
+  // The scores of step `i` of tile t, the n-th of all, on their way, become terms.
   template <bool PENDING, Mask MASK, int SCORES>
   __device__ __forceinline__ void to_terms(float (&s)[SCORES], float (&acc)[HEAD_DIM_V / 2],
                                            uint32 (&probs)[BLOCK_N / 16][4], Rows& rows, const Steps& steps, int t, int i,
@@ -299,90 +326,63 @@ class Consumer {
     }
   }
 
-  // Ends tile t - 1, whose last values are those of step n - 1: adds them, and writes it; and begins tile t, whose steps it
-  // returns. Its first scores are made meanwhile, and are terms at the end. No product is in a branch, nor the wait for one,
-  // as the compiler would let each wait for the others: where there is no tile t - 1, or no t, they are of whatever there is,
-  // and nobody reads them.
-  __device__ __forceinline__ Steps change_tiles(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
-                                                int t, int n) const {
+  // Step `first` of tile t, the n-th of all, with nothing before it.
+  __device__ __forceinline__ void begin(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
+                                        const Steps& steps, int t, int n) const {
+    rows.clear();
+    zero(acc);
+    wait_full<Q_STAGES>(shared.full_q, t);
+#if FP8_PAGES
+    rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
+    release_queries(t);
+#endif
+    if (kHalfSteps && steps.half)
+      step<false, kMaybe, kHalfSteps>(acc, probs, rows, steps, t, steps.first, n);
+    else
+      step<false, kMaybe>(acc, probs, rows, steps, t, steps.first, n);
+  }
+
+  // Adds the last values of tile t, of step n - 1, and writes it. Where tiles overlap, the next one's first scores are made
+  // meanwhile, and are terms at the end; `now` becomes its steps. No product is in a branch, nor the wait for one, as the
+  // compiler would let each wait for the others: in front of the first tile (t is -1) and behind the last they are of whatever
+  // there is, and nobody reads them.
+  __device__ __forceinline__ void finish(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
+                                         Steps& now, int t, int n) const {
+    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
+    const bool real = !kOverlapsTiles || t >= 0;
     float s[BLOCK_N / 2], factor[2] = {0.f, 0.f};
-    const int last = n - 1;
-    if (t > 0) wait_full<STAGES>(shared.full_v, last);
-    if (!kEndsFirst) take_turn();
-    start_output(acc, probs, uniform(shared.v + stage<STAGES>(last) * kBytesV));
-    if (kEndsFirst) {
-      if (t > 0) end_softmax(factor, rows, t - 1);
-      wgmma_wait<0>();
-      if (t > 0) end_tile(acc, factor, t - 1, last);
+    const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
+    if (real) wait_full<STAGES>(shared.full_v, n - 1);
+    if (kOverlapsTiles) take_turn();
+    start_output(acc, probs, tile_v);
+    if (kOverlapsTiles) {
+      now = next_tile(t + 1);
+      if (now.all > 0) {
+        wait_full<Q_STAGES>(shared.full_q, t + 1);
+        wait_full<STAGES>(shared.full_k, n);
+      }
+      start_scores(s, queries_of(t + 1), keys_of(n));
+      pass_turn();
     }
-    const Steps now = next_tile(t);
-    bool ended = kEndsFirst || t == 0, has_turn = !kEndsFirst;
-#if OWN_KEYS
-    if (now.all > 0 && now.first > 0) {  // others are busy meanwhile
-      if (!ended) end_softmax(factor, rows, t - 1);
-      wgmma_wait<0>();
-      if (!ended) end_tile(acc, factor, t - 1, last);
-      ended = true;
-      if (!has_turn) take_turn();
-      pass_over(now, n);
-      has_turn = true;
-      n = uniform(n + now.first);
+    if (real) end_rows(factor, rows, tile, p, Score(p.forward.score, tile.batch, tile.head), local_row);
+    wgmma_wait<kOverlapsTiles ? 1 : 0>();
+    if (real) {
+      release(shared.empty_v + 8 * stage<STAGES>(n - 1));
+      int row = local_row;
+      asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
+      if (kStoresByQueries && !TURNS) meet();  // nobody's scores are made any more; where there are turns, theirs say so
+      store_rows(acc, factor, tile, p, row, my_queries(t) + threadIdx.x % 128 / 32 * 16 * 128);
+      if (Q_STAGES > 1) release_queries(t);
+      end_tile(t);
     }
-#endif
-    if (now.all > 0) {
-      wait_full<Q_STAGES>(shared.full_q, t);
-#if FP8_PAGES
-      rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
-      release_queries(t);
-#endif
-      wait_full<STAGES>(shared.full_k, n);
-    }
-    if (!has_turn) take_turn();
-#if FP8_PAGES
-    start_scores(s, rows.queries, keys_of(n));
-#else
-    start_scores(s, queries_of(t), keys_of(n));
-#endif
-    pass_turn();
-    if (!kEndsFirst) {
-      if (!ended) end_softmax(factor, rows, t - 1);
-      wgmma_wait<1>();
-      if (!ended) end_tile(acc, factor, t - 1, last);
-    }
+    if (!kOverlapsTiles) return;
     if (now.all == 0) {
       wgmma_wait<0>();
-      return now;
+      return;
     }
     rows.clear();
     zero(acc);
-    if (kHalfSteps && now.half) {  // no row of this warpgroup sees the upper half of the keys
-      wgmma_wait<0>();
-      float lower[BLOCK_N / 4];
-#pragma unroll
-      for (int x = 0; x < BLOCK_N / 4; x++) lower[x] = s[x];
-      to_terms<false, kMaybe>(lower, acc, probs, rows, now, t, now.first, n);
-    } else {
-      to_terms<false, kMaybe>(s, acc, probs, rows, now, t, now.first, n);
-    }
-    return now;
-  }
-
-  __device__ __forceinline__ void end_softmax(float (&factor)[2], const Rows& rows, int t) const {
-    const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
-    end_rows(factor, rows, tile, p, Score(p.forward.score, tile.batch, tile.head), local_row);
-  }
-
-  // Gives back the values of step `last`, writes the rows of tile t, and gives that back.
-  __device__ __forceinline__ void end_tile(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], int t, int last) const {
-    release(shared.empty_v + 8 * stage<STAGES>(last));
-    int row = local_row;
-    asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
-    if (kStoresByQueries && !TURNS) meet();  // nobody's scores are made any more; where there are turns, theirs say so
-    const uint32 mine = my_queries(t) + threadIdx.x % 128 / 32 * 16 * 128;
-    store_rows(acc, factor, shared.tiles[stage<kTileSlots>(t)], p, row, mine);
-    if (Q_STAGES > 1) release_queries(t);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_tile + 8 * stage<kTileSlots>(t));
+    to_terms<false, kMaybe>(s, acc, probs, rows, now, t + 1, 0, n);
   }
 };
 

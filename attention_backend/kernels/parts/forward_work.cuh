@@ -9,7 +9,7 @@
 #include "parts/hopper_params.cuh"
 
 #if OWN_KEYS
-// What the 64 rows of a warpgroup see of a tile's steps: none before `first` (the last, if there are no such rows), of that
+// What the 64 rows of a warpgroup see of a tile's steps: none before `first` (all of them: there are no such rows), of that
 // one the lower half with `half`; masked_end and whole_end as the tile's.
 struct OwnSteps {
   int first, half, masked_end, whole_end;
@@ -277,7 +277,7 @@ class WorkLine {
     const int begin = first_low / BLOCK_N, end = last_high > first_low ? (last_high + BLOCK_N - 1) / BLOCK_N : begin;
     const int steps = max(end - begin, 1);
     OwnSteps own;
-    own.first = rows ? min(max(end - (own_high + BLOCK_N - 1) / BLOCK_N, 0), steps - 1) : steps - 1;
+    own.first = rows ? min(max(end - (own_high + BLOCK_N - 1) / BLOCK_N, 0), steps - 1) : steps;
     own.half = kHalfSteps && end > begin && (end - 1 - own.first) * BLOCK_N + BLOCK_N / 2 >= own_high;
     own.masked_end = end > begin ? min(max(end - high / BLOCK_N, 0), steps) : 1;
     own.whole_end = min(max(end - (own_low + BLOCK_N - 1) / BLOCK_N, own.masked_end), steps);
