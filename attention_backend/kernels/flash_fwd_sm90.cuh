@@ -17,7 +17,7 @@
 // its own rows sees), CLUSTER (blocks that load keys for each other; 1: none do), CLUSTER_HEADS (of neighbouring
 // query heads, else rows), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
 // copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
-// one tile), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
+// one tile), LEFT_BOUNDS (rows may see keys from some key on only), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
 #include "parts/element.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
@@ -54,12 +54,13 @@ __device__ __forceinline__ void start_scores(float (&s)[SCORES], const Queries& 
 }
 #endif
 
-// Starts acc += p v of one tile.
-__device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v) {
+// Starts acc += p v of one tile, or acc = p v of a first one.
+__device__ __forceinline__ void start_output(float (&acc)[HEAD_DIM_V / 2], const uint32 (&p)[BLOCK_N / 16][4], uint32 v,
+                                             bool first) {
   const uint64 b = wgmma_descriptor(v, kSlabKv);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 16; i++) Wgmma<HEAD_DIM_V>::registers(acc, p[i], b + i * 128);
+  for (int i = 0; i < BLOCK_N / 16; i++) Wgmma<HEAD_DIM_V>::registers(acc, p[i], b + i * 128, i > 0 || !first);
   wgmma_commit();
 }
 
@@ -87,7 +88,7 @@ class Consumer {
     clear(probs);
     if (TURNS && group == 0) named_arrive(1, 256);  // the first turn
     int n = 0;  // steps so far, of all tiles
-    Steps now;
+    Steps now = {};
 #pragma unroll 1
     for (int t = 0;; t++) {
       if (kOverlapsTiles) {
@@ -197,10 +198,12 @@ class Consumer {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
 #if OWN_KEYS
     const OwnSteps& own = tile.own[group];
-    return {uniform(tile.steps), uniform(own.masked_end), uniform(own.whole_end), uniform(own.first), uniform(own.half)};
+    Steps steps = {uniform(tile.steps), uniform(own.masked_end), uniform(own.whole_end), uniform(own.first), uniform(own.half)};
 #else
-    return {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end), 0, 0};
+    Steps steps = {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end), 0, 0};
 #endif
+    if (!LEFT_BOUNDS && !SPARSE) steps.whole_end = steps.all;
+    return steps;
   }
 
   // Gives back the stages of the steps in front of this warpgroup's first one, of tile t and from the n-th of all on. It
@@ -257,7 +260,7 @@ class Consumer {
     if (PENDING) {
       const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
       wait_full<STAGES>(shared.full_v, n - 1);
-      start_output(acc, probs, tile_v);
+      start_output(acc, probs, tile_v, i == steps.first + 1);
     }
     pass_turn();
     to_terms<PENDING, MASK>(s, acc, probs, rows, steps, t, i, n);
@@ -320,7 +323,7 @@ class Consumer {
     const Dropout dropout(p.dropout, tile.batch * p.work.heads + tile.head);
     dropout(probs, row0 / 16, key0 / 16);
 #endif
-    if (KEY_MASK || (masked && (key0 < tile.held_low || key0 + BLOCK_N > tile.held_high))) {
+    if (KEY_MASK || (masked && ((LEFT_BOUNDS && key0 < tile.held_low) || key0 + BLOCK_N > tile.held_high))) {
       wait_full<STAGES>(shared.full_v, n);
       clear_values(shared.v + stage<STAGES>(n) * kBytesV, key0, tile, p);
     }
@@ -330,7 +333,6 @@ class Consumer {
   __device__ __forceinline__ void begin(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
                                         const Steps& steps, int t, int n) const {
     rows.clear();
-    zero(acc);
     wait_full<Q_STAGES>(shared.full_q, t);
 #if FP8_PAGES
     rows.queries.convert(my_queries(t), shared.tiles[stage<kTileSlots>(t)], p);
@@ -354,7 +356,7 @@ class Consumer {
     const uint32 tile_v = uniform(shared.v + stage<STAGES>(n - 1) * kBytesV);
     if (real) wait_full<STAGES>(shared.full_v, n - 1);
     if (kOverlapsTiles) take_turn();
-    start_output(acc, probs, tile_v);
+    start_output(acc, probs, tile_v, all_steps(now, t) == now.first + 1);
     if (kOverlapsTiles) {
       now = next_tile(t + 1);
       if (now.all > 0) {
@@ -381,7 +383,6 @@ class Consumer {
       return;
     }
     rows.clear();
-    zero(acc);
     to_terms<false, kMaybe>(s, acc, probs, rows, now, t + 1, 0, n);
   }
 };

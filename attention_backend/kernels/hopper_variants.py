@@ -32,6 +32,7 @@ class HopperOptions(NamedTuple):
     tall: bool = False  # tiles of 192 rows
     fp8: bool = False  # pages of e4m3
     own: bool = False  # warpgroups leave out keys that none of their own rows sees
+    left_bounds: bool = False  # rows may see keys from some key on only
     cluster: str = ALONE  # whose blocks load keys for each other: BY_ROWS, BY_HEADS or ALONE
 
 
@@ -126,6 +127,7 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         ("PACK", int(pack)),
         ("SPLIT", int(split)),
         ("SPARSE", int(which.sparse)),
+        ("LEFT_BOUNDS", int(which.left_bounds)),
         ("KEY_MASK", int(options.key_mask)),
         ("SOFTCAP", int(options.softcap)),
         ("ALIBI", int(options.alibi)),

@@ -147,6 +147,7 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"cvt\.rn\.satfinite\.e4m3x2\.f32", _assign("pack_e4m3")),
     (r"cvt\.rn\.f16x2\.e4m3x2", _assign("half_of_e4m3")),
     (r"ex2\.approx\.ftz\.f32", _assign("exp2_flushed")),
+    (r"lg2\.approx\.ftz\.f32", _assign("log2_flushed")),
     (r"rcp\.approx\.ftz\.f32", _assign("reciprocal_flushed")),
     (r"prmt\.b32", lambda _, o: f"{o[0][0]} = __byte_perm({o[1][0]}, {o[2][0]}, {o[3][0]});"),
     (r"createpolicy\..*", lambda _, o: f"{o[0][0]} = 0;"),

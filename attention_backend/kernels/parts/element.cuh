@@ -67,6 +67,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// log2(x) by the special function unit, within 2^-22 or, beyond 0.5 to 2, 2^-22 of it.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x by the special function unit, within one unit in the last place; subnormal results are flushed to zero.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;

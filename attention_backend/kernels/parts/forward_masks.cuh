@@ -43,10 +43,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[SCORES], const Tile& tile
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int query = query_of(row0 + half * 8, p);
-    const int low = tile.seq.low(query) - key0 - column, high = tile.seq.high(query) - key0 - column;
+    const int low = LEFT_BOUNDS ? tile.seq.low(query) - key0 - column : 0, high = tile.seq.high(query) - key0 - column;
 #pragma unroll
     for (int w = 0; w < (SCORES + 63) / 64; w++) {  // words of 32 keys
-      const uint32 seen = keys_below(high - w * 128) & ~keys_below(low - w * 128);
+      uint32 seen = keys_below(high - w * 128);
+      if (LEFT_BOUNDS) seen &= ~keys_below(low - w * 128);
 #pragma unroll
       for (int bit = 0; bit < min(32, SCORES / 2 - w * 32); bit++)
         if (!(seen >> bit & 1)) s[w * 64 + bit / 2 * 4 + half * 2 + bit % 2] = -kInfinity;

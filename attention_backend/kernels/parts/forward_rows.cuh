@@ -141,22 +141,32 @@ __device__ __forceinline__ void pack_tile(uint32 (&p)[BLOCK_N / 16][4], const fl
 }
 
 // Ends the softmax of the thread's rows: writes their lse, gives the factor of their output.
-__device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, const Tile& tile, const HopperParams& p,
+__device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& state, const Tile& tile, const HopperParams& p,
                                          const Score& score, int local_row) {
   const ForwardParams& f = p.forward;
-  const bool packed = f.sequence.cu_seqlens_q != nullptr;
-  float* lse = f.lse + (packed ? tile.seq.q_begin : tile.batch * f.lse_batch);
+  float* lse = f.lse + (f.sequence.cu_seqlens_q != nullptr ? tile.seq.q_begin : tile.batch * f.lse_batch);
 #if SPLIT
   lse += tile.split * p.work.lse_split;
 #endif
+  const int row = tile.first_row + local_row, rows = min(rows_per_tile(p), tile.end_row - tile.first_row) - local_row;
+  int head = head_of(row, tile, p);
+  float* place = lse + head * f.lse_head + query_of(row, p);
+  const float* sink = f.sinks ? f.sinks + head : nullptr;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float l = rows.sum[half];
+#if PACK
+    if (half == 1) {
+      head = head_of(row + 8, tile, p);
+      place = lse + head * f.lse_head + query_of(row + 8, p);
+      if (sink) sink = f.sinks + head;
+    }
+#else
+    if (half == 1) place += 8;
+#endif
+    float l = state.sum[half];
     l += __shfl_xor_sync(~0u, l, 1);
     l += __shfl_xor_sync(~0u, l, 2);
-    const int row = tile.first_row + local_row + half * 8, head = head_of(row, tile, p);
-    const bool real = local_row + half * 8 < rows_per_tile(p) && row < tile.end_row;
-    const RowEnd end = end_row(score.log2_of(rows.level[half]), l, f.sinks && real ? f.sinks + head : nullptr);
+    const RowEnd end = end_row(score.log2_of(state.level[half]), l, sink);
     factor[half] = end.factor;
 #if FP8_PAGES
     factor[half] *= p.v_scale[key_head_of(tile, p)];
@@ -164,8 +174,7 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& rows, c
 #if DROPOUT
     factor[half] *= p.dropout.scale;
 #endif
-    if (real && threadIdx.x % 4 == 0) {
-      float* const place = lse + head * f.lse_head + query_of(row, p);
+    if (half * 8 < rows && threadIdx.x % 4 == 0) {
       *place = end.lse * kLn2;
 #if SPLIT
       if (tile.split == 0)  // parts that there are not have seen nothing

@@ -204,9 +204,9 @@ class WorkLine {
            (even || (together + 1) / 2 * heads_per_key * units * 2 >= static_cast<int>(gridDim.x) / CLUSTER * 3))
       together = (together + 1) / 2;
     together *= heads_per_key;
-    const int section = index / (together * units);
+    const int section = static_cast<uint32>(index) / static_cast<uint32>(together * units);
     index -= section * together * units;
-    const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = index / heads;
+    const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = static_cast<uint32>(index) / static_cast<uint32>(heads);
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
     const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
     const int drawn_row = m * rows_drawn(p), first_row = drawn_row + (kTilesDrawn > 1 ? cluster_rank() * BLOCK_M : 0);
@@ -233,9 +233,9 @@ class WorkLine {
                                   : seq.seqlen_q - 1;
 #endif
     const int low = seq.low(query), high = seq.high(query);
-    const int held_low = __shfl_sync(~0u, low, 2), held_high = __shfl_sync(~0u, high, 3);
-    const int whole_low = __shfl_sync(~0u, low, 1);
-    const int any_low = __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0);
+    const int held_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, 2) : 0, held_high = __shfl_sync(~0u, high, 3);
+    const int whole_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, 1) : 0;
+    const int any_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0) : 0;
     const int any_high = __shfl_sync(~0u, high, kTilesDrawn > 1 ? 5 : 1);
 #if OWN_KEYS
     const OwnSteps own = own_steps(low, high, own_row < end_row);
@@ -272,8 +272,8 @@ class WorkLine {
   // Of the lane's warpgroup, whose first row sees the keys from `low` to `high`; the next lane has its last row's, lanes 0
   // and 1 those of the tile. Rows that see nothing are masked in the tile's last step, if not before.
   static __device__ __forceinline__ OwnSteps own_steps(int low, int high, bool rows) {
-    const int first_low = __shfl_sync(~0u, low, 0), last_high = __shfl_sync(~0u, high, 1);
-    const int own_low = __shfl_xor_sync(~0u, low, 1), own_high = __shfl_xor_sync(~0u, high, 1);
+    const int first_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, 0) : 0, last_high = __shfl_sync(~0u, high, 1);
+    const int own_low = LEFT_BOUNDS ? __shfl_xor_sync(~0u, low, 1) : 0, own_high = __shfl_xor_sync(~0u, high, 1);
     const int begin = first_low / BLOCK_N, end = last_high > first_low ? (last_high + BLOCK_N - 1) / BLOCK_N : begin;
     const int steps = max(end - begin, 1);
     OwnSteps own;

@@ -4,6 +4,12 @@
 
 #include "parts/element.cuh"
 
+// Whether rows may see keys from some key on only: windows, chunks, padding on the left, descriptors. Where they do not, a
+// kernel that is compiled without is shorter.
+#ifndef LEFT_BOUNDS
+#define LEFT_BOUNDS 1
+#endif
+
 // The same fields, in the same order, as attention_backend/kernels/params.py: SequenceParams.
 struct SequenceParams {
   const int* cu_seqlens_q;  // [batch + 1] or null
@@ -43,6 +49,14 @@ struct Sequence {
       k_begin = p.cu_seqlens_k[b];
       seqlen_k = p.cu_seqlens_k[b + 1] - k_begin;
     }
+#if !LEFT_BOUNDS
+    start = 0;
+    stop = p.seqused_k ? min(p.seqused_k[b], seqlen_k) : seqlen_k;
+    q_offset = stop - seqlen_q;
+    left = -1;
+    right = p.window_right;
+    chunk = 0;
+#else
     if (p.mask_desc) {
       const int* d = p.mask_desc + 8 * b;
       start = max(d[0], 0);
@@ -59,10 +73,12 @@ struct Sequence {
       right = p.window_right;
       chunk = p.chunk_size;
     }
+#endif
   }
 
   // First key that row i may see.
   __device__ __forceinline__ int low(int i) const {
+    if (!LEFT_BOUNDS) return 0;
     int position = i + q_offset, low = start;
     if (left >= 0) low = max(low, position - left);
     if (chunk > 0) low = max(low, start + chunk_floor(position - start));
@@ -73,7 +89,7 @@ struct Sequence {
   __device__ __forceinline__ int high(int i) const {
     int position = i + q_offset, high = stop;
     if (right >= 0) high = min(high, position + right + 1);
-    if (chunk > 0) high = min(high, start + chunk_floor(position - start) + chunk);
+    if (LEFT_BOUNDS && chunk > 0) high = min(high, start + chunk_floor(position - start) + chunk);
     return high;
   }
 

@@ -12,10 +12,13 @@ struct RowEnd {
 // logit that joins the denominator only, may be far larger than any score: the larger of both is what is taken out.
 // Where all scores are NaN there is no level, as where there are none: such rows are NaN, not empty.
 __device__ __forceinline__ RowEnd end_row(float top, float sum, const float* sink) {
-  if (isnan(sum)) return {sum, sum};
-  if (top == -kInfinity) return {0.f, -kInfinity};
-  const float sink_log2 = sink ? *sink * kLog2e : -kInfinity;
-  const float all = fmaxf(top, sink_log2), weight = exp2_approx(top - all);
-  const float total = sum * weight + exp2_approx(sink_log2 - all);
-  return {weight / total, all + log2f(total)};
+  if (top == -kInfinity && !isnan(sum)) return {0.f, -kInfinity};
+  float weight = 1.f;
+  if (sink) {
+    const float sink_log2 = *sink * kLog2e, all = fmaxf(top, sink_log2);
+    weight = exp2_approx(top - all);
+    sum = sum * weight + exp2_approx(sink_log2 - all);
+    top = all;
+  }
+  return {weight * reciprocal_approx(sum), top + log2_approx(sum)};
 }

@@ -39,7 +39,7 @@ __device__ __forceinline__ uint64 wgmma_descriptor(uint32 address, uint32 leadin
 }
 
 // Wgmma<N>::shared: d = a * b (+ d), both operands in shared memory, K-major.
-// Wgmma<N>::registers: d += a * b, a in registers, b in shared memory with N contiguous (transposed).
+// Wgmma<N>::registers: d = a * b (+ d), a in registers, b in shared memory with N contiguous (transposed).
 // Wgmma<N>::both: the same, a in shared memory, K-major.
 // Wgmma<N>::mixed: as shared, a in registers.
 template <int N>
@@ -108,10 +108,12 @@ struct Wgmma;
                    ", p, 1, 1, 0, 0;}"                                                                         \
                    : OUT : "l"(a), "l"(b), "r"(accumulate));                                                   \
     }                                                                                                          \
-    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32 (&a)[4], uint64 b) {      \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1   \
-                   ", " X2 ", " X3 "}, " X4 ", 1, 1, 1, 1;"                                                    \
-                   : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                \
+    static __device__ __forceinline__ void registers(float (&d)[N / 2], const uint32 (&a)[4], uint64 b,        \
+                                                     int accumulate = 1) {                                     \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " X5 ", 0;\n"                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPES " {" LIST "}, {" X0 ", " X1   \
+                   ", " X2 ", " X3 "}, " X4 ", p, 1, 1, 1;}"                                                   \
+                   : OUT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));               \
     }                                                                                                          \
     static __device__ __forceinline__ void both(float (&d)[N / 2], uint64 a, uint64 b) {                       \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." WGMMA_TYPES " {" LIST "}, " X0 ", " X1    \
