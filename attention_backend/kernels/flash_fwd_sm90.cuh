@@ -404,8 +404,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp == 0) load_tiles<true>(shared, &map_k, p);
-    if (warp == 1) load_tiles<false>(shared, &map_v, p);
+    if (warp < 2) load_tiles(shared, warp == 0 ? &map_k : &map_v, warp == 0, p);
     if (warp == 2) load_queries(shared, &map_q, p);
     if (warp == 3) draw_tiles(shared, p);
 #if FP8_PAGES

@@ -109,23 +109,23 @@ __device__ __forceinline__ void load_box(uint32 to, const TensorMap* map, uint32
 #endif
 }
 
-// Fills the ring of key tiles, or of value tiles.
-template <bool KEYS>
-__device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* map, const HopperParams& p) {
+// Fills the ring of key tiles, or of value tiles: by a warp for each, in one code.
+__device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* map, bool keys, const HopperParams& p) {
 #if FP8_PAGES  // whole rows, to be converted
-  constexpr int kStages = RAW_STAGES, kBoxes = 1, kRowBytes = KEYS ? HEAD_DIM : HEAD_DIM_V;
-  const uint32 ring = KEYS ? shared.raw_k : shared.raw_v, full_ring = KEYS ? shared.full_raw_k : shared.full_raw_v;
-  const uint32 empty_ring = KEYS ? shared.empty_raw_k : shared.empty_raw_v;
+  constexpr int kStages = RAW_STAGES, kMostBoxes = 1;
+  const int boxes = 1, row_bytes = keys ? HEAD_DIM : HEAD_DIM_V;
+  const uint32 ring = keys ? shared.raw_k : shared.raw_v, full_ring = keys ? shared.full_raw_k : shared.full_raw_v;
+  const uint32 empty_ring = keys ? shared.empty_raw_k : shared.empty_raw_v;
 #else
-  constexpr int kStages = STAGES, kBoxes = KEYS ? kSlabsK : kSlabsV, kRowBytes = 128;
-  const uint32 ring = KEYS ? shared.k : shared.v, full_ring = KEYS ? shared.full_k : shared.full_v;
-  const uint32 empty_ring = KEYS ? shared.empty_k : shared.empty_v;
+  constexpr int kStages = STAGES, kMostBoxes = kSlabsK > kSlabsV ? kSlabsK : kSlabsV;
+  const int boxes = keys ? kSlabsK : kSlabsV, row_bytes = 128;
+  const uint32 ring = keys ? shared.k : shared.v, full_ring = keys ? shared.full_k : shared.full_v;
+  const uint32 empty_ring = keys ? shared.empty_k : shared.empty_v;
 #endif
-  constexpr int kBoxBytes = BLOCK_N * kRowBytes;
+  const int box_bytes = BLOCK_N * row_bytes;
   // Each block of a cluster loads its share of a tile's columns for all.
-  constexpr int kShare = kBoxes / CLUSTER;
-  static_assert(kBoxes % CLUSTER == 0, "the blocks of a cluster load as many boxes each");
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0, first_box = rank * kShare;
+  static_assert(CLUSTER == 1 || (kSlabsK == kSlabsV && kSlabsK % CLUSTER == 0), "a cluster's blocks load as many boxes each");
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, first_box = rank * (kMostBoxes / CLUSTER);
   const int lane = threadIdx.x % 32;
   int n = 0;
   for_tiles(shared, [&](const Tile& tile, int) {
@@ -142,8 +142,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 #endif
 #pragma unroll 1
     for (int step = 0; step < steps; step++, n++) {
-      const uint32 full = full_ring + 8 * stage<kStages>(n), to = ring + stage<kStages>(n) * kBoxes * kBoxBytes;
-      if (KEYS && lane == 0 && step == ask_at && rank == 0) barrier_arrive(shared.wanted_tile);
+      const uint32 full = full_ring + 8 * stage<kStages>(n), to = ring + stage<kStages>(n) * boxes * box_bytes;
+      if (keys && lane == 0 && step == ask_at && rank == 0) barrier_arrive(shared.wanted_tile);
 #if SPARSE
       constexpr int kParts = 128 / BLOCK_N;
       const int entry = step / kParts;
@@ -160,22 +160,26 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       const bool mine = lane < BLOCK_N / PAGE_ROWS;
       const int block = mine ? table[page] : 0;
       wait_empty<kStages>(empty_ring, n);
-      if (lane == 0) barrier_expect(full, kBoxes * kBoxBytes);
-      if (mine)
+      if (lane == 0) barrier_expect(full, boxes * box_bytes);
 #pragma unroll
-        for (int c = first_box; c < first_box + kShare; c++)
-          load_box(to + c * kBoxBytes + lane * PAGE_ROWS * kRowBytes, map, full, c * 64, row % sequence.page_size, kv_head,
+      for (int i = 0; i < kMostBoxes / CLUSTER; i++) {
+        const int c = first_box + i;
+        if (mine && c < boxes)
+          load_box(to + c * box_bytes + lane * PAGE_ROWS * row_bytes, map, full, c * 64, row % sequence.page_size, kv_head,
                    block);
+      }
 #else
       if (lane == 0) {
         wait_empty<kStages>(empty_ring, n);
 #if SPARSE
-        if (KEYS) shared.listed[stage<STAGES>(n)] = {key, bits};
+        if (keys) shared.listed[stage<STAGES>(n)] = {key, bits};
 #endif
-        barrier_expect(full, kBoxes * kBoxBytes);
+        barrier_expect(full, boxes * box_bytes);
 #pragma unroll
-        for (int c = first_box; c < first_box + kShare; c++)
-          load_box(to + c * kBoxBytes, map, full, c * 64, begin + key, kv_head, kv_batch);
+        for (int i = 0; i < kMostBoxes / CLUSTER; i++) {
+          const int c = first_box + i;
+          if (c < boxes) load_box(to + c * box_bytes, map, full, c * 64, begin + key, kv_head, kv_batch);
+        }
       }
 #endif
     }

@@ -67,9 +67,8 @@ constexpr int kL2Kilobytes = 16 << 10;  // of keys and values that stay in the L
 // Draws tiles; all 32 lanes of one warp call. BLOCK_N is the kernel's.
 class WorkLine {
  public:
-  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(0), before(0), splits(1) {
+  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(-32), before(0), sum(0), splits(1) {
     if (SPLIT && p.work.chosen) choose(p);
-    count(p);
   }
 
   // The next tile of this block, or steps == 0.
@@ -94,7 +93,7 @@ class WorkLine {
   }
 
  private:
-  int base, before;  // the first of the 32 sequences looked at, and the tiles before it
+  int base, before;  // the first of the 32 sequences looked at, none yet, and the tiles before it
   int sum;           // tiles of the sequences up to this lane's
   int splits;        // of this lane's sequence
   float parts;       // of a step of a sequence's last tile, where their number is chosen
