@@ -19,6 +19,7 @@ class StepLayer(NamedTuple):
     head_dim_v: int
     group: int  # query heads a key head
     softcap: bool
+    left_bounds: bool = False  # a window or chunks: rows see keys from some key on only
 
 
 class ChainStep(NamedTuple):
@@ -78,7 +79,8 @@ def step_kernels(
         for layer in set(layers)
         if all(width % 8 == 0 and 16 <= width <= HEAD_DIM_TILES[-1] for width in layer[:2])
         for variant in step_variants(arch, dtype, *layer[:2], group=layer.group, page_size=page_size,
-                                     softcap=layer.softcap, fp8_kv=fp8_kv, most_keys=most_keys)
+                                     softcap=layer.softcap, left_bounds=layer.left_bounds, fp8_kv=fp8_kv,
+                                     most_keys=most_keys)
     ]  # fmt: skip
 
 

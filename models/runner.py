@@ -90,7 +90,13 @@ class ModelRunner(StepLauncher):
         self._sites = find_attention_sites(loaded.model)
         self._kv_dtype = kv_cache_dtype(kv_dtype, self._dtype, self._sites, self.device)
         layers = [
-            StepLayer(site.head_dim, site.head_dim_v, site.num_heads // site.num_kv_heads, site.softcap != 0.0)
+            StepLayer(
+                site.head_dim,
+                site.head_dim_v,
+                site.num_heads // site.num_kv_heads,
+                softcap=site.softcap != 0.0,
+                left_bounds=site.window > 0 or site.chunk_size > 0,
+            )
             for site in self._sites
         ]
         forward = PagedForward(loaded.model)

@@ -63,6 +63,8 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(paged, pack=True)
         yield hopper_variant(paged, pack=True, split=True)
         yield hopper_variant(paged._replace(long=True), pack=True)
+        yield hopper_variant(paged._replace(left_bounds=True), pack=True)
+        yield hopper_variant(HopperOptions(Options(bf16, tile, tile), left_bounds=True))
         if reads_fp8_pages(paged.options):
             yield hopper_variant(paged._replace(fp8=True), pack=True, split=True)
         yield hopper_variant(HopperOptions(Options(fp16, tile, tile)))
@@ -87,10 +89,13 @@ def _hopper() -> Iterator[KernelVariant]:
         tall = HopperOptions(Options(bf16, tile, tile_v, paged=True), page_size=64, tall=True)
         for pack, split in product((False, True), (False, True)):
             yield hopper_variant(tall, pack=pack, split=split)
+            yield hopper_variant(tall._replace(left_bounds=True), pack=pack, split=split)
         yield hopper_variant(HopperOptions(Options(bf16, tile, tile_v), tall=True))
         yield hopper_variant(HopperOptions(Options(fp16, tile, tile_v), tall=True))
     for dtype, (tile, tile_v) in product((bf16, fp16), sm90.OWN_TILES):
-        yield hopper_variant(HopperOptions(Options(dtype, tile, tile_v), own=True))
+        own = HopperOptions(Options(dtype, tile, tile_v), own=True)
+        yield hopper_variant(own)
+        yield hopper_variant(own._replace(left_bounds=True))
     for cluster, tile in product((BY_ROWS, BY_HEADS), (128, 256)):
         plain = HopperOptions(Options(bf16, tile, tile), cluster=cluster)
         for each in (plain, HopperOptions(Options(bf16, tile, tile, paged=True), page_size=32, cluster=cluster)):
@@ -99,6 +104,9 @@ def _hopper() -> Iterator[KernelVariant]:
             if can_be_tall(each):
                 yield hopper_variant(each._replace(tall=True))
     yield hopper_variant(HopperOptions(Options(fp16, 128, 128), cluster=BY_HEADS))
+    for head_dim, pack in product((64, 128), (False, True)):
+        pages = HopperOptions(Options(bf16, head_dim, head_dim, paged=True), page_size=64, fp8=True, left_bounds=True)
+        yield hopper_variant(pages, pack=pack, split=pack)
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
 

@@ -2,6 +2,7 @@
 side, not one after another as steps meet them. Knows no model and no device."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -32,29 +33,21 @@ def step_variants(
     group: int,
     page_size: int,
     softcap: bool = False,
+    left_bounds: bool = False,
     fp8_kv: bool = False,
     most_keys: int = LONG,
 ) -> Iterator[KernelVariant]:
     """For layers of `group` query heads a key head over pages of `page_size` keys, dtype bfloat16 or float16: prefill,
-    decode and short prefills, merges; `most_keys`: of a sequence. Raises UnsupportedError for what no kernel serves."""
+    decode and short prefills, merges; `most_keys`: of a sequence. With `left_bounds` layers have windows or chunks;
+    without, only what comes behind keys that requests share sees keys from some key on. Raises UnsupportedError for
+    what no kernel serves."""
     options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
     most_rows = DECODE_ROWS
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
         if not fp8_kv:
             most_rows = FEW_HOPPER_ROWS
-        which = HopperOptions(options, page_size=page_size)  # with fp8_kv of copies
-        each_kind = [which, which._replace(long=True)] if most_keys >= LONG else [which]
-        if can_be_tall(which):
-            each_kind += [kind._replace(tall=True) for kind in each_kind]
-        if fp8_kv and reads_fp8_pages(options):
-            each_kind.append(which._replace(fp8=True))
-        for each in each_kind:
-            for pack in (False, True) if group > 1 else (False,):
-                for split in (False, True):
-                    yield hopper_variant(each, pack=pack, split=split)
-            shared = shares_keys_from(hopper_layout(each).tiles[0], group, causal=True)
-            if shared and each.long and most_keys >= shared[1] and can_share_keys(each):
-                yield hopper_variant(each._replace(cluster=shared[0]))
+        which = HopperOptions(options, page_size=page_size, left_bounds=left_bounds)
+        yield from _hopper_forwards(which, group, most_keys, fp8_kv=fp8_kv)
     else:
         yield forward_variant(options, arch)[0]
     rows = group
@@ -65,3 +58,20 @@ def step_variants(
             yield decode_variant(options, arch, rows, fp8_kv=fp8_kv)[0]
         rows *= 2
     yield merge_variant(dtype, head_dim_v, arch)
+
+
+def _hopper_forwards(which: HopperOptions, group: int, most_keys: int, *, fp8_kv: bool) -> Iterator[KernelVariant]:
+    each_kind = [which, which._replace(long=True)] if most_keys >= LONG else [which]  # with fp8_kv of copies
+    if can_be_tall(which):
+        each_kind += [kind._replace(tall=True) for kind in each_kind]
+    if fp8_kv and reads_fp8_pages(which.options):
+        each_kind.append(which._replace(fp8=True))
+    packs = (False, True) if group > 1 else (False,)
+    for each in each_kind:
+        yield from (hopper_variant(each, pack=pack, split=split) for pack, split in product(packs, (False, True)))
+        if not which.left_bounds:
+            behind = each._replace(left_bounds=True)
+            yield from (hopper_variant(behind, pack=packs[-1], split=split) for split in (False, True))
+        shared = shares_keys_from(hopper_layout(each).tiles[0], group, causal=True)
+        if shared and each.long and most_keys >= shared[1] and can_share_keys(each):
+            yield hopper_variant(each._replace(cluster=shared[0]))

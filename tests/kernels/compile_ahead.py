@@ -54,7 +54,9 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         else:
             variants += [decode_variant(options, arch, rows)[0]]
     if arch == "sm_90a" and rows > FEW_HOPPER_ROWS and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
-        which = HopperOptions(options, case.sk >= sm90.LONG, case.page if options.paged else 0)
+        left = case.mask in ("window", "sliding", "chunk") or case.keys in ("leftpad", "mask_desc")
+        page = case.page if options.paged else 0
+        which = HopperOptions(options, case.sk >= sm90.LONG, page, left_bounds=left)
         if can_own_keys(which):
             variants += [hopper_variant(which._replace(own=True, long=False))]
         for each in (which, which._replace(tall=True)) if can_be_tall(which) else (which,):

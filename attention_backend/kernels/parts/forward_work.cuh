@@ -233,8 +233,8 @@ class WorkLine {
 #endif
     const int low = seq.low(query), high = seq.high(query);
     const int held_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, 2) : 0, held_high = __shfl_sync(~0u, high, 3);
-    const int whole_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, 1) : 0;
-    const int any_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0) : 0;
+    [[maybe_unused]] const int whole_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, 1) : 0;
+    [[maybe_unused]] const int any_low = LEFT_BOUNDS ? __shfl_sync(~0u, low, kTilesDrawn > 1 ? 4 : 0) : 0;
     const int any_high = __shfl_sync(~0u, high, kTilesDrawn > 1 ? 5 : 1);
 #if OWN_KEYS
     const OwnSteps own = own_steps(low, high, own_row < end_row);

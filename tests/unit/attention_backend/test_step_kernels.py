@@ -24,12 +24,13 @@ from attention_backend.preparation import (
 def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
     found = list(dict.fromkeys(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64)))
     names = [variant.kernel for variant in found]
-    assert names.count("flash_fwd_sm90") == 14  # of few keys, many keys, many rows; pairs of heads of the latter two
+    # Of few keys, many keys, many rows; pairs of heads of the latter two; behind keys that requests share.
+    assert names.count("flash_fwd_sm90") == 14 + 6
     assert names.count("flash_decode_sm90") == 2  # 8 and 16 query rows at once; forwards take more
     assert names.count("flash_merge") == 1
-    assert len(found) == 17
+    assert len(found) == 23
     short = set(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64, most_keys=4096))
-    assert [variant.kernel for variant in short].count("flash_fwd_sm90") == 8
+    assert [variant.kernel for variant in short].count("flash_fwd_sm90") == 8 + 4
     ahead = set(covering_set("sm_90a"))
     assert sum(variant in ahead for variant in found) >= 5, "most are in the images' covering set, too"
 
@@ -43,9 +44,9 @@ def test_over_float8_pages_there_are_forwards_that_read_them_and_forwards_of_cop
         )
         return [sum(("FP8_PAGES", flag) in variant.defines for variant in found) for flag in (1, 0)]
 
-    assert forwards(128) == [4, 14]
-    assert forwards(64) == [4, 8]
-    assert (forwards(256), forwards(128, softcap=True)) == ([0, 5], [0, 4])
+    assert forwards(128) == [4 + 2, 14 + 6]
+    assert forwards(64) == [4 + 2, 8 + 4]
+    assert (forwards(256), forwards(128, softcap=True)) == ([0, 5 + 2], [0, 4 + 2])
 
 
 @pytest.mark.parametrize(("group", "most_keys", "kinds"), [(4, 8192, 2), (3, 8192, 0), (1, 16384, 2), (4, 8191, 0)])
@@ -56,6 +57,14 @@ def test_blocks_that_load_keys_for_each_other_are_ready_where_they_will_be_wante
     assert sum(("CLUSTER", CLUSTER) in variant.defines for variant in found) == kinds
     by_heads = ("CLUSTER_HEADS", int(group % CLUSTER == 0))
     assert all(by_heads in variant.defines for variant in found if ("CLUSTER", CLUSTER) in variant.defines)
+
+
+def test_layers_with_windows_have_kernels_with_bounds_on_the_left_alone() -> None:
+    def bounds(**layer: bool) -> set[int]:
+        found = step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64, **layer)
+        return {dict(variant.defines)["LEFT_BOUNDS"] for variant in found if variant.kernel == "flash_fwd_sm90"}
+
+    assert (bounds(left_bounds=True), bounds()) == ({1}, {0, 1})
 
 
 def test_without_groups_nothing_is_packed() -> None:
