@@ -6,6 +6,9 @@
 // values is done; the warpgroups take turns at the tensor cores. Where they walk all steps of a tile together, its
 // last product is followed by the next tile's first scores, which are made while it is written.
 //
+// A short tile runs through the code of all warps once in a few thousand cycles, so how long that is counts as much as what
+// it does (docs/kernels.md): what a problem has not is left out when it is compiled, and what several places do is one code.
+//
 // Key tiles are walked from right to left: those that some row sees only in part first and last, those that all see
 // between, in loops of their own. With turns, the softmax of a tile waits for the product with the values of the tile
 // before, as another warpgroup has the tensor cores then; with OVERLAP, always so without turns, it runs beside it. Terms
@@ -13,11 +16,12 @@
 // (parts/forward_rows.cuh).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths, multiples of 16; narrower tensors are padded by the TMA),
-// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of
-// its own rows sees), CLUSTER (blocks that load keys for each other; 1: none do), CLUSTER_HEADS (of neighbouring
-// query heads, else rows), PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a
-// copy), FP8_PAGES (of e4m3, PAGED: parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in
-// one tile), LEFT_BOUNDS (rows may see keys from some key on only), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI, BIAS, DROPOUT.
+// BLOCK_M, BLOCK_N, STAGES, Q_STAGES, TURNS, OVERLAP, OWN_KEYS (each warpgroup leaves out what none of its own rows sees),
+// CLUSTER (blocks that load keys for each other; 1: none do), CLUSTER_HEADS (of neighbouring query heads, else rows),
+// PRODUCER_REGISTERS, CONSUMER_REGISTERS, PAGED (PAGE_ROWS keys a copy), FP8_PAGES (of e4m3, PAGED:
+// parts/forward_convert.cuh; RAW_STAGES), PACK (rows of all query heads of a key head in one tile), LEFT_BOUNDS (rows may
+// see keys from some key on only), SPLIT (partial results), SPARSE (lists of blocks; BLOCK_M 128), KEY_MASK, SOFTCAP, ALIBI,
+// BIAS, DROPOUT.
 #include "parts/element.cuh"
 #include "parts/score.cuh"
 #include "parts/seqlen.cuh"
@@ -198,12 +202,13 @@ class Consumer {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
 #if OWN_KEYS
     const OwnSteps& own = tile.own[group];
-    Steps steps = {uniform(tile.steps), uniform(own.masked_end), uniform(own.whole_end), uniform(own.first), uniform(own.half)};
+    const int first = uniform(own.first), half = uniform(own.half);
 #else
-    Steps steps = {uniform(tile.steps), uniform(tile.masked_end), uniform(tile.whole_end), 0, 0};
+    const Tile& own = tile;
+    constexpr int first = 0, half = 0;
 #endif
-    if (!LEFT_BOUNDS && !SPARSE) steps.whole_end = steps.all;
-    return steps;
+    const int all = uniform(tile.steps);
+    return {all, uniform(own.masked_end), LEFT_BOUNDS || SPARSE ? uniform(own.whole_end) : all, first, half};
   }
 
   // Gives back the stages of the steps in front of this warpgroup's first one, of tile t and from the n-th of all on. It
@@ -346,8 +351,8 @@ class Consumer {
 
   // Adds the last values of tile t, of step n - 1, and writes it. Where tiles overlap, the next one's first scores are made
   // meanwhile, and are terms at the end; `now` becomes its steps. No product is in a branch, nor the wait for one, as the
-  // compiler would let each wait for the others: in front of the first tile (t is -1) and behind the last they are of whatever
-  // there is, and nobody reads them.
+  // compiler would let each wait for the others: in front of the first tile (t is -1) and behind the last they are of
+  // whatever there is, and nobody reads them.
   __device__ __forceinline__ void finish(float (&acc)[HEAD_DIM_V / 2], uint32 (&probs)[BLOCK_N / 16][4], Rows& rows,
                                          Steps& now, int t, int n) const {
     const Tile& tile = shared.tiles[stage<kTileSlots>(t)];
@@ -372,8 +377,12 @@ class Consumer {
       release(shared.empty_v + 8 * stage<STAGES>(n - 1));
       int row = local_row;
       asm volatile("" : "+r"(row));  // else which rows are real is kept from above, in a register that some tiles lack
-      if (kStoresByQueries && !TURNS) meet();  // nobody's scores are made any more; where there are turns, theirs say so
-      store_rows(acc, factor, tile, p, row, my_queries(t) + threadIdx.x % 128 / 32 * 16 * 128);
+      if (kStoresByQueries) {
+        if (!kOverlapsTiles || !TURNS) meet();  // no warp's scores are made any more; the turn has said so
+        store_by_queries(acc, factor, tile, p, row / 16 * 16, my_queries(t) + threadIdx.x % 128 / 32 * 16 * 128);
+      } else {
+        store_rows(acc, factor, tile, p, row);
+      }
       if (Q_STAGES > 1) release_queries(t);
       end_tile(t);
     }

@@ -184,54 +184,56 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& state, 
   }
 }
 
-// Where output is written from registers, and where by way of the queries' shared memory, which are not needed any more: there
-// it takes fewer instructions, but queries of one stage alone are gone by then.
-constexpr bool kStoresByQueries = !SPLIT && Q_STAGES > 1;
+// Whether the output takes the way through the queries' shared memory, which nobody needs at a tile's end. That is less code,
+// and whole lines go to memory. Not the queries' that have one stage: the next ones may be there then.
+constexpr bool kStoresByQueries = Q_STAGES > 1 && !SPLIT;
 
-// Where a row of the output is; only if it is real.
+// Where a row of the output is, if it is real.
 __device__ __forceinline__ int64 offset_of(int row, const Tile& tile, const HopperParams& p) {
   const ForwardParams& f = p.forward;
   return (f.sequence.cu_seqlens_q != nullptr ? 0 : tile.batch * f.out_batch) +
          (tile.seq.q_begin + static_cast<int64>(query_of(row, p))) * f.out_row + head_of(row, tile, p) * f.out_head;
 }
 
-// Writes the rows of this warp, of which the thread has two. `queries`: the shared memory of the warp's queries.
-__device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], const Tile& tile,
-                                           const HopperParams& p, int local_row, uint32 queries) {
+// Writes the warp's 16 rows of the output, from `first` of the tile on, by way of the shared memory of its queries. Swizzled
+// as those were: no two lanes use one bank.
+__device__ __forceinline__ void store_by_queries(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2],
+                                                 const Tile& tile, const HopperParams& p, int first, uint32 queries) {
   const ForwardParams& f = p.forward;
-  const int lane = threadIdx.x % 32;
-  if (kStoresByQueries) {
-    const int in_warp = lane / 8, first = local_row / 16 * 16 + in_warp, chunk = lane % 8;
-    const int rows = min(rows_per_tile(p), tile.end_row - tile.first_row) - first;
-    element* out = f.out + offset_of(tile.first_row + first, tile, p) + chunk * 8;
-    // Swizzled as the queries were: no two lanes use one bank.
+  const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;  // of each fourth row 16 bytes of each slab
+  const int rows = min(rows_per_tile(p), tile.end_row - tile.first_row) - first - row;
+  element* out = f.out + offset_of(tile.first_row + first + row, tile, p) + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM_V / 8; i += 2) {
-      uint32 x[4];
+  for (int i = 0; i < HEAD_DIM_V / 8; i += 2) {
+    uint32 x[4];
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float* pair = acc + (i + j / 2) * 4 + j % 2 * 2;
-        x[j] = pack2(pair[0] * factor[j % 2], pair[1] * factor[j % 2]);
-      }
-      const int row = lane % 16;
-      store_matrices(queries + i / 8 * kSlabQ + row * 128 + ((i % 8 + lane / 16) ^ row % 8) * 16, x);
+    for (int j = 0; j < 4; j++) {
+      const float* pair = acc + (i + j / 2) * 4 + j % 2 * 2;
+      x[j] = pack2(pair[0] * factor[j % 2], pair[1] * factor[j % 2]);
     }
-    fence_async_proxy();  // the next queries come behind what was written
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      if (PACK) out = f.out + offset_of(tile.first_row + first + i, tile, p) + chunk * 8;
-#pragma unroll
-      for (int c = 0; c < kSlabsV; c++) {
-        uint32 x[4];
-        load_shared4(x, queries + c * kSlabQ + (i + in_warp) * 128 + (chunk ^ (i + in_warp) % 8) * 16);
-        if (i < rows && c * 64 + chunk * 8 < f.head_dim_v) store_global4(out + c * 64, x);
-      }
-      out += 4 * f.out_row;
-    }
-    return;
+    store_matrices(queries + i / 8 * kSlabQ + lane % 16 * 128 + ((i % 8 + lane / 16) ^ lane % 8) * 16, x);
   }
-  const int c = lane % 4;
+  fence_async_proxy();  // the next queries come behind what was written
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    if (PACK) out = f.out + offset_of(tile.first_row + first + row + i, tile, p) + chunk * 8;
+#pragma unroll
+    for (int c = 0; c < kSlabsV; c++) {
+      uint32 x[4];
+      load_shared4(x, queries + c * kSlabQ + (row + i) * 128 + (chunk ^ (row + i) % 8) * 16);
+      if (i < rows && c * 64 + chunk * 8 < f.head_dim_v) store_global4(out + c * 64, x);
+    }
+    out += 4 * f.out_row;
+  }
+}
+
+// Writes the thread's rows of the output from registers, 16 bytes at a time: the four threads of a row swap their pairs of
+// columns.
+__device__ __forceinline__ void store_rows(const float (&acc)[HEAD_DIM_V / 2], const float (&factor)[2], const Tile& tile,
+                                           const HopperParams& p, int local_row) {
+  const ForwardParams& f = p.forward;
+  const int c = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = tile.first_row + local_row + half * 8;
