@@ -33,15 +33,11 @@ struct Share {
   int unit, begin, end;
 
   __device__ __forceinline__ Share(const BackwardParams& p, const KeyTile& tile) : unit(finished_unit(p, tile)) {
-    const int64 chunks = unit_chunks(p);
-    begin = static_cast<int>(chunks * tile.number / p.key_tiles);
-    end = unit < 0 ? begin : static_cast<int>(chunks * (tile.number + 1) / p.key_tiles);
-  }
-  static __device__ __forceinline__ int unit_chunks(const BackwardParams& p) {
-    return p.group / p.parts * head_chunks(p) * kSlabsK;
+    begin = min(tile.number * p.share_chunks, p.unit_chunks);
+    end = unit < 0 ? begin : min(begin + p.share_chunks, p.unit_chunks);
   }
   __device__ __forceinline__ float* at(const BackwardParams& p, int chunk) const {
-    return p.sums + (unit % p.held_units * unit_chunks(p) + chunk) * static_cast<int64>(kChunk);
+    return p.sums + (static_cast<int64>(unit % p.held_units) * p.unit_chunks + chunk) * kChunk;
   }
 };
 
@@ -122,7 +118,7 @@ class Pieces {
 
   __device__ __forceinline__ void store(int piece, DqRows& rows) const {
     const uint32 any_row = static_cast<uint32>(piece) / (kSlabsK * 4);  // of 64
-    const uint32 head = share.unit * (p.group / p.parts) + any_row / head_chunks(p), heads = p.group * p.kv_heads;
+    const uint32 head = share.unit * p.unit_heads + any_row / head_chunks(p), heads = p.group * p.kv_heads;
     const int row = any_row % head_chunks(p) * kChunkRows + piece % 4 * 16, column = piece / 4 % kSlabsK * 64;
     element* const to = p.dq + head / heads * p.dq_batch + head % heads * p.dq_head + row * p.dq_row + column;
     rows.store(to, p.dq_row, p.sequence.seqlen_q - row, p.head_dim - column);

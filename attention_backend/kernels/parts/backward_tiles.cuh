@@ -83,7 +83,7 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   tile.falling = DETERMINISTIC && place.falling;
   tile.part = place.part;
   tile.first_key = place.number * BLOCK_N;
-  const int heads = p.group / p.parts;
+  const int heads = p.unit_heads;
   tile.first_head = tile.kv_head * p.group + place.part * heads;
   tile.end_head = tile.first_head + heads;
   tile.seqlen_k = p.sequence.cu_seqlens_k ? p.sequence.cu_seqlens_k[tile.batch + 1] - seq.k_begin : p.sequence.seqlen_k;
