@@ -230,7 +230,6 @@ class Consumer {
     }
     if (steps.first < steps.all) return;
     wait_full<Q_STAGES>(shared.full_q, t);
-    meet();
     release_queries(t);
 #endif
   }

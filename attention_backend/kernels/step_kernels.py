@@ -39,8 +39,8 @@ def step_variants(
 ) -> Iterator[KernelVariant]:
     """For layers of `group` query heads a key head over pages of `page_size` keys, dtype bfloat16 or float16: prefill,
     decode and short prefills, merges; `most_keys`: of a sequence. With `left_bounds` layers have windows or chunks;
-    without, only what comes behind keys that requests share sees keys from some key on. Raises UnsupportedError for
-    what no kernel serves."""
+    without, there may be passes over keys that requests share and over those behind, of which both see keys from some
+    key on. Raises UnsupportedError for what no kernel serves."""
     options = Options(dtype, head_dim, head_dim_v, paged=True, softcap=softcap)
     most_rows = DECODE_ROWS
     if arch == _HOPPER and page_size % MIN_PAGE_ROWS == 0:
@@ -68,10 +68,9 @@ def _hopper_forwards(which: HopperOptions, group: int, most_keys: int, *, fp8_kv
         each_kind.append(which._replace(fp8=True))
     packs = (False, True) if group > 1 else (False,)
     for each in each_kind:
-        yield from (hopper_variant(each, pack=pack, split=split) for pack, split in product(packs, (False, True)))
-        if not which.left_bounds:
-            behind = each._replace(left_bounds=True)
-            yield from (hopper_variant(behind, pack=packs[-1], split=split) for split in (False, True))
+        for bounds, pack, split in product({which.left_bounds, True}, packs, (False, True)):
+            yield hopper_variant(each._replace(left_bounds=bounds), pack=pack, split=split)
         shared = shares_keys_from(hopper_layout(each).tiles[0], group, causal=True)
-        if shared and each.long and most_keys >= shared[1] and can_share_keys(each):
-            yield hopper_variant(each._replace(cluster=shared[0]))
+        if shared and each.long and most_keys >= shared[1] and can_share_keys(each) and not which.left_bounds:
+            for bounds in (False, True):
+                yield hopper_variant(each._replace(left_bounds=bounds, cluster=shared[0]))

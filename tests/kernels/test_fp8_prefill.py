@@ -33,11 +33,12 @@ def compiled() -> None:
         return
     options = [Options(dtype, dim, dim, paged=True) for dtype in DTYPES.values() for dim in (64, 80, 96, 128)]
     variants = (
-        hopper_variant(HopperOptions(each, page_size=64, fp8=True), pack=pack, split=split)
+        hopper_variant(HopperOptions(each, page_size=64, fp8=True, left_bounds=bounds), pack=pack, split=split)
         for each in options
         if each.dtype != torch.float32
         for pack in (False, True)
         for split in (False, True)
+        for bounds in (False, True)
     )
     build_variants(variants, default_cache())
 

@@ -150,8 +150,8 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
       const bool any = tile.seq.stop > 0;
       key = any ? p.sparse.blocks[static_cast<int64>(tile.list) * p.sparse.blocks_row + entry] * 128 + step % kParts * BLOCK_N
                 : 0;
-      const int bits =
-          any && step < tile.masked_end ? p.sparse.bit_rows[static_cast<int64>(tile.list) * p.sparse.bit_rows_row + entry] : -1;
+      const bool in_part = keys && any && step < tile.masked_end;
+      const int bits = in_part ? p.sparse.bit_rows[static_cast<int64>(tile.list) * p.sparse.bit_rows_row + entry] : -1;
 #else
       key -= BLOCK_N;
 #endif

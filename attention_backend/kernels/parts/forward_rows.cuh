@@ -187,6 +187,7 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& state, 
 // Whether the output takes the way through the queries' shared memory, which nobody needs at a tile's end. That is less code,
 // and whole lines go to memory. Not the queries' that have one stage: the next ones may be there then.
 constexpr bool kStoresByQueries = Q_STAGES > 1 && !SPLIT;
+static_assert(!kStoresByQueries || kSlabsV <= kSlabsK, "rows of the output have no more room than those of the queries");
 
 // Where a row of the output is, if it is real.
 __device__ __forceinline__ int64 offset_of(int row, const Tile& tile, const HopperParams& p) {

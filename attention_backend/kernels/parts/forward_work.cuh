@@ -93,7 +93,7 @@ class WorkLine {
   }
 
  private:
-  int base, before;  // the first of the 32 sequences looked at, none yet, and the tiles before it
+  int base, before;  // the first of the 32 sequences looked at (-32: none yet), and the tiles before it
   int sum;           // tiles of the sequences up to this lane's
   int splits;        // of this lane's sequence
   float parts;       // of a step of a sequence's last tile, where their number is chosen

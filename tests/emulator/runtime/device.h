@@ -112,7 +112,7 @@ inline float exp2_flushed(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0.f : y;
 }
-inline float log2_flushed(float x) { return log2f(fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x); }
+inline float log2_flushed(float x) { return log2f(fabsf(x) < 0x1p-126f ? copysignf(0.f, x) : x); }
 inline float reciprocal_flushed(float x) {
   const float y = 1.f / x;
   return fabsf(y) < 0x1p-126f ? 0.f : y;

@@ -20,6 +20,7 @@ from attention_backend.heuristics.sm90 import (
     hopper_config,
     hopper_plan,
 )
+from attention_backend.kernels import flash_fwd_sm90
 from attention_backend.kernels.hopper_variants import (
     HopperOptions,
     can_be_tall,
@@ -28,6 +29,7 @@ from attention_backend.kernels.hopper_variants import (
     hopper_variant,
 )
 from attention_backend.kernels.variants import Options
+from attention_backend.problem import AttentionArgs
 
 _SHARED_MEMORY = 227 * 1024
 _FLAGS = [(a, b, c, d) for a in (False, True) for b in (False, True) for c in (False, True) for d in (False, True)]
@@ -361,3 +363,23 @@ def test_which_problems_have_tiles_of_192_rows() -> None:
     plain = HopperOptions(Options(torch.bfloat16, 128, 128, paged=True), page_size=64)
     assert not can_be_tall(plain._replace(sparse=True))
     assert not can_be_tall(plain._replace(fp8=True))
+
+
+@pytest.mark.parametrize(
+    ("mask", "bounds"),
+    [
+        ({}, False),
+        ({"window_right": 0}, False),
+        ({"window_right": 5}, False),
+        ({"window_left": 0}, True),
+        ({"window_left": 7, "window_right": 0}, True),
+        ({"chunk_size": 4, "window_right": 0}, True),
+        ({"seqused_k": torch.ones(1, dtype=torch.int32)}, False),
+        ({"leftpad_k": torch.ones(1, dtype=torch.int32)}, True),
+        ({"mask_desc": torch.zeros(1, 8, dtype=torch.int32)}, True),
+    ],
+    ids=str,
+)
+def test_kernels_that_know_no_bounds_on_the_left_serve_masks_that_have_none(mask: dict[str, Any], bounds: bool) -> None:
+    x = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
+    assert flash_fwd_sm90._left_bounds(AttentionArgs(x, x, x, 1.0, **mask)) == bounds

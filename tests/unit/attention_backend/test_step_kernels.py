@@ -5,9 +5,10 @@ import torch
 
 from attention_backend.heuristics.sm90 import CLUSTER
 from attention_backend.jit import ARCHS
-from attention_backend.kernels import device, layer_chain
+from attention_backend.kernels import device, flash_fwd_sm90, layer_chain
 from attention_backend.kernels.chain_store import Store
 from attention_backend.kernels.covering import covering_set
+from attention_backend.kernels.hopper_variants import hopper_variant
 from attention_backend.kernels.step_kernels import step_variants
 from attention_backend.layer_chain import MOST_ROWS, ChainHeads
 from attention_backend.preparation import (
@@ -19,18 +20,19 @@ from attention_backend.preparation import (
     make_ready,
     step_kernels,
 )
+from attention_backend.problem import AttentionArgs
 
 
 def test_llamas_kernels_on_hopper_are_forwards_decodes_and_a_merge() -> None:
     found = list(dict.fromkeys(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64)))
     names = [variant.kernel for variant in found]
-    # Of few keys, many keys, many rows; pairs of heads of the latter two; behind keys that requests share.
-    assert names.count("flash_fwd_sm90") == 14 + 6
+    # Of few keys, many keys, many rows; pairs of heads of the latter two. All with bounds on the left and without.
+    assert names.count("flash_fwd_sm90") == 2 * 14
     assert names.count("flash_decode_sm90") == 2  # 8 and 16 query rows at once; forwards take more
     assert names.count("flash_merge") == 1
-    assert len(found) == 23
+    assert len(found) == 31
     short = set(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64, most_keys=4096))
-    assert [variant.kernel for variant in short].count("flash_fwd_sm90") == 8 + 4
+    assert [variant.kernel for variant in short].count("flash_fwd_sm90") == 2 * 8
     ahead = set(covering_set("sm_90a"))
     assert sum(variant in ahead for variant in found) >= 5, "most are in the images' covering set, too"
 
@@ -44,12 +46,12 @@ def test_over_float8_pages_there_are_forwards_that_read_them_and_forwards_of_cop
         )
         return [sum(("FP8_PAGES", flag) in variant.defines for variant in found) for flag in (1, 0)]
 
-    assert forwards(128) == [4 + 2, 14 + 6]
-    assert forwards(64) == [4 + 2, 8 + 4]
-    assert (forwards(256), forwards(128, softcap=True)) == ([0, 5 + 2], [0, 4 + 2])
+    assert forwards(128) == [2 * 4, 2 * 14]
+    assert forwards(64) == [2 * 4, 2 * 8]
+    assert (forwards(256), forwards(128, softcap=True)) == ([0, 2 * 5], [0, 2 * 4])
 
 
-@pytest.mark.parametrize(("group", "most_keys", "kinds"), [(4, 8192, 2), (3, 8192, 0), (1, 16384, 2), (4, 8191, 0)])
+@pytest.mark.parametrize(("group", "most_keys", "kinds"), [(4, 8192, 4), (3, 8192, 0), (1, 16384, 4), (4, 8191, 0)])
 def test_blocks_that_load_keys_for_each_other_are_ready_where_they_will_be_wanted(
     group: int, most_keys: int, kinds: int
 ) -> None:
@@ -65,6 +67,42 @@ def test_layers_with_windows_have_kernels_with_bounds_on_the_left_alone() -> Non
         return {dict(variant.defines)["LEFT_BOUNDS"] for variant in found if variant.kernel == "flash_fwd_sm90"}
 
     assert (bounds(left_bounds=True), bounds()) == ({1}, {0, 1})
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "keys", "partial"),
+    [
+        *((1, rows, 32768, True) for rows in (128, 256, 512, 1024, 2048, 8192)),
+        *((n, 512, 32768, False) for n in (4, 16)),
+    ],
+)
+def test_passes_over_shared_keys_and_behind_them_find_their_kernels_ready(
+    requests: int, rows: int, keys: int, partial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "num_sms", lambda _index: 132)
+    meta = {"device": "meta"}
+    cache = torch.empty(8, 64, 8, 128, dtype=torch.bfloat16, **meta)
+    each, bounds = (
+        torch.empty(requests, dtype=torch.int32, **meta),
+        torch.empty(requests + 1, dtype=torch.int32, **meta),
+    )
+    args = AttentionArgs(
+        torch.empty(requests * rows, 32, 128, dtype=torch.bfloat16, **meta),
+        cache,
+        cache,
+        0.1,
+        cu_seqlens_q=bounds,
+        max_seqlen_q=rows,
+        max_seqlen_k=keys,
+        seqused_k=each,
+        leftpad_k=each,
+        block_table=torch.empty(requests, keys // 64, dtype=torch.int32, **meta),
+        window_right=-1 if partial else 0,
+    )
+    which, plan = flash_fwd_sm90._plan(args, False, 0, False if partial else None, partial=partial)
+    wanted = hopper_variant(which, pack=plan.pack, split=partial or plan.num_splits > 1)
+    assert ("LEFT_BOUNDS", 1) in wanted.defines
+    assert wanted in set(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=64, most_keys=keys))
 
 
 def test_without_groups_nothing_is_packed() -> None:
