@@ -157,8 +157,7 @@ def _launch(
     p.padded_rows, p.head_dim, p.head_dim_v = rows, args.head_dim, args.head_dim_v
     p.group, p.parts, p.kv_heads, p.batch, p.key_tiles = group, parts, args.num_kv_heads, args.batch, key_tiles
     p.section, p.unit_heads = section, unit_heads
-    p.unit_chunks = unit_heads * sums_head // _ROWS * tile.slabs
-    p.share_chunks = -(-p.unit_chunks // key_tiles)
+    p.share_chunks = -(-unit_heads * (sums_head // _ROWS) * tile.slabs // key_tiles)
     q, o = (tensor_map(x, tile.block_m) for x in (args.q, grad_out))
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
     lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))

@@ -19,7 +19,7 @@ class BackwardParams(ctypes.Structure):
         *((name, c_int64) for name in ("dq_batch", "dq_row", "dq_head", "padded_rows", "sums_head")),
         *((name, c_int) for name in ("head_dim", "head_dim_v", "group", "parts")),
         *((name, c_int) for name in ("kv_heads", "batch", "key_tiles", "section", "held_units", "lag")),
-        *((name, c_int) for name in ("unit_heads", "unit_chunks", "share_chunks")),
+        *((name, c_int) for name in ("unit_heads", "share_chunks")),
     )
 
 

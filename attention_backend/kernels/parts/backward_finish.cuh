@@ -33,11 +33,14 @@ struct Share {
   int unit, begin, end;
 
   __device__ __forceinline__ Share(const BackwardParams& p, const KeyTile& tile) : unit(finished_unit(p, tile)) {
-    begin = min(tile.number * p.share_chunks, p.unit_chunks);
-    end = unit < 0 ? begin : min(begin + p.share_chunks, p.unit_chunks);
+    begin = min(tile.number * p.share_chunks, unit_chunks(p));
+    end = unit < 0 ? begin : min(begin + p.share_chunks, unit_chunks(p));
+  }
+  static __device__ __forceinline__ int unit_chunks(const BackwardParams& p) {
+    return p.unit_heads * head_chunks(p) * kSlabsK;
   }
   __device__ __forceinline__ float* at(const BackwardParams& p, int chunk) const {
-    return p.sums + (static_cast<int64>(unit % p.held_units) * p.unit_chunks + chunk) * kChunk;
+    return p.sums + (static_cast<int64>(unit % p.held_units) * unit_chunks(p) + chunk) * kChunk;
   }
 };
 

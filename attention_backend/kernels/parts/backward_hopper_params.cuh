@@ -31,6 +31,5 @@ struct BackwardParams {
   int key_tiles;  // of the longest sequence
   int section;    // key heads, of all sequences, whose tiles lie side by side in the order of work
   int held_units, lag;  // units that sums are of; how many units later a unit is finished
-  int unit_heads;       // query heads of a unit
-  int unit_chunks, share_chunks;  // chunks of its sums of dQ; those of them that are finished with a tile
+  int unit_heads, share_chunks;  // query heads of a unit; chunks of its sums of dQ that are finished with a tile
 };

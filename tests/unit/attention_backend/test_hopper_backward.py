@@ -246,5 +246,5 @@ def test_parameters_are_laid_out_as_in_the_kernels() -> None:
     """Offsets of the C++ structures, by hand: eight-byte fields first, so that neither side pads."""
     assert BackwardParams.sums.offset % 8 == 0
     pointers_and_strides = 7 * 8 + 8 * 8 + 5 * 8
-    assert ctypes.sizeof(BackwardParams) == BackwardParams.sums.offset + pointers_and_strides + 10 * 4
+    assert ctypes.sizeof(BackwardParams) == BackwardParams.sums.offset + pointers_and_strides + 12 * 4
     assert ctypes.sizeof(RowsOfDqParams) == 3 * 8 + 3 * 8 + 8 + 6 * 4
