@@ -212,9 +212,14 @@ def main(
             spawned=0.0,
         )
         engines = list(chosen(names, ENGINES, "peer"))
-        for number, peer in enumerate(peers(engines, json_objects(ours_args), json_objects(vllm_args), vllm_path)):
+        asked = peers(engines, json_objects(ours_args), json_objects(vllm_args), vllm_path)
+        reasons = {peer.engine: why_not(peer, driver, plan) for peer in asked}
+        absent = [f"{engine} ({reason})" for engine, reason in reasons.items() if reason is not None]
+        if absent and names != "all":
+            raise typer.BadParameter(f"what was named cannot be measured: {', '.join(absent)}")
+        for number, peer in enumerate(asked):
             label = f"{peer.engine} {peer.variant} {driver}".replace("  ", " ")
-            if (reason := why_not(peer, driver, plan)) is not None:
+            if (reason := reasons[peer.engine]) is not None:
                 typer.echo(f"{label}: not measured, {reason}", err=True)
                 continue
             for row in measure(peer, driver, plan, Path(scratch) / f"caches-{number}"):

@@ -21,6 +21,8 @@ QUIET = {
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+#: What is imported of an engine when it is asked for, and needs all that the engine needs.
+LAZY = {VLLM: ("AsyncEngineArgs",)}
 #: Where engines keep what they compile: one empty folder instead of them makes a cold start.
 CACHES = {
     "LONGWAVE_CACHE_DIR": "longwave",
@@ -101,16 +103,28 @@ def as_flags(arguments: dict[str, Any]) -> list[str]:
     return flags
 
 
-def is_importable(module: str, peer: Peer) -> bool:
+def is_installed(peer: Peer) -> bool:
     """In the peer's own environment; nothing of it is run."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=peer.environment(None), check=False)
-    return done.returncode == 0
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer.engine!r}) is None)"
+    return _python(peer, look) is None
+
+
+def import_error(peer: Peer) -> str | None:
+    """What its import ends with where a package that it needs is missing, say; None where it does not fail."""
+    names = (peer.engine, *(f"{peer.engine}.{name}" for name in LAZY.get(peer.engine, ())))
+    return _python(peer, f"import {'; '.join(names)}")
+
+
+def _python(peer: Peer, code: str) -> str | None:
+    """None, or the last line of what the code failed with."""
+    run = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(run, env=peer.environment(None), check=False, capture_output=True, text=True)
+    return None if done.returncode == 0 else (done.stderr.strip() or "it says nothing").splitlines()[-1]
 
 
 def why_not(peer: Peer, driver: str, plan: Plan) -> str | None:
     """What keeps a peer from being measured; None when nothing does."""
-    if peer.engine != OURS and not is_importable(peer.engine, peer):
+    if peer.engine != OURS and not is_installed(peer):
         return "it is not installed"
     if not peer.can_run(driver):
         return f"it is measured with --driver {HTTP} only"
@@ -118,6 +132,8 @@ def why_not(peer: Peer, driver: str, plan: Plan) -> str | None:
         return "it serves no random weights: give --model-shape bundled or --model"
     if peer.engine in (VLLM, SGLANG) and plan.device == "cpu":
         return "it is measured on a GPU only"
+    if peer.engine != OURS and (error := import_error(peer)) is not None:
+        return f"it cannot be imported: {error}"
     return None
 
 

@@ -203,6 +203,26 @@ def test_what_cannot_be_measured_says_why(plan: Plan, fake_vllm: Peer) -> None:
     assert why_not(Peer("ours"), "offline", plan) is None
 
 
+def test_a_peer_that_lacks_a_package_is_found_out_before_anything_is_measured(plan: Plan, fake_vllm: Peer) -> None:
+    on_a_gpu = replace(plan, device="cuda")
+    assert why_not(fake_vllm, "offline", on_a_gpu) is None
+    assert fake_vllm.import_path is not None
+    package = Path(fake_vllm.import_path) / "vllm" / "__init__.py"
+    package.write_text("def __getattr__(name):\n    import a_package_of_nobody\n")
+    reason = "it cannot be imported: ModuleNotFoundError: No module named 'a_package_of_nobody'"
+    assert why_not(fake_vllm, "offline", on_a_gpu) == reason
+
+
+def test_a_named_peer_that_cannot_be_measured_is_an_error(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(serving.main)
+    small = ["--model-shape", "small", "--scale", "0.01", "--device", "cpu", "--peers", "ours,sglang"]
+    result = CliRunner().invoke(app, [*small, "--out", str(tmp_path / "results.json")])
+    assert result.exit_code == 2
+    assert "sglang (it is not installed)" in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "results.json").exists()
+
+
 def test_unknown_cases_are_refused() -> None:
     app = typer.Typer()
     app.command()(serving.main)
