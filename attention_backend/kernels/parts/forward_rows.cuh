@@ -185,7 +185,7 @@ __device__ __forceinline__ void end_rows(float (&factor)[2], const Rows& state, 
 }
 
 // Whether the output takes the way through the queries' shared memory, which nobody needs at a tile's end. That is less code,
-// and whole lines go to memory. Not the queries' that have one stage: the next ones may be there then.
+// and whole lines go to memory. Not where queries have one stage: the next ones may be there by then.
 constexpr bool kStoresByQueries = Q_STAGES > 1 && !SPLIT;
 static_assert(!kStoresByQueries || kSlabsV <= kSlabsK, "rows of the output have no more room than those of the queries");
 

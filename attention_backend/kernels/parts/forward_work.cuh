@@ -203,10 +203,11 @@ class WorkLine {
            (even || (together + 1) / 2 * heads_per_key * units * 2 >= static_cast<int>(gridDim.x) / CLUSTER * 3))
       together = (together + 1) / 2;
     together *= heads_per_key;
-    const auto times = [](int x, int by) -> int { return static_cast<uint32>(x) / static_cast<uint32>(by); };  // shorter
-    const int section = times(index, together * units);
+    // None is below zero, and code that need not ask is shorter.
+    const auto quotient = [](int x, int by) -> int { return static_cast<uint32>(x) / static_cast<uint32>(by); };
+    const int section = quotient(index, together * units);
     index -= section * together * units;
-    const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = times(index, heads);
+    const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = quotient(index, heads);
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
     const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
     const int drawn_row = m * rows_drawn(p), first_row = drawn_row + (kTilesDrawn > 1 ? cluster_rank() * BLOCK_M : 0);

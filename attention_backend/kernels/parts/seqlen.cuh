@@ -49,15 +49,7 @@ struct Sequence {
       k_begin = p.cu_seqlens_k[b];
       seqlen_k = p.cu_seqlens_k[b + 1] - k_begin;
     }
-#if !LEFT_BOUNDS
-    start = 0;
-    stop = p.seqused_k ? min(p.seqused_k[b], seqlen_k) : seqlen_k;
-    q_offset = stop - seqlen_q;
-    left = -1;
-    right = p.window_right;
-    chunk = 0;
-#else
-    if (p.mask_desc) {
+    if (LEFT_BOUNDS && p.mask_desc) {
       const int* d = p.mask_desc + 8 * b;
       start = max(d[0], 0);
       stop = min(d[1], seqlen_k);
@@ -66,14 +58,13 @@ struct Sequence {
       right = d[4];
       chunk = d[5];
     } else {
-      start = p.leftpad_k ? p.leftpad_k[b] : 0;
+      start = LEFT_BOUNDS && p.leftpad_k ? p.leftpad_k[b] : 0;
       stop = p.seqused_k ? min(p.seqused_k[b], seqlen_k) : seqlen_k;
       q_offset = stop - seqlen_q;
-      left = p.window_left;
+      left = LEFT_BOUNDS ? p.window_left : -1;
       right = p.window_right;
-      chunk = p.chunk_size;
+      chunk = LEFT_BOUNDS ? p.chunk_size : 0;
     }
-#endif
   }
 
   // First key that row i may see.

@@ -74,6 +74,7 @@ def test_layers_with_windows_have_kernels_with_bounds_on_the_left_alone() -> Non
     [
         *((1, rows, 32768, True) for rows in (128, 256, 512, 1024, 2048, 8192)),
         *((n, 512, 32768, False) for n in (4, 16)),
+        (4, 2048, 32768, False),  # by pairs of blocks
     ],
 )
 def test_passes_over_shared_keys_and_behind_them_find_their_kernels_ready(
