@@ -7,16 +7,15 @@ from types import ModuleType
 
 from attention_backend.jit.errors import CupyMissingError
 
-_LOADING = threading.Lock()
+#: Held by who opens libnvrtc or, in a first compilation, its other parts: of two threads at once one has missed those.
+LOADING = threading.RLock()
 
 
 def nvrtc() -> ModuleType:
     """`cupy.cuda.nvrtc`. Raises CupyMissingError when CuPy or libnvrtc is not there."""
     nvrtc_version()  # loads the library of which the version is told, before CuPy looks for one
     try:
-        with (
-            _LOADING
-        ):  # CuPy opens libnvrtc at its first use; by two threads at once, NVRTC then misses its other parts
+        with LOADING:  # CuPy opens the library at its first use
             from cupy.cuda import nvrtc as module
 
             module.getVersion()
@@ -29,6 +28,11 @@ def nvrtc() -> ModuleType:
 def nvrtc_version() -> tuple[int, int]:
     """Of the NVRTC that CuPy uses, found as CuPy 14 finds it but without CuPy, which takes longer to load than all else
     of a first call whose kernel is cached. Raises CupyMissingError."""
+    with LOADING:
+        return _version_of_the_one_found()
+
+
+def _version_of_the_one_found() -> tuple[int, int]:
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,6 @@ FLAGS = ("-std=c++17", "-default-device", "--no-source-include", "--no-cache", "
 
 _KEY_FORMAT = 1
 _LOG = logging.getLogger("attention_backend.jit")
-_LOADING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,8 @@ def _builtins() -> None:
 
 
 def _load_builtins() -> None:
-    """NVRTC opens libnvrtc-builtins at its first compilation; of two at once one has failed to, so it is done alone."""
-    with _LOADING:
+    """NVRTC opens libnvrtc-builtins at its first compilation: alone, and not while another thread opens libnvrtc."""
+    with bindings.LOADING:
         _builtins()
 
 
