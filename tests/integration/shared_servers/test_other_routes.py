@@ -61,7 +61,6 @@ def test_metrics_count_an_answer(server: ServerProcess) -> None:
     before = server.metrics()
 
     usage = greedy(server, CAPITAL, 8).usage
-    server.wait_until_idle()
 
     assert usage is not None
     after = server.metrics()
