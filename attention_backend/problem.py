@@ -126,6 +126,12 @@ class AttentionArgs:
         return 256 / (256 - self.dropout_threshold)
 
     @property
+    def left_bounds(self) -> bool:
+        """Whether rows may see keys from some key on only."""
+        descriptors = self.leftpad_k is not None or self.mask_desc is not None
+        return self.window_left >= 0 or self.chunk_size > 0 or descriptors
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.v.shape[-1])
 

@@ -19,7 +19,7 @@ _HELD_SECTIONS = 3  # of which there are sums at a time
 _CHUNK_BYTES = 64 * 64 * 4
 _ZEROS_BYTES = _CHUNK_BYTES // 4
 _TILE_SLOTS = 2  # descriptions of tiles of keys
-_TILE_BYTES = 104  # a KeyTile (parts/backward_tiles.cuh) without its rows
+_TILE_BYTES = 112  # a KeyTile (parts/backward_tiles.cuh) without its rows
 _KEY_BYTES = 8  # a KeyRows
 _CONSUMERS = 2
 _STEP_ROWS = 64
@@ -44,13 +44,29 @@ class BackwardTile:
     terms_first: bool = False  # scores and dP are added to what would be taken from them
     key_stages: int = 1  # tiles of keys and values: with two, the next ones are loaded while the last rows are computed
     finishes: bool = False  # dQ of sections in front, on the way, where registers are left for it
-    cluster: int = 1  # blocks that share a tile: two of them, of head_dim above 128
+    # Blocks side by side: two that share a tile (head_dim above 128), or that load rows for each other.
+    cluster: int = 1
 
     def __str__(self) -> str:
-        if self.cluster > 1:
+        if self.is_pair:
             return "pair"
         how = ("apart" if self.apart else "joint") + ("-terms" if self.terms_first else "")
-        return f"{how}-kept{self.kept_k}+{self.kept_v}"
+        return f"{how}-kept{self.kept_k}+{self.kept_v}" + ("-shared" if self.shares_rows else "")
+
+    @property
+    def is_pair(self) -> bool:
+        """Two blocks have a tile of keys together."""
+        return self.cluster > 1 and self.head_dim > 128
+
+    @property
+    def shares_rows(self) -> bool:
+        """Two blocks have tiles of keys side by side, and load the rows that see both for each other."""
+        return self.cluster > 1 and not self.is_pair
+
+    @property
+    def orders(self) -> tuple[bool, ...]:
+        """Whether dQ may be summed in one order, and in any."""
+        return (False,) if self.shares_rows else (False, True)
 
     @property
     def threads(self) -> int:
@@ -59,7 +75,7 @@ class BackwardTile:
     @property
     def registers(self) -> tuple[int, int, int]:
         """Of a producer's, a consumer's and dQ's thread, if it has its own."""
-        if self.cluster > 1:
+        if self.is_pair:
             return (24, 240, 0)
         return (24, 208, 72) if self.apart else (24, 240, 0)
 
@@ -74,8 +90,8 @@ class BackwardTile:
 
     @property
     def smem_bytes(self) -> int:
-        seen = (1 if self.cluster > 1 else _TILE_SLOTS) * _KEY_BYTES * self.block_n
-        used = (self._pair_bytes if self.cluster > 1 else self._block_bytes) + _TILE_SLOTS * _TILE_BYTES + seen
+        seen = (1 if self.is_pair else _TILE_SLOTS) * _KEY_BYTES * self.block_n
+        used = (self._pair_bytes if self.is_pair else self._block_bytes) + _TILE_SLOTS * _TILE_BYTES + seen
         # The tiles start at a multiple of 1,024, as the memory does where its declared alignment is kept.
         return min(used + 1024, _SHARED_MEMORY)
 
@@ -88,7 +104,7 @@ class BackwardTile:
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * (_STEP_ROWS if self.apart else self.block_m) * 2
         rings = 2 * (self.q_stages + self.o_stages + _TILE_SLOTS + self.ds_stages * self.apart)
-        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 3)
+        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 3 + 2 * self.shares_rows)
         return keys + rows + terms + ds + (self.handover * _CHUNK_BYTES + _ZEROS_BYTES * self.finishes) + barriers
 
     @property
@@ -131,7 +147,8 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
         return replace(joint, apart=True, key_stages=2, finishes=True), joint
     if tile == 96:
         return (replace(joint, kept_k=4, finishes=True),)
-    return replace(joint, terms_first=True, finishes=True), replace(joint, kept_k=2)
+    default = replace(joint, terms_first=True, finishes=True)
+    return default, replace(default, cluster=2), replace(joint, kept_k=2)
 
 
 def section_lines(

@@ -12,8 +12,9 @@
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths), BLOCK_M (64), BLOCK_N (128), CLUSTER (2), TILE_SLOTS,
 // KEY_STAGES (1), Q_STAGES, O_STAGES, DS_STAGES (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK,
-// SOFTCAP, ALIBI, DROPOUT.
+// SOFTCAP, ALIBI, DROPOUT, LEFT_BOUNDS.
 #define BIAS 0
+#define SHARES_ROWS 0
 #include "parts/backward_pair_half.cuh"
 #include "parts/backward_pair_turns.cuh"
 

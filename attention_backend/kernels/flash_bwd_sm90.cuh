@@ -18,14 +18,18 @@
 //
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
+// With SHARES_ROWS two blocks side by side (a cluster) have two tiles of keys side by side, and what both see of queries and
+// output gradients each loads half of for both: the L2 reads it once. For which masks flash_bwd_sm90.py says (can_share_rows).
+//
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), APART,
-// PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K and V in
-// registers), FINISHES (dQ on the way, where the launch says so: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not
-// with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK,
-// SOFTCAP, ALIBI, DROPOUT. EVERY_STEP, for compute-sanitizer's synccheck: warpgroups compute also the steps of which their
+// HEAD_DIM 64), BLOCK_N (128), CLUSTER (2 with SHARES_ROWS), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
+// (2), APART, PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
+// and V in registers), FINISHES (dQ on the way, where the launch says so: parts/backward_finish.cuh; not with PARTS),
+// TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query
+// heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's synccheck: warpgroups compute also the steps of which their
 // keys see nothing, as it takes warps that meet at one barrier from two places in the code for a mistake.
 #define BIAS 0
+#define SHARES_ROWS (CLUSTER > 1)
 #include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
 #include "parts/backward_loads.cuh"
@@ -218,6 +222,17 @@ class Consumer {
 #endif
   }
 
+  // A tile of rows has been read: its places in both rings are free.
+  __device__ __forceinline__ void release(const Rings& rings) const {
+    const uint32 empty_q = shared.empty_q + 8 * rings.q.at, empty_o = shared.empty_o + 8 * rings.o.at;
+    barrier_arrive(empty_q);
+    barrier_arrive(empty_o);
+#if SHARES_ROWS
+    barrier_arrive_at(empty_q, 1 - cluster_rank());
+    barrier_arrive_at(empty_o, 1 - cluster_rank());
+#endif
+  }
+
   // Leaves a step's dS to the sum of dQ, starts those of dK and dV, and waits until what they read may be overwritten.
   template <int PART, class StartSums>
   __device__ __forceinline__ void hand_on(const uint32 (&ds)[kRows / 16][4], bool last, Rings& rings,
@@ -231,10 +246,7 @@ class Consumer {
     rings.ds.next();
     start_sums();
     wgmma_wait<0>();
-    if (kEnds && first_thread()) {
-      barrier_arrive(shared.empty_q + 8 * rings.q.at);
-      barrier_arrive(shared.empty_o + 8 * rings.o.at);
-    }
+    if (kEnds && first_thread()) release(rings);
 #else
     const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
@@ -245,10 +257,7 @@ class Consumer {
     fence_async_proxy();
     start_dq(dq, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), shared.k + rings.keys.at * kBytesK, group);
     wgmma_wait<1>();  // dV and dK
-    if (first_thread()) {
-      barrier_arrive(shared.empty_o + 8 * rings.o.at);
-      barrier_arrive(shared.empty_q + 8 * rings.q.at);
-    }
+    if (first_thread()) release(rings);
     rings.dq.wait_empty(shared.free_space + 8 * group);
     wgmma_wait<0>();
     if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
@@ -328,6 +337,9 @@ class Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#if SHARES_ROWS
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
     flash_bwd_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
                    const __grid_constant__ TensorMap map_lse2, const __grid_constant__ TensorMap map_delta,
@@ -354,6 +366,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         draw_tiles(shared, p);
         break;
     }
+#if SHARES_ROWS
+    cluster_sync();  // the other block may still tell this one what it has read
+#endif
     return;
   }
 #if APART
@@ -368,5 +383,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Consumer(shared, nullptr, nullptr, p).run();
 #else
   Consumer(shared, &map_dk, &map_dv, p).run();
+#endif
+#if SHARES_ROWS
+  cluster_sync();
 #endif
 }

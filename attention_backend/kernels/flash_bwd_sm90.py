@@ -86,6 +86,17 @@ def backward(
     return Gradients(dq, dk, dv, None, dsinks)
 
 
+def can_share_rows(args: AttentionArgs, tile: BackwardTile) -> bool:
+    """Whether two blocks with tiles of keys side by side can load rows for each other: in every such pair the first
+    tile is seen by as many rows more than the second, no more than there is room for, and the second by some."""
+    lengths = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
+    if args.deterministic or args.left_bounds or any(x is not None for x in lengths):
+        return False
+    seqlen_k = args.k.shape[1]
+    square = args.window_right == 0 and args.seqlen_q == seqlen_k and args.num_heads == args.num_kv_heads
+    return -(-seqlen_k // tile.block_n) % tile.cluster == 0 and (args.window_right < 0 or square)
+
+
 def _launch(
     args: AttentionArgs,
     out: Tensor,
@@ -102,7 +113,12 @@ def _launch(
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     options = BackwardOptions.of(args, deterministic=args.deterministic)
     tile = tile or backward_tile(args.head_dim, args.head_dim_v, extras=options.extras)
-    key_tiles, workers = -(-seqlen_k // tile.block_n), device.num_sms(index) // tile.cluster
+    if tile.shares_rows and not can_share_rows(args, tile):
+        raise ValueError(
+            f"tile {tile} serves dense sequences of an even number of tiles of {tile.block_n} keys, without a mask or "
+            "causal with as many rows and heads of queries as of keys, and not deterministically"
+        )
+    key_tiles, workers = -(-seqlen_k // tile.block_n), device.num_sms(index) // (tile.cluster if tile.is_pair else 1)
     parts = query_parts(
         tile,
         seqlen_q=args.seqlen_q,
@@ -117,7 +133,7 @@ def _launch(
     variant, tile = backward_variant(options, tile)
     dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
     finishes = dense and options.finishes(tile)
-    blocks = min(key_tiles * lines * parts, workers) * tile.cluster
+    blocks = min(key_tiles * lines * parts, workers) * (tile.cluster if tile.is_pair else 1)
 
     section = section_lines(
         tile,
@@ -162,7 +178,7 @@ def _launch(
     k, v = (tensor_map(x, tile.block_n) for x in (args.k, args.v))
     lse2, delta = (plain_tensor_map(x, tile.block_m) for x in (terms.lse2, terms.delta))
     # Float32 parts, and those of wide heads, are written without the TMA.
-    sent = () if parts > 1 or tile.cluster > 1 else tuple(tensor_map(x, _ROWS) for x in (dk, dv))
+    sent = () if parts > 1 or tile.is_pair else tuple(tensor_map(x, _ROWS) for x in (dk, dv))
     load(variant, index)((blocks, 1, 1), (tile.threads, 1, 1), (q, k, v, o, lse2, delta, *sent, p), tile.smem_bytes)
     del counters, turns, progress  # kept until the launch was queued
 

@@ -89,11 +89,6 @@ def _no_keys(args: AttentionArgs) -> bool:
     return args.k.numel() == 0 or (args.block_table is not None and args.block_table.numel() == 0)
 
 
-def _left_bounds(args: AttentionArgs) -> bool:
-    """Whether rows may see keys from some key on only."""
-    return args.window_left >= 0 or args.chunk_size > 0 or args.leftpad_k is not None or args.mask_desc is not None
-
-
 def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tuple[Tensor, Tensor]:
     out, lse = _room_for_partials(args, plan.num_splits)
     if out.numel() == 0 or _no_keys(args):
@@ -126,7 +121,7 @@ def _plan(
         args.k.shape[1] if args.paged else 0,
         sparse,
         fp8=args.k.dtype != args.dtype,
-        left_bounds=_left_bounds(args),
+        left_bounds=args.left_bounds,
     )
     group = args.num_heads // args.num_kv_heads
     sizes = HopperSizes(

@@ -31,6 +31,7 @@ class BackwardOptions:
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    left_bounds: bool = False  # rows may see keys from some key on only
 
     @classmethod
     def of(cls, args: AttentionArgs, *, deterministic: bool, parts: bool = False) -> "BackwardOptions":
@@ -44,6 +45,7 @@ class BackwardOptions:
             args.softcap != 0.0,
             args.alibi_slopes is not None,
             args.dropout_threshold > 0,
+            args.left_bounds,
         )
 
     @property
@@ -90,6 +92,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("SOFTCAP", int(options.softcap)),
         ("ALIBI", int(options.alibi)),
         ("DROPOUT", int(options.dropout)),
+        ("LEFT_BOUNDS", int(options.left_bounds)),
     )
     return KernelVariant(tile.kernel, "sm_90a", defines, hot=not options.extras), tile
 
@@ -101,13 +104,14 @@ def postprocess_variant(dtype: torch.dtype, slabs: int) -> KernelVariant:
 
 
 def covering_set() -> Iterator[KernelVariant]:
-    """Every tile width and dtype, and every option once."""
+    """Every tile width, dtype and option."""
     for width in HEAD_DIM_TILES:
         plain = BackwardOptions(torch.bfloat16, width, width)
         for options in (
             plain,
             BackwardOptions(torch.float16, width, width),
             replace(plain, deterministic=True),
+            replace(plain, left_bounds=True),
             replace(plain, parts=True),
             replace(plain, key_mask=True),
             replace(plain, softcap=True),
@@ -125,6 +129,6 @@ def other_tiles() -> Iterator[KernelVariant]:
     """What of the tiles that are not the default must not spill: no call selects them, benchmarks do."""
     for width in HEAD_DIM_TILES:
         for tile in backward_tiles(width, width)[1:]:
-            for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
+            for dtype, deterministic in product((torch.bfloat16, torch.float16), tile.orders):
                 yield backward_variant(BackwardOptions(dtype, width, width, deterministic), tile)[0]
             yield backward_variant(BackwardOptions(torch.bfloat16, width, width, parts=True), tile)[0]

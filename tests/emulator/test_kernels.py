@@ -347,7 +347,21 @@ def test_backward_of_wide_heads_by_pairs_of_blocks(dim: int, dim_v: int) -> None
 def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
     args = build(Case(330, 200, batch=1, heads=2, kv_heads=1, dim=dim, dim_v=dim, layout="varlen"), CPU)
     for tile in backward_tiles(dim, dim)[1:]:
-        with left_at_zero(HOPPER):
+        if not tile.shares_rows:
+            with left_at_zero(HOPPER):
+                backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_blocks_that_load_rows_for_each_other(mask: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles whose rows end in the middle; several pairs of tiles one after another; dQ that is finished on the way."""
+    tile = backward_tiles(128, 128)[1]
+    monkeypatch.setattr(sm90_backward, "_SECTION_BYTES", 1)
+    monkeypatch.setattr(device, "num_sms", lambda _: 4)
+    for length, heads, kv_heads in ((200, 4, 2 if mask == "full" else 4), (470, 3, 3)):
+        args = build(Case(length, length, batch=2, heads=heads, kv_heads=kv_heads, dim=128, dim_v=120, mask=mask), CPU)
+        with left_at_zero(HOPPER._replace(seed=seed)):
             backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
 
 

@@ -54,9 +54,8 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
         else:
             variants += [decode_variant(options, arch, rows)[0]]
     if arch == "sm_90a" and rows > FEW_HOPPER_ROWS and not (options.paged and case.page % sm90.MIN_PAGE_ROWS):
-        left = case.mask in ("window", "sliding", "chunk") or case.keys in ("leftpad", "mask_desc")
         page = case.page if options.paged else 0
-        which = HopperOptions(options, case.sk >= sm90.LONG, page, left_bounds=left)
+        which = HopperOptions(options, case.sk >= sm90.LONG, page, left_bounds=has_left_bounds(case))
         if can_own_keys(which):
             variants += [hopper_variant(which._replace(own=True, long=False))]
         for each in (which, which._replace(tall=True)) if can_be_tall(which) else (which,):
@@ -65,6 +64,10 @@ def variants_of(case: Case, arch: str) -> list[KernelVariant]:
                 by = (BY_ROWS, BY_HEADS) if case.heads // case.kv_heads % CLUSTER == 0 else (BY_ROWS,)
                 variants += [hopper_variant(each._replace(cluster=cluster)) for cluster in by]
     return variants
+
+
+def has_left_bounds(case: Case) -> bool:
+    return case.mask in ("window", "sliding", "chunk") or case.keys in ("leftpad", "mask_desc")
 
 
 def backward_variants_of(case: Case, arch: str) -> list[KernelVariant]:
@@ -81,6 +84,7 @@ def backward_variants_of(case: Case, arch: str) -> list[KernelVariant]:
                 **{name: getattr(options, name) for name in names},
                 deterministic=deterministic,
                 parts=case.heads > case.kv_heads,
+                left_bounds=has_left_bounds(case),
             )
             variants += [hopper_backward_variants.backward_variant(which)[0]]
     return variants

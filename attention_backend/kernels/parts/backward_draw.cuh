@@ -27,17 +27,17 @@ __device__ __forceinline__ int draw(const BackwardParams& p) {
   return __shfl_sync(~0u, index, 0);
 }
 
-// Describes the tile at a place but for its rows, by all lanes of one warp.
-__device__ __forceinline__ void describe_by_warp(KeyTile& tile, const BackwardParams& p, int index) {
+// Describes the tile at a place (of kDrawn the one that `which` says) but for its rows, by all lanes of one warp.
+__device__ __forceinline__ void describe_by_warp(KeyTile& tile, const BackwardParams& p, int index, int which = 0) {
   __syncwarp();  // all lanes have read what was there
-  if (threadIdx.x % 32 == 0) describe(tile, p, index);
+  if (threadIdx.x % 32 == 0) describe(tile, p, index, which);
   __syncwarp();
 }
 // The same of that tile or, as a shorter sequence does not have it, of the first one drawn that there is. Its place.
-__device__ __forceinline__ int describe_next(KeyTile& tile, const BackwardParams& p, int index) {
+__device__ __forceinline__ int describe_next(KeyTile& tile, const BackwardParams& p, int index, int which = 0) {
 #pragma unroll 1
   for (;; index = draw(p)) {
-    describe_by_warp(tile, p, index);
+    describe_by_warp(tile, p, index, which);
     if (tile.tiles < 0 || tile.first_key < tile.seqlen_k) return index;
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "parts/backward_hopper_params.cuh"
+#include "parts/cluster.cuh"
 #include "parts/padded_rows.cuh"
 
 constexpr int kRows = 64;                    // of a step
@@ -15,15 +16,15 @@ constexpr int kEveryRow = 1 << 30;
 __device__ __forceinline__ int first_row(const Sequence& seq, int key) {
   int row = 0;
   if (seq.right >= 0) row = max(row, key - seq.q_offset - seq.right);
-  if (seq.chunk > 0) row = max(row, seq.start - seq.q_offset + (key - seq.start) / seq.chunk * seq.chunk);
+  if (LEFT_BOUNDS && seq.chunk > 0) row = max(row, seq.start - seq.q_offset + (key - seq.start) / seq.chunk * seq.chunk);
   return row;
 }
 
 // One past the last row that may see it, were there rows without end.
 __device__ __forceinline__ int end_row(const Sequence& seq, int key) {
   int row = kEveryRow;
-  if (seq.left >= 0) row = min(row, key - seq.q_offset + seq.left + 1);
-  if (seq.chunk > 0) row = min(row, seq.start - seq.q_offset + (key - seq.start) / seq.chunk * seq.chunk + seq.chunk);
+  if (LEFT_BOUNDS && seq.left >= 0) row = min(row, key - seq.q_offset + seq.left + 1);
+  if (LEFT_BOUNDS && seq.chunk > 0) row = min(row, seq.start - seq.q_offset + (key - seq.start) / seq.chunk * seq.chunk + seq.chunk);
   return row;
 }
 
@@ -35,15 +36,21 @@ struct KeyTile {
   int first_head, end_head;
   int seqlen_k;
   int m_begin, m_end;          // steps of kRows rows of each head, of whole tiles of rows
+#if SHARES_ROWS
+  int m_first, m_shared;       // where it begins; from which on they are the other block's too
+#endif
   int whole_begin, whole_end;  // those in which every row sees every key
   int tiles;                   // of rows, of all heads; -1: there is no more work
   int padded_row;              // of the sequence's first row
   int sums_chunk;              // the same in the sums of dQ, of query head 0, in chunks
 };
 
-// Places in the order of work: key tiles of the same number lie side by side for `section` heads, the first
-// ones, which have the most rows under a causal mask, in front. In deterministic mode the last ones are, but for the last
-// section: see Step.
+// How many tiles of keys, side by side, are drawn at a time.
+constexpr int kDrawn = SHARES_ROWS ? 2 : 1;
+
+// Places in the order of work: key tiles of the same number (pairs of them, where they are drawn so) lie side by side for
+// `section` heads, the first ones, which have the most rows under a causal mask, in front. In deterministic mode the last
+// ones are, but for the last section: see Step.
 struct Place {
   int number, line, part;
   int unit;  // line and part
@@ -51,8 +58,8 @@ struct Place {
 
   __device__ __forceinline__ Place(const BackwardParams& p, int index) {
     const int lines = p.kv_heads * p.batch * p.parts;
-    const int section = index / (p.section * p.key_tiles);
-    index -= section * p.section * p.key_tiles;
+    const int section_places = p.section * (p.key_tiles / kDrawn), section = index / section_places;
+    index -= section * section_places;
     const int here = min(p.section, lines - section * p.section);
     number = index / here;
     unit = section * p.section + index - number * here;
@@ -63,14 +70,28 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ int all_tiles(const BackwardParams& p) { return p.kv_heads * p.batch * p.parts * p.key_tiles; }
+__device__ __forceinline__ int all_places(const BackwardParams& p) {
+  return p.kv_heads * p.batch * p.parts * (p.key_tiles / kDrawn);
+}
 
 // Chunks of 64 rows of a head in the sums of dQ.
 __device__ __forceinline__ int head_chunks(const BackwardParams& p) { return static_cast<int>(p.sums_head / kChunkRows); }
 
-// The tile at a place in the order of work.
-__device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index) {
-  if (index >= all_tiles(p)) {
+#if SHARES_ROWS
+// Two blocks load the rows that both see for each other. Under a causal mask the first tile of a pair has rows for itself, as
+// many as any other pair's. Block 0, which has it in every other pair, takes them last, block 1 in the pairs between takes
+// them first: so one's are beside the other's in the rings, and neither waits. There is room for them where the other block
+// has drawn nothing more, or waits for sums that are finished with this very tile.
+__device__ __forceinline__ void share_rows(KeyTile& tile, int which) {
+  tile.m_shared = tile.m_begin;
+  if (which == 0) tile.m_shared = first_row(tile.seq, tile.first_key + BLOCK_N) / BLOCK_M * kTileSteps;
+  tile.m_first = cluster_rank() == 0 ? tile.m_shared : tile.m_begin;
+}
+#endif
+
+// The tile at a place in the order of work, of kDrawn the one that `which` says.
+__device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index, int which) {
+  if (index >= all_places(p)) {
     tile.tiles = -1;
     return;
   }
@@ -79,10 +100,10 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   tile.seq = Sequence(p.sequence, tile.batch);
   const Sequence& seq = tile.seq;
   tile.kv_head = place.line % p.kv_heads;
-  tile.number = place.number;
+  tile.number = place.number * kDrawn + which;
   tile.falling = DETERMINISTIC && place.falling;
   tile.part = place.part;
-  tile.first_key = place.number * BLOCK_N;
+  tile.first_key = tile.number * BLOCK_N;
   const int heads = p.unit_heads;
   tile.first_head = tile.kv_head * p.group + place.part * heads;
   tile.end_head = tile.first_head + heads;
@@ -104,6 +125,9 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
     tile.whole_end = max(min(end_row(seq, tile.first_key), seq.seqlen_q), 0) / kRows;
   }
   tile.tiles = heads * (tile.m_end - tile.m_begin) / kTileSteps;
+#if SHARES_ROWS
+  share_rows(tile, which);
+#endif
 }
 
 // The rows that see a key: `count` from `first` on.
@@ -141,7 +165,14 @@ struct Step {
 
   __device__ __forceinline__ Step() {}
   __device__ __forceinline__ explicit Step(const KeyTile& tile)
-      : head(tile.first_head), m(DETERMINISTIC && tile.falling ? tile.m_end - kTileSteps : tile.m_begin) {}
+      : head(tile.first_head),
+#if SHARES_ROWS
+        m(tile.m_first) {
+  }
+#else
+        m(DETERMINISTIC && tile.falling ? tile.m_end - kTileSteps : tile.m_begin) {
+  }
+#endif
   // Moves `by` steps, 1 or those of a tile of rows. `tile`: a KeyTile, or what has the same fields.
   template <class Tile>
   __device__ __forceinline__ void next(int by, const Tile& tile) {
@@ -157,10 +188,19 @@ struct Step {
       return;
     }
 #endif
+#if SHARES_ROWS
+    // Rows before m_shared, of all heads, and those from there on are walked one after the other.
+    const bool shared = m == tile.m_end;
+    if (!shared && m != tile.m_shared) return;
+    const bool last = ++head == tile.end_head;
+    if (last) head = tile.first_head;
+    m = shared == last ? tile.m_begin : tile.m_shared;
+#else
     if (m == tile.m_end) {
       m = tile.m_begin;
       head++;
     }
+#endif
   }
 };
 

@@ -40,7 +40,7 @@ def least_bytes(tile: BackwardTile) -> int:
     slab, row_slab = tile.block_n * 128, tile.block_m * 128
     ds_rows = 64 if tile.apart else tile.block_m
     ds = tile.ds_stages * tile.block_n * ds_rows * 2 + tile.handover * 64 * 64 * 4
-    if tile.cluster == 1:
+    if not tile.is_pair:
         keys = tile.key_stages * slab * (tile.slabs + slabs_v)
         return ds + keys + row_slab * (tile.q_stages * tile.slabs + tile.o_stages * slabs_v)
     of_keys = tile.slabs * (slab + tile.q_stages * row_slab)
@@ -65,7 +65,7 @@ def test_tiles_hold_every_head_dim(eighths: int, eighths_v: int) -> None:
     assert tile.head_dim >= 8 * eighths
     assert tile.head_dim_v >= 8 * eighths_v
     # dQ of a step, or of two, is a chunk of 64 x 64 a warpgroup, of which a pair of blocks has four.
-    if tile.cluster == 1:
+    if not tile.is_pair:
         assert tile.block_m // 64 * tile.slabs == 2
     else:
         assert 2 < tile.slabs <= 4
@@ -84,7 +84,7 @@ def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
 def test_tiles_are_told_apart_by_their_names() -> None:
     names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
     assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
-    assert names[128, 128] == ["joint-terms-kept0+0", "joint-kept2+0"]
+    assert names[128, 128] == ["joint-terms-kept0+0", "joint-terms-kept0+0-shared", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
 
 
@@ -228,7 +228,7 @@ def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -
     assert all(variant.hot for variant in others)
     for width in sm90_backward.HEAD_DIM_TILES:
         for tile in backward_tiles(width, width)[1:]:
-            for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
+            for dtype, deterministic in product((torch.bfloat16, torch.float16), tile.orders):
                 options = BackwardOptions(dtype, width, width, deterministic)
                 assert backward_variant(options, tile)[0] in others
 
@@ -237,7 +237,7 @@ def test_the_covering_set_has_every_kernel_and_option() -> None:
     variants = list(covering_set())
     kernels = {"flash_bwd_sm90", "flash_bwd_pair_sm90", "flash_bwd_postprocess_sm90"}
     assert {variant.kernel for variant in variants} == kernels
-    for option in ("DETERMINISTIC", "PARTS", "KEY_MASK", "SOFTCAP", "ALIBI", "DROPOUT"):
+    for option in ("DETERMINISTIC", "PARTS", "KEY_MASK", "SOFTCAP", "ALIBI", "DROPOUT", "LEFT_BOUNDS"):
         for kernel in ("flash_bwd_sm90", "flash_bwd_pair_sm90"):
             assert any(variant.kernel == kernel and dict(variant.defines).get(option) == 1 for variant in variants)
 

@@ -20,7 +20,6 @@ from attention_backend.heuristics.sm90 import (
     hopper_config,
     hopper_plan,
 )
-from attention_backend.kernels import flash_fwd_sm90
 from attention_backend.kernels.hopper_variants import (
     HopperOptions,
     can_be_tall,
@@ -382,4 +381,4 @@ def test_which_problems_have_tiles_of_192_rows() -> None:
 )
 def test_kernels_that_know_no_bounds_on_the_left_serve_masks_that_have_none(mask: dict[str, Any], bounds: bool) -> None:
     x = torch.zeros(1, 4, 1, 64, dtype=torch.bfloat16)
-    assert flash_fwd_sm90._left_bounds(AttentionArgs(x, x, x, 1.0, **mask)) == bounds
+    assert AttentionArgs(x, x, x, 1.0, **mask).left_bounds == bounds
