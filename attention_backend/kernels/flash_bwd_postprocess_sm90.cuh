@@ -1,5 +1,5 @@
-// The end of the Hopper backward: dQ, summed in float32 as fragments of wgmma lie, becomes rows of elements times the
-// softmax scale. One block takes 64 rows x 64 columns of a head, a warp 16 rows; lines of blocks behind the last row of a
+// The end of the Hopper backward: dQ, summed in float32 in chunks of 64 x 64, becomes rows of elements times the softmax
+// scale. One block takes 64 rows x 64 columns of a head, a warp 16 rows; lines of blocks behind the last row of a
 // varlen sequence, and those of heads that the main kernel has finished, end at once.
 //
 // Compile-time: BF16, SLABS (of 64 columns).
@@ -29,12 +29,11 @@ extern "C" __global__ void __launch_bounds__(128) flash_bwd_postprocess_sm90(con
   if (first >= seqlen_q || (dense && any_head < p.first_head)) return;
   const int64 padded = (dense ? any_head % p.held_heads : head) * p.sums_head + first +
                        (dense ? 0 : padded_begin(p.cu_seqlens_q, p.seqlen_q, batch));
-  const float4* sums = reinterpret_cast<const float4*>(p.sums + (padded / 64 * SLABS + slab) * 4096) + threadIdx.x;
+  const float* sums = p.sums + (padded / 64 * SLABS + slab) * 4096 + threadIdx.x / 32 * kPiece;
   element* dq = p.dq + (dense ? batch * p.dq_batch : 0) + head * p.dq_head +
                 (static_cast<int64>(q_begin) + row) * p.dq_row + slab * 64;
   float4 x[8];
-#pragma unroll
-  for (int j = 0; j < 8; j++) x[j] = sums[j * 128];
+  DqRows::load(x, sums);
   DqRows rows;
   rows.pack(x, p.scale);
   rows.store(dq, p.dq_row, seqlen_q - row, p.head_dim - slab * 64);

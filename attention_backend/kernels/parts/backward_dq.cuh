@@ -3,6 +3,7 @@
 
 #include "parts/backward_shared.cuh"
 #include "parts/backward_wgmma.cuh"
+#include "parts/rows_of_dq.cuh"
 #include "parts/uniform.cuh"
 
 // A chunk of 64 x 64: of 128 rows these 64, else of 64 rows these columns. `ds`: dS^T of 64 rows, by all keys, `k`: those.
@@ -15,12 +16,12 @@ __device__ __forceinline__ void start_dq(float (&dq)[32], uint32 ds, uint32 k, i
   wgmma_commit();
 }
 
-// In fragment order, to the warp that adds it; the chunk's space is free.
+// As sums lie in memory, to the warp that adds it; the chunk's space is free.
 __device__ __forceinline__ void hand_over_dq(const float (&dq)[32], const Shared& shared, int chunk) {
+  const uint32 space = shared.handover + (chunk * kChunk + first_in_chunk()) * 4;
 #pragma unroll
   for (int j = 0; j < 8; j++)
-    store_shared4(shared.handover + chunk * (kChunk * 4) + j * 2048 + threadIdx.x % 128 * 16, dq[j * 4], dq[j * 4 + 1],
-                  dq[j * 4 + 2], dq[j * 4 + 3]);
+    store_shared4(space + nth_in_chunk(j) * 4, dq[j * 4], dq[j * 4 + 1], dq[j * 4 + 2], dq[j * 4 + 3]);
   named_arrive(4 + chunk, 160);
 }
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ void begin_share(const Shared& shared, const Backward
   barrier_arrive(shared.full_share);
 }
 
-// A share, as one of the consumers' warps sees it: pieces of 16 rows of a chunk, some in registers.
+// A share, as one of the consumers' warps sees it: pieces of 16 rows of a chunk, kHeld of them in registers, side by side.
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(const BackwardParams& p, const KeyTile& tile)
@@ -78,17 +78,15 @@ class Pieces {
   // Asks for the next ones. Those that there are not are zeros: what is not written at all the compiler keeps from tile to
   // tile.
   __device__ __forceinline__ void load() {
+    const float* from = share.at(p, next / 4) + next % 4 * kPiece;
+    asm volatile("" : "+l"(from));  // to which the compiler adds what is constant, as it knows nothing else of it
 #pragma unroll
-    for (int i = 0; i < kHeld; i++) {
-      const int piece = next + i;
-      const float4* from = reinterpret_cast<const float4*>(share.at(p, piece / 4) + piece % 4 * 128) + threadIdx.x % 32;
-      asm volatile("" : "+l"(from));  // to which the compiler adds what is constant, as it knows nothing else of it
+    for (int i = 0; i < kHeld; i++)
 #pragma unroll
       for (int j = 0; j < 8; j++) sums[i][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (piece < share.end * 4)
+    if (next < share.end * 4)
 #pragma unroll
-        for (int j = 0; j < 8; j++) sums[i][j] = from[j * 128];
-    }
+      for (int i = 0; i < kHeld; i++) DqRows::load(sums[i], from + i * kPiece);
   }
   // All of them become rows. Afterwards, or when the last have been read, the share may be made zeros.
   __device__ __forceinline__ void finish(const Shared& shared) {
@@ -105,25 +103,26 @@ class Pieces {
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty_share);
       }
-#pragma unroll
-      for (int i = 0; i < kHeld; i++)
-        if (here + i < share.end * 4) store(here + i, rows[i]);
+      if (here < share.end * 4) store(here, rows);
       if (!told) load();
     } while (!told);
   }
 
  private:
   static constexpr int kWarps = 4 * kConsumers, kHeld = kSlabsK;
+  static_assert(4 % kHeld == 0, "those that are held are of one chunk");
   const BackwardParams& p;
   const Share share;
   int next;
   float4 sums[kHeld][8];
 
-  __device__ __forceinline__ void store(int piece, DqRows& rows) const {
+  __device__ __forceinline__ void store(int piece, const DqRows (&rows)[kHeld]) const {
     const uint32 any_row = static_cast<uint32>(piece) / (kSlabsK * 4);  // of 64
     const uint32 head = share.unit * p.unit_heads + any_row / head_chunks(p), heads = p.group * p.kv_heads;
     const int row = any_row % head_chunks(p) * kChunkRows + piece % 4 * 16, column = piece / 4 % kSlabsK * 64;
     element* const to = p.dq + head / heads * p.dq_batch + head % heads * p.dq_head + row * p.dq_row + column;
-    rows.store(to, p.dq_row, p.sequence.seqlen_q - row, p.head_dim - column);
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+      rows[i].store(to + i * 16 * p.dq_row, p.dq_row, p.sequence.seqlen_q - row - i * 16, p.head_dim - column);
   }
 };

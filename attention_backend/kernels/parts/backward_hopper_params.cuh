@@ -10,7 +10,7 @@ struct BackwardParams {
   SequenceParams sequence;
   ScoreParams score;
   DropoutParams dropout;
-  // Of dQ, zeros: [heads, sums_head / 64, slabs, 4096]: 64 rows x 64 columns as fragments of wgmma lie. Of dense sequences
+  // Of dQ, zeros: [heads, sums_head / 64, slabs, 4096]: 64 rows x 64 columns (parts/rows_of_dq.cuh). Of dense sequences
   // the heads of all, one after another, as many as are held at a time; else the query heads, sums_head = padded_rows.
   float* sums;
   int* counters;  // [2], zero before and after: tiles drawn, blocks that have finished

@@ -126,9 +126,9 @@ class Half {
     barrier_wait(shared.turn_begins + 8 * group, turn);
 #endif
     const int64 slab = rows * static_cast<int64>(kSlabsK) + RANK * kSlabsHere + group;
-    float* to = p.sums + slab * kChunk + threadIdx.x % 128 * 4;
+    float* to = p.sums + slab * kChunk + first_in_chunk();
 #pragma unroll
-    for (int j = 0; j < 8; j++) add4(to + j * 512, dq[j * 4], dq[j * 4 + 1], dq[j * 4 + 2], dq[j * 4 + 3]);
+    for (int j = 0; j < 8; j++) add4(to + nth_in_chunk(j), dq[j * 4], dq[j * 4 + 1], dq[j * 4 + 2], dq[j * 4 + 3]);
 #if DETERMINISTIC
     barrier_arrive(shared.turn_ends + 8 * group);  // every thread for what it added
 #endif

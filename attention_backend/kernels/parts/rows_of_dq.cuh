@@ -1,34 +1,53 @@
-// From the float32 sums of dQ, which lie as fragments of wgmma do, to rows of elements.
+// Chunks of the float32 sums of dQ, 64 rows x 64 columns: how they lie in memory, and how they become rows of elements.
+//
+// A chunk is four pieces of 16 rows, a warp's. Of two floats of a row and of the one 8 further, which a thread of wgmma has
+// side by side, a piece has [half of the 64 columns][pair of 8][8 columns of 4][row of 8]. So whoever makes rows of them
+// reads four pairs, 8 columns of two rows, as neighbours read theirs, and exchanges nothing. Rows are turned by two a pair:
+// threads of eight rows of one pair, as of two rows of four, are in different banks of shared memory.
 #pragma once
 
-#include "parts/transpose_quad.cuh"
+#include "parts/bulk_copies.cuh"
 
-// 16 rows x 64 columns, one warp's.
+constexpr int kPiece = 1024;  // floats
+
+// What a thread of a warpgroup with 64 x 64 sums in fragment order adds to: its first four floats, and its j-th.
+__device__ __forceinline__ int first_in_chunk() {
+  const int lane = threadIdx.x % 32, pair = lane % 4, row = lane / 4;
+  return threadIdx.x % 128 / 32 * kPiece + pair * 128 + (row + 2 * pair) % 8 * 4;
+}
+__device__ __forceinline__ constexpr int nth_in_chunk(int j) { return j / 4 * 512 + j % 4 * 32; }
+
+// A piece, one warp's: of each half of the columns a thread has 8 of rows lane % 8 and 8 further.
 struct DqRows {
-  uint32 x[2][8];  // of rows lane / 4 and 8 further: columns 8 j + lane % 4 * 2 and the next
+  uint32 x[2][2][4];  // [row][half of the columns]
 
-  // sums[j]: two floats of each of those rows.
-  __device__ __forceinline__ void pack(const float4 (&sums)[8], float scale) {
+  static __device__ __forceinline__ void load(float4 (&sums)[8], const float* piece) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      x[0][j] = pack2(sums[j].x * scale, sums[j].y * scale);
-      x[1][j] = pack2(sums[j].z * scale, sums[j].w * scale);
+    for (int pair = 0; pair < 4; pair++) {
+      const float4* from = reinterpret_cast<const float4*>(piece) + lane / 8 * 8 + (lane + 2 * pair) % 8 + pair * 32;
+#pragma unroll
+      for (int half = 0; half < 2; half++) sums[half * 4 + pair] = from[half * 128];
     }
   }
 
-  // Once. `to` is where the first row begins; `rows` and `columns` are how many of them there are.
-  __device__ __forceinline__ void store(element* to, int64 row_stride, int rows, int columns) {
-    const int lane = threadIdx.x % 32, c = lane % 4;
+  __device__ __forceinline__ void pack(const float4 (&sums)[8], float scale) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = lane / 4 + half * 8;
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        transpose_quad(x[half] + i, c);  // lane c holds the 8 columns of group i + c
-        if (row < rows && (i + c) * 8 < columns)
-          *reinterpret_cast<uint4*>(to + row * row_stride + (i + c) * 8) =
-              make_uint4(x[half][i], x[half][i + 1], x[half][i + 2], x[half][i + 3]);
-      }
+    for (int i = 0; i < 8; i++) {
+      x[0][i / 4][i % 4] = pack2(sums[i].x * scale, sums[i].y * scale);
+      x[1][i / 4][i % 4] = pack2(sums[i].z * scale, sums[i].w * scale);
     }
+  }
+
+  // `to` is where the first row begins; `rows` and `columns` are how many of them there are.
+  __device__ __forceinline__ void store(element* to, int64 row_stride, int rows, int columns) const {
+    const int lane = threadIdx.x % 32, row = lane % 8, column = lane / 8 * 8;
+    element* const first = to + row * row_stride + column;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        if (row + i * 8 < rows && column + half * 32 < columns)
+          store_global4(first + i * 8 * row_stride + half * 32, x[i][half]);
   }
 };
