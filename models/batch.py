@@ -88,6 +88,7 @@ class PromptLogprobs:
 
     num_top: int  # alternatives of each
     logprobs: bytes  # float32 [n]: of the tokens themselves
+    ranks: bytes  # int32 [n]: of the tokens themselves, 1 = most likely
     top_ids: bytes  # int32 [n, num_top], most likely first
     top_logprobs: bytes  # float32 [n, num_top]
 
@@ -100,6 +101,7 @@ class PromptLogprobs:
         return PromptLogprobs(
             self.num_top,
             self.logprobs[4 * start : 4 * end],
+            self.ranks[4 * start : 4 * end],
             self.top_ids[width * start : width * end],
             self.top_logprobs[width * start : width * end],
         )

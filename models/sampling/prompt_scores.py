@@ -1,4 +1,5 @@
-"""Log-probabilities of prompts' own tokens: of a step's rows after which the next token is known. Knows no model.
+"""Log-probabilities and ranks of prompts' own tokens: of a step's rows after which the next token is known. Knows no
+model.
 
 As those of sampled tokens, they are of the model's own distribution (logprobs.py).
 """
@@ -34,6 +35,7 @@ class PromptScores:
     def collect(self) -> list[PromptLogprobs | None]:
         """Of each sequence, once the copies are there; None where a number is not finite."""
         logprobs = _joined(piece.chosen for piece in self._pieces).astype(np.float32)
+        ranks = _joined(piece.rank for piece in self._pieces).astype(np.int32)
         top_ids = _joined(piece.top_ids for piece in self._pieces).astype(np.int32)
         top_logprobs = _joined(piece.top_logprobs for piece in self._pieces).astype(np.float32)
         found: list[PromptLogprobs | None] = []
@@ -44,8 +46,8 @@ class PromptScores:
             if not (np.isfinite(of_tokens).all() and np.isfinite(of_top).all()):
                 found.append(None)
                 continue
-            ids = top_ids[start:end, : rows.num_top]
-            found.append(PromptLogprobs(rows.num_top, of_tokens.tobytes(), ids.tobytes(), of_top.tobytes()))
+            arrays = of_tokens, ranks[start:end], top_ids[start:end, : rows.num_top], of_top
+            found.append(PromptLogprobs(rows.num_top, *(array.tobytes() for array in arrays)))
         return found
 
 

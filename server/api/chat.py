@@ -32,6 +32,7 @@ async def create_chat_completion(
         cache_salt=origin.cache_salt,
         adapter=lifecycle.adapter_name(body.model),
         prompt_field="messages",
+        prompt_logprobs=body.prompt_logprobs,
     )
     reply = ChatReply(
         id=job.request_id,

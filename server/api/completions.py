@@ -24,7 +24,7 @@ async def create_completion(
     job = Job(
         request_id=origin.new_id("cmpl"),
         prompts=body.prompts(),
-        sampling=body.sampling_params(body.logprobs, lifecycle.sampling_defaults, body.prompt_logprobs),
+        sampling=body.sampling_params(body.logprobs, lifecycle.sampling_defaults),
         max_tokens=body.token_limit,
         arrival_time=origin.arrival_time,
         n=body.choices,
@@ -32,6 +32,7 @@ async def create_completion(
         cache_salt=origin.cache_salt,
         adapter=lifecycle.adapter_name(body.model),
         echo=bool(body.echo),
+        prompt_logprobs=body.prompt_logprobs,
     )
     generation = await until_disconnect(request.receive, generator.open(job))
     reply = CompletionReply(
@@ -41,6 +42,7 @@ async def create_completion(
         echoes=generation.echoes,
         logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
+        n=job.n,
     )
     interval = lifecycle.settings.ping_interval
     return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)

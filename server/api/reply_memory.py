@@ -34,17 +34,18 @@ class HeldReply:
         self.num_held = 0
         self._memory = memory
 
-    def grow(self, num_bytes: int) -> None:
-        """Also by less than nothing. Raises InvalidRequest where no waiting helps, ServerOverloaded where it does."""
+    def grow(self, num_bytes: int, param: str = "logprobs") -> None:
+        """Also by less than nothing. Raises InvalidRequest, about `param`, where no waiting helps, ServerOverloaded
+        where it does."""
         self.num_held += num_bytes
         self._memory.num_held += num_bytes
         self._memory.replies.add(self)
         if self.num_held > ONE_BYTES:
             raise InvalidRequest(
                 f"The answer's log-probabilities take more than {ONE_BYTES >> 20} MiB of memory, compressed: no reply "
-                "that is not streamed may be longer. Ask with `stream` true, or for fewer tokens (those of echoed "
-                "prompts count), choices or alternatives.",
-                param="logprobs",
+                "that is not streamed may be longer. Ask with `stream` true (without `prompt_logprobs`), or for fewer "
+                "tokens (those of prompts count), choices or alternatives.",
+                param=param,
             )
         if self._memory.num_held > ALL_BYTES and self.num_held > ALL_BYTES // len(self._memory.replies):
             raise ServerOverloaded(

@@ -156,15 +156,19 @@ async def _collect(generation: Generation, reply: Reply, held: HeldReply) -> Seq
     while (delta := await generation.next()) is not None:
         choice = choices[delta.index]
         choice.add_text(delta)
-        for at in range(0, len(delta.details), LOGPROBS_AT_ONCE):
-            before = choice.num_held
-            choice.add_logprobs(delta.details[at : at + LOGPROBS_AT_ONCE])
-            try:
-                held.grow(choice.num_held - before)
-            except LongwaveError as error:
-                generation.fail(error)  # it is not the client that ends it
-                raise
-            await asyncio.sleep(0)
+        for param, details, add in (
+            ("prompt_logprobs", delta.prompt_details, choice.add_prompt_logprobs),
+            ("logprobs", delta.details, choice.add_logprobs),
+        ):
+            for at in range(0, len(details), LOGPROBS_AT_ONCE):
+                before = choice.num_held
+                add(details[at : at + LOGPROBS_AT_ONCE])
+                try:
+                    held.grow(choice.num_held - before, param)
+                except LongwaveError as error:
+                    generation.fail(error)  # it is not the client that ends it
+                    raise
+                await asyncio.sleep(0)
     return list(reply.whole(choices, generation.usage))
 
 

@@ -6,7 +6,8 @@ from pydantic import Field, model_serializer, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.labels import UNUSED, CacheOptions
-from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields, TokenCount
+from server.schemas.prompt_logprobs import PromptLogprobs
+from server.schemas.sampling import MAX_TOP_LOGPROBS, VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import RequestModel, Text, WireModel
 from server.setting_types import TemplateVariables
@@ -16,7 +17,6 @@ from server.text.details import Candidate, TokenDetail
 
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1024
-MAX_TOP_LOGPROBS = 20
 
 
 class TextPart(RequestModel):
@@ -155,6 +155,7 @@ class ChatCompletion(WireModel):
     model: str = Field(max_length=4096)
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(WireModel):

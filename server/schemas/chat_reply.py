@@ -70,7 +70,8 @@ class ChatReply:
             ],
             usage=UsageInfo.of(usage),
         )
-        return with_logprobs(document.model_dump_json(), choices)
+        logprobs = [*(choice.logprobs() for choice in choices), choices[0].prompt_logprobs()]
+        return with_logprobs(document.model_dump_json(), logprobs)
 
     def _template(self, index: int) -> ChunkTemplate:
         known = self._templates.get(index)

@@ -4,10 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from server.schemas.chunk_template import ChunkTemplate
-from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
+from server.schemas.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+)
 from server.schemas.packed_json import PackedJSON
 from server.schemas.usage import IncludeUsage, UsageInfo
-from server.schemas.whole_choice import WholeChoice, with_logprobs
+from server.schemas.whole_choice import Logprobs, WholeChoice, with_logprobs
 from server.text.choice import TextDelta
 from server.text.generation import Usage
 
@@ -20,11 +26,12 @@ class CompletionReply:
     echoes: Sequence[str]  # the prompt's text in front of each choice, or ""
     logprobs: bool
     include_usage: IncludeUsage
+    n: int = 1  # choices of each prompt, of which the first knows the prompt's log-probabilities
     _templates: dict[int, ChunkTemplate] = field(default_factory=dict)  # by choice
 
     def opening(self, index: int, usage: Usage | None = None) -> Iterable[str]:
         if self.echoes[index]:
-            yield self._chunk([CompletionChoice(index=index, text=self.echoes[index])], usage)
+            yield self._chunk([CompletionChunkChoice(index=index, text=self.echoes[index])], usage)
 
     def chunks(self, delta: TextDelta, usage: Usage | None = None) -> Iterable[str]:
         text_only = delta.finish_reason is None and not (self.logprobs and delta.details)
@@ -34,7 +41,7 @@ class CompletionReply:
             yield self._said(delta, usage)
 
     def _said(self, delta: TextDelta, usage: Usage | None) -> str:
-        choice = CompletionChoice(
+        choice = CompletionChunkChoice(
             index=delta.index,
             text=delta.text,
             logprobs=CompletionLogprobs.of(delta.details) if self.logprobs and delta.details else None,
@@ -64,16 +71,19 @@ class CompletionReply:
             ],
             usage=UsageInfo.of(usage),
         )
-        return with_logprobs(document.model_dump_json(), choices)
+        logprobs: list[Logprobs] = []
+        for at, choice in enumerate(choices):
+            logprobs += choice.logprobs(), choices[at - at % self.n].prompt_logprobs()
+        return with_logprobs(document.model_dump_json(), logprobs)
 
     def _template(self, index: int) -> ChunkTemplate:
         known = self._templates.get(index)
         if known is None:
-            known = ChunkTemplate(lambda text: self._chunk([CompletionChoice(index=index, text=text)]))
+            known = ChunkTemplate(lambda text: self._chunk([CompletionChunkChoice(index=index, text=text)]))
             self._templates[index] = known
         return known
 
-    def _chunk(self, choices: list[CompletionChoice], usage: Usage | None = None) -> str:
+    def _chunk(self, choices: list[CompletionChunkChoice], usage: Usage | None = None) -> str:
         told = None if usage is None else UsageInfo.of(usage)
-        chunk = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=told)
+        chunk = CompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=told)
         return chunk.model_dump_json(exclude=None if self.include_usage else {"usage"})

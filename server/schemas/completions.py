@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest, UnsupportedParameter
+from server.schemas.prompt_logprobs import PromptLogprobs
 from server.schemas.sampling import VLLM_UNSUPPORTED, SamplingFields
 from server.schemas.usage import UsageInfo
 from server.schemas.wire import MAX_TOKEN_IDS, MayBeLong, Text, TokenId, WireModel
@@ -41,9 +42,10 @@ class CompletionRequest(SamplingFields):
     def _served_combinations(self) -> "CompletionRequest":
         if self.best_of not in (None, self.choices):
             raise UnsupportedParameter("best_of is only served when it equals n.", param="best_of")
-        if self.max_tokens == 0 and not self.echo:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest(
-                "max_tokens is 0, which is only allowed when echo is true: there would be nothing to answer.",
+                "max_tokens is 0, which is only allowed when echo is true, or with prompt_logprobs: there would be "
+                "nothing to answer.",
                 param="max_tokens",
             )
         return self
@@ -51,11 +53,6 @@ class CompletionRequest(SamplingFields):
     @property
     def token_limit(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def prompt_logprobs(self) -> int | None:
-        """As many as of generated tokens, where the prompt is part of the text."""
-        return self.logprobs if self.echo else None
 
     def prompts(self) -> tuple[str | TokenIds, ...]:
         if isinstance(self.prompt, str):
@@ -97,19 +94,30 @@ def _top(detail: TokenDetail) -> dict[str, float]:
     return top
 
 
-class CompletionChoice(WireModel):
+class CompletionChunkChoice(WireModel):
     index: int = Field(ge=0)
     text: str = Field(max_length=2**31)
     logprobs: CompletionLogprobs | None = None
     finish_reason: TextFinish | None = None
 
 
-class Completion(WireModel):
-    """Also each chunk of a stream."""
+class CompletionChoice(CompletionChunkChoice):
+    prompt_logprobs: PromptLogprobs | None = None
 
+
+class Completion(WireModel):
     id: str = Field(max_length=64)
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(ge=0)
     model: str = Field(max_length=4096)
     choices: list[CompletionChoice]
+    usage: UsageInfo
+
+
+class CompletionChunk(WireModel):
+    id: str = Field(max_length=64)
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(ge=0)
+    model: str = Field(max_length=4096)
+    choices: list[CompletionChunkChoice]
     usage: UsageInfo | None = None

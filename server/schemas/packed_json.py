@@ -35,6 +35,13 @@ class PackedJSON:
             self._num_packed += len(piece)
             self._last = bytearray()
 
+    def copy(self) -> "PackedJSON":
+        """To be taken for itself. What is packed is in memory once."""
+        copy = PackedJSON()
+        copy._packed, copy._last = self._packed.copy(), self._last.copy()
+        copy._length, copy._num_packed = self._length, self._num_packed
+        return copy
+
     def take(self) -> Iterator[bytes]:
         """All of it, once: what has been given is no longer held."""
         while self._packed:

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models.batch import SamplingParams
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, UnsupportedParameter
 from server.schemas.labels import UNUSED, LabelFields
 from server.schemas.sampling_defaults import (
     MinP,
@@ -24,6 +24,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20  # OpenAI's of chats; vLLM's unless it is told otherwise
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_MODEL_LEN)]
@@ -47,7 +48,6 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "priority": (0,),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -85,8 +85,30 @@ class SamplingFields(LabelFields):
     stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _not_of_the_whole_vocabulary(cls, value: Any) -> Any:
+        """vLLM's -1, which it refuses, too, unless its operator allows for so many."""
+        if value == -1:
+            raise UnsupportedParameter(
+                "prompt_logprobs is -1, which asks for the whole vocabulary. Only the prompt's own tokens with 0 to "
+                f"{MAX_TOP_LOGPROBS} alternatives each are served.",
+                param="prompt_logprobs",
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _prompts_are_not_streamed(self) -> "SamplingFields":
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "`prompt_logprobs` are not available when `stream=True`.",  # vLLM's words
+                param="prompt_logprobs",
+            )
+        return self
 
     @model_validator(mode="after")
     def _options_have_a_stream(self) -> "SamplingFields":
@@ -109,10 +131,9 @@ class SamplingFields(LabelFields):
             return False
         return "continuous" if options.continuous_usage_stats else True
 
-    def sampling_params(
-        self, logprobs: int | None, defaults: SamplingDefaults, prompt_logprobs: int | None = None
-    ) -> SamplingParams:
-        """`max_tokens` is left for whoever knows the prompt's length."""
+    def sampling_params(self, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
+        """`max_tokens` is left for whoever knows the prompt's length, `prompt_logprobs` for whoever knows whether it is
+        echoed, and which choice is its first."""
         shaped = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in _SHAPING}
         return SamplingParams(
             min_tokens=self.min_tokens or 0,
@@ -126,7 +147,6 @@ class SamplingFields(LabelFields):
             logit_bias={int(token): float(bias) for token, bias in (self.logit_bias or {}).items()},
             seed=self.seed,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
         )

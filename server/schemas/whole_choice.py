@@ -1,18 +1,24 @@
-"""A choice of a reply that goes out whole, gathered as it comes. Its logprobs are JSON at once, and packed: as objects
-they would take many times the memory, and writing all of them together seconds of the event loop. Knows no endpoint."""
+"""A choice of a reply that goes out whole, gathered as it comes. Its logprobs, and its prompt's, are JSON at once, and
+packed: as objects they would take many times the memory, and writing all of them together seconds of the event loop.
+Knows no endpoint."""
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import StringIO
+from typing import Any
 
 from pydantic_core import to_json
 
 from server.schemas.packed_json import PackedJSON
+from server.schemas.prompt_logprobs import of_prompt
 from server.schemas.wire import WireModel
 from server.text.choice import TextDelta, TextFinish
 from server.text.details import TokenDetail
 
-LOGPROBS = b'"logprobs":'
-NO_LOGPROBS = LOGPROBS + b"null"  # within a string the quotation marks would not stand alone
+NONE = b"null"
+NO_LOGPROBS = re.compile(rb'("(?:prompt_)?logprobs":)null')  # in a string the quotation marks would not stand alone
+
+Logprobs = Iterable[bytes | PackedJSON]  # as JSON, in pieces
 
 
 class WholeChoice:
@@ -22,6 +28,7 @@ class WholeChoice:
         self.finish_reason: TextFinish | None = None
         self._text = StringIO()
         self._logprobs = None if logprobs_of is None else _Logprobs(logprobs_of)
+        self._of_prompt = PackedJSON()
 
     @property
     def text(self) -> str:
@@ -29,8 +36,8 @@ class WholeChoice:
 
     @property
     def num_held(self) -> int:
-        """Bytes of memory that its logprobs take."""
-        return 0 if self._logprobs is None else self._logprobs.num_held
+        """Bytes of memory that its logprobs take, and its prompt's."""
+        return self._of_prompt.num_held + (0 if self._logprobs is None else self._logprobs.num_held)
 
     def add_text(self, delta: TextDelta) -> None:
         self._text.write(delta.text)
@@ -40,9 +47,15 @@ class WholeChoice:
         if self._logprobs is not None:
             self._logprobs.add(details)
 
-    def logprobs(self) -> Iterator[bytes | PackedJSON]:
-        """As JSON, in pieces."""
-        return iter((b"null",)) if self._logprobs is None else self._logprobs.pieces()
+    def add_prompt_logprobs(self, details: tuple[TokenDetail, ...]) -> None:
+        _append(self._of_prompt, of_prompt(details))
+
+    def logprobs(self) -> Logprobs:
+        return (NONE,) if self._logprobs is None else self._logprobs.pieces()
+
+    def prompt_logprobs(self) -> Logprobs:
+        """Any number of times: choices of one prompt say the same."""
+        return (b"[", self._of_prompt.copy(), b"]") if self._of_prompt else (NONE,)
 
 
 class _Logprobs:
@@ -59,8 +72,7 @@ class _Logprobs:
     def add(self, details: tuple[TokenDetail, ...]) -> None:
         written = self._write(details)
         for name, items in self._lists.items():
-            separator = b"," if items else b""
-            items.write(separator + to_json(getattr(written, name))[1:-1])
+            _append(items, getattr(written, name))
 
     def pieces(self) -> Iterator[bytes | PackedJSON]:
         first, *others = self._empty.split(b"[]")
@@ -71,11 +83,16 @@ class _Logprobs:
             yield b"]" + after
 
 
-def with_logprobs(document: str, choices: Sequence[WholeChoice]) -> Iterator[bytes | PackedJSON]:
-    """The reply in pieces: `document`, which has none, and theirs in their places."""
-    first, *others = document.encode().split(NO_LOGPROBS)
+def _append(items: PackedJSON, more: Sequence[Any]) -> None:
+    """To the inside of a list."""
+    items.write((b"," if items else b"") + to_json(more)[1:-1])
+
+
+def with_logprobs(document: str, logprobs: Iterable[Logprobs]) -> Iterator[bytes | PackedJSON]:
+    """The reply in pieces: `document`, which has null in all places of log-probabilities, and what stands there."""
+    first, *others = NO_LOGPROBS.split(document.encode())
     yield first
-    for choice, after in zip(choices, others, strict=True):
-        yield LOGPROBS
-        yield from choice.logprobs()
+    for name, pieces, after in zip(others[::2], logprobs, others[1::2], strict=True):
+        yield name
+        yield from pieces
         yield after

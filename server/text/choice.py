@@ -1,9 +1,9 @@
-"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with logprobs spelled out, those of the
-prompt in front of them where it is echoed with them.
+"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with logprobs spelled out: those of the
+prompt in front of them where it is echoed with them, and apart where they are asked for on their own.
 Must not know the wire format, the other choices or the engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from models.batch import TokenLogprobs
@@ -23,11 +23,12 @@ class TextDelta:
     text: str
     details: tuple[TokenDetail, ...] = ()  # only when logprobs were asked for
     finish_reason: TextFinish | None = None
+    prompt_details: tuple[TokenDetail, ...] = ()  # of the prompt's next tokens, where they are told apart
 
     @property
     def num_logprobs(self) -> int:
         """Those of alternatives included."""
-        return sum(1 + len(detail.top) for detail in self.details) if self.details else 0
+        return sum(1 + len(detail.top) for details in (self.details, self.prompt_details) for detail in details)
 
 
 class ChoiceText:
@@ -42,11 +43,13 @@ class ChoiceText:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         echo: str = "",
-        scores_prompt: bool = False,
+        echoed_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         prompt_only: bool = False,
     ) -> None:
-        """`echo`: what is shown in front of the text, by others. `scores_prompt`: the details begin with the prompt's.
-        `prompt_only`: what is generated is neither shown nor counted."""
+        """`echo`: what is shown in front of the text, by others. `echoed_logprobs`: the details begin with those of the
+        prompt's tokens, which have so many alternatives each; `prompt_logprobs`: these are told apart. `prompt_only`:
+        what is generated is neither shown nor counted."""
         self.index = index
         self.num_tokens = 0
         self._tokenizer = tokenizer
@@ -54,7 +57,10 @@ class ChoiceText:
         self._stop = StopMatcher(stop)
         self._has_stop = bool(stop)
         self._min_tokens = min_tokens
-        self._prompt = PromptDetails(tokenizer, prompt_token_ids, echo) if scores_prompt else None
+        self._echoed_logprobs = echoed_logprobs
+        self._prompt_logprobs = prompt_logprobs
+        is_scored = echoed_logprobs is not None or prompt_logprobs is not None
+        self._prompt = PromptDetails(tokenizer, prompt_token_ids, echo) if is_scored else None
         self._prompt_only = prompt_only
         self._num_echoed = len(echo)
         self._num_characters = 0  # whole ones, of the tokens so far, also those that may begin a stop string
@@ -62,7 +68,14 @@ class ChoiceText:
     def feed(self, delta: TokenDelta) -> TextDelta:
         if delta.finish_reason in ("abort", "error"):
             raise RequestFailedError("The engine gave this request up.")
-        details = [] if self._prompt is None else list(self._prompt.feed(delta.prompt_logprobs or ()))
+        if self._prompt is None:
+            return self._answer(delta, [])
+        of_prompt = tuple(self._prompt.feed(delta.prompt_logprobs or ()))
+        answer = self._answer(delta, _with_top(of_prompt, self._echoed_logprobs))
+        return replace(answer, prompt_details=tuple(_with_top(of_prompt, self._prompt_logprobs)))
+
+    def _answer(self, delta: TokenDelta, details: list[TokenDetail]) -> TextDelta:
+        """`details`: what stands in front of its tokens' own; the list is taken."""
         if self._prompt_only:
             end: TextFinish | None = None if delta.finish_reason is None else "length"
             return TextDelta(self.index, "", tuple(details), end)
@@ -71,8 +84,8 @@ class ChoiceText:
         for at, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
             is_text = at < num_texts
-            # Behind a prompt's, every token has its log-probability: callers count from the end.
-            if delta.logprobs is not None and (is_text or self._prompt is not None):
+            # Behind an echoed prompt's, every token has its log-probability: callers count from the end.
+            if delta.logprobs is not None and (is_text or self._echoed_logprobs is not None):
                 details.append(self._detail(token_id, delta.logprobs[at]))
             if not is_text:  # the token that stopped it: counted, never shown
                 break
@@ -103,6 +116,11 @@ class ChoiceText:
         return (result.text, True) if result.stopped else (result.text + self._stop.finish(), False)
 
     def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
-        top = tuple(Candidate.of(self._tokenizer, token, logprob) for token, logprob in logprobs.top)
-        chosen = Candidate.of(self._tokenizer, token_id, logprobs.logprob)
+        top = Candidate.likeliest(self._tokenizer, logprobs.top)
+        chosen = Candidate.of(self._tokenizer, token_id, logprobs.logprob, logprobs.rank)
         return TokenDetail(chosen, top, self._num_echoed + self._num_characters)
+
+
+def _with_top(details: Sequence[TokenDetail], count: int | None) -> list[TokenDetail]:
+    """With so many alternatives each; None: nobody asked for them."""
+    return [] if count is None else [detail.of_top(count) for detail in details]

@@ -1,8 +1,8 @@
 """What log-probabilities say of tokens, spelled out: of any token, and of a prompt's own from its first to its last.
 Must not know the wire format or the engine's requests."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,16 +13,23 @@ from server.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that was likely at some place."""
+    """A token that is, or could be, at some place."""
 
+    token_id: int
     text: str
     bytes: bytes
     logprob: float
+    rank: int  # 1 = most likely
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer, token_id: int, logprob: float) -> "Candidate":
+    def of(cls, tokenizer: TextTokenizer, token_id: int, logprob: float, rank: int) -> "Candidate":
         spelled = tokenizer.token_bytes(token_id)
-        return cls(spelled.decode("utf-8", errors="replace"), spelled, logprob)
+        return cls(token_id, spelled.decode("utf-8", errors="replace"), spelled, logprob, rank)
+
+    @classmethod
+    def likeliest(cls, tokenizer: TextTokenizer, pairs: Iterable[tuple[int, float]]) -> tuple["Candidate", ...]:
+        """Of token ids and their log-probabilities, most likely first."""
+        return tuple(cls.of(tokenizer, *pair, rank) for rank, pair in enumerate(pairs, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,11 @@ class TokenDetail:
     chosen: Candidate
     top: tuple[Candidate, ...]
     offset: int  # characters of the choice's text before it: fewer than its tokens' spellings where some are hidden
-    is_first: bool = False  # of an echoed prompt: nothing says how likely it was, and its logprob means nothing
+    is_first: bool = False  # of a prompt: nothing says how likely it was, and its logprob and rank mean nothing
+
+    def of_top(self, count: int) -> "TokenDetail":
+        """With so many of the most likely ones, or fewer."""
+        return self if len(self.top) <= count else replace(self, top=self.top[:count])
 
 
 class PromptDetails:
@@ -50,20 +61,20 @@ class PromptDetails:
     def feed(self, logprobs: Sequence[PromptLogprobs]) -> Iterator[TokenDetail]:
         """Of the first token, too, when nothing was fed before."""
         if not self._num_tokens:
-            yield self._next(0.0, (), is_first=True)
+            yield self._next(0.0, 1, (), is_first=True)
         for some in logprobs:
             shape = (len(some), some.num_top)
             of_tokens = np.frombuffer(some.logprobs, np.float32).tolist()
+            ranks = np.frombuffer(some.ranks, np.int32).tolist()
             ids = np.frombuffer(some.top_ids, np.int32).reshape(shape).tolist()
             of_ids = np.frombuffer(some.top_logprobs, np.float32).reshape(shape).tolist()
-            for logprob, tops, values in zip(of_tokens, ids, of_ids, strict=True):
-                candidates = (Candidate.of(self._tokenizer, *pair) for pair in zip(tops, values, strict=True))
-                yield self._next(logprob, tuple(candidates))
+            for logprob, rank, tops, values in zip(of_tokens, ranks, ids, of_ids, strict=True):
+                yield self._next(logprob, rank, Candidate.likeliest(self._tokenizer, zip(tops, values, strict=True)))
 
-    def _next(self, logprob: float, top: tuple[Candidate, ...], *, is_first: bool = False) -> TokenDetail:
+    def _next(self, logprob: float, rank: int, top: tuple[Candidate, ...], *, is_first: bool = False) -> TokenDetail:
         token_id = self._token_ids[self._num_tokens]
         self._num_tokens += 1
-        chosen = Candidate.of(self._tokenizer, token_id, logprob)
+        chosen = Candidate.of(self._tokenizer, token_id, logprob, rank)
         detail = TokenDetail(chosen, top, min(self._num_characters, len(self._echo)), is_first)
         text = self._detokenizer.feed((token_id,))
         if token_id in self._tokenizer.special_ids and self._echo.startswith(chosen.text, self._num_characters):

@@ -43,7 +43,7 @@ class TokenEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to generate. `sampling.max_tokens` is a placeholder: `max_tokens` (None: as many as fit; 0: the engine
-    generates a token, which nobody sees) decides."""
+    generates a token, which nobody sees) decides. So is `sampling.prompt_logprobs`, for which `num_scored` does."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
@@ -56,10 +56,25 @@ class Job:
     adapter: str | None = None  # None: the base model
     prompt_field: str = "prompt"  # named in errors
     echo: bool = False  # whether prompts are shown in front of their choices
+    prompt_logprobs: int | None = None  # alternatives of prompts' tokens, whose log-probabilities are told apart
 
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """Alternatives of prompts' tokens that are shown with their log-probabilities, as those of generated ones."""
+        return self.sampling.logprobs if self.echo else None
+
+    def told_apart(self, choice: int) -> int | None:
+        """With the first of the choices alone: all of them have the same prompt."""
+        return None if choice % self.n else self.prompt_logprobs
+
+    def num_scored(self, choice: int) -> int | None:
+        """Alternatives of its prompt's tokens that the engine scores for a choice; None: it scores no prompt."""
+        wanted = self.echoed_logprobs, self.told_apart(choice)
+        return max((count for count in wanted if count is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +113,8 @@ class Generation:
                 stop=job.stop,
                 min_tokens=job.sampling.min_tokens,
                 echo=self.echoes[index],
-                scores_prompt=job.sampling.prompt_logprobs is not None,
+                echoed_logprobs=job.echoed_logprobs,
+                prompt_logprobs=job.told_apart(index),
                 prompt_only=job.max_tokens == 0,
             )
             for index, request in enumerate(requests)

@@ -75,10 +75,14 @@ class Generator:
             stack.enter_context(self._admission.reserve(job.num_choices, job.cache_salt))
             stack.enter_context(self._active())
             requests = await self._requests(job)
-            num_top = job.sampling.prompt_logprobs
-            if num_top is not None:
-                lengths = [len(request.prompt_token_ids) for request in requests]
-                stack.enter_context(self._prompt_memory.hold(lengths, num_top, job.cache_salt))
+            scored = [
+                (len(request.prompt_token_ids), request.sampling.prompt_logprobs)
+                for request in requests
+                if request.sampling.prompt_logprobs is not None
+            ]
+            if scored:
+                param = "logprobs" if job.prompt_logprobs is None else "prompt_logprobs"
+                stack.enter_context(self._prompt_memory.hold(scored, job.cache_salt, param))
             echoes = await self._echoes(job) if job.echo else None
             reservation = stack.pop_all()
         generation = Generation(
@@ -160,7 +164,12 @@ class Generator:
             AddRequest(
                 request_id=f"{job.request_id}-{at * job.n + choice}",
                 prompt_token_ids=prompt,
-                sampling=replace(job.sampling, max_tokens=max(limit, 1), seed=_choice_seed(job.sampling.seed, choice)),
+                sampling=replace(
+                    job.sampling,
+                    max_tokens=max(limit, 1),
+                    seed=_choice_seed(job.sampling.seed, choice),
+                    prompt_logprobs=job.num_scored(choice),
+                ),
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
             )

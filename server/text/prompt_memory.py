@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from server.equal_parts import EqualParts
 from server.errors import InvalidRequest, ServerOverloaded
 
-ONE_BYTES = 64 * 2**20  # 1.5 million tokens with 5 alternatives each
+ONE_BYTES = 64 * 2**20  # 1.4 million tokens with 5 alternatives each
 ALL_BYTES = 256 * 2**20
-NUMBER_BYTES = 4  # of a log-probability, and of a token id
+NUMBER_BYTES = 4  # of a log-probability, a rank, and a token id
 
 
 class PromptMemory:
@@ -19,17 +19,17 @@ class PromptMemory:
         self._held = EqualParts(ALL_BYTES)
 
     @contextmanager
-    def hold(self, lengths: Sequence[int], num_top: int, tenant: bytes) -> Iterator[None]:
-        """Room for prompts of so many tokens. Raises InvalidRequest where no waiting helps, ServerOverloaded where it
-        does."""
-        num_tokens = sum(lengths)
-        num_bytes = NUMBER_BYTES * (1 + 2 * num_top) * num_tokens
+    def hold(self, prompts: Sequence[tuple[int, int]], tenant: bytes, param: str) -> Iterator[None]:
+        """Room for prompts of so many tokens, with so many alternatives each. Raises InvalidRequest, about `param`,
+        where no waiting helps, ServerOverloaded where it does."""
+        num_tokens = sum(count for count, _ in prompts)
+        num_bytes = NUMBER_BYTES * sum(count * (2 + 2 * num_top) for count, num_top in prompts)
         if num_bytes > ONE_BYTES:
             raise InvalidRequest(
-                f"The log-probabilities of {num_tokens} tokens of prompts (each of n choices has its own) take "
-                f"{num_bytes / 2**20:.0f} MiB of memory; at most {ONE_BYTES >> 20} MiB are served in one request. Ask "
-                "for fewer prompts, choices or alternatives.",
-                param="logprobs",
+                f"The log-probabilities of {num_tokens} tokens of prompts (where they are echoed, each of n choices "
+                f"has its own) take {num_bytes / 2**20:.0f} MiB of memory; at most {ONE_BYTES >> 20} MiB are served in "
+                "one request. Ask for fewer prompts, choices or alternatives.",
+                param=param,
             )
         if not self._held.has_room(tenant, num_bytes):
             raise ServerOverloaded("Too many log-probabilities of prompts are asked for at once. Try again later.")

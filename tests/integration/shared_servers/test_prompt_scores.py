@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts' own tokens (`echo` with `logprobs`), beside transformers' own logits; asked for as
-lm-evaluation-harness asks."""
+"""Log-probabilities of prompts' own tokens, beside transformers' own logits: with `echo` and `logprobs`, asked for as
+lm-evaluation-harness asks, and with vLLM's `prompt_logprobs`, which have ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -159,3 +159,55 @@ def test_no_tokens_and_no_echo_is_nothing_to_ask_for(server: ServerProcess, fiel
 
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "max_tokens"
+
+
+def assert_ranked(found: list[dict[str, Any] | None], token_ids: list[int], eager: EagerAnswers, top: int) -> None:
+    """Of vLLM's shape."""
+    assert len(found) == len(token_ids)
+    assert found[0] is None
+    for own, entries, row in zip(token_ids[1:], found[1:], eager.log_probabilities(token_ids), strict=True):
+        assert entries is not None
+        assert top <= len(entries) <= top + 1
+        ids = torch.tensor([int(token_id) for token_id in entries])
+        logprobs = torch.tensor([entry["logprob"] for entry in entries.values()])
+        torch.testing.assert_close(logprobs, row[ids], atol=TOLERANCE, rtol=0)
+        for token_id, entry in entries.items():  # as exact as the logits are: others lie nearer than they are known
+            likelier = int((row > row[int(token_id)] + TOLERANCE).sum())
+            at_most = int((row > row[int(token_id)] - TOLERANCE).sum())  # itself included
+            assert 1 + likelier <= entry["rank"] <= at_most
+            assert "\ufffd" in entry["decoded_token"] or entry["decoded_token"] == eager.tokenizer.decode(int(token_id))
+        assert str(own) in entries
+        assert {entry["rank"] for entry in entries.values()} >= set(range(1, top + 1))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ranks_of_a_prompt_s_tokens(server: ServerProcess, eager: EagerAnswers, text: str) -> None:
+    body = {"model": MODEL, "prompt": [text, TEXTS[0]], "prompt_logprobs": TOP, "max_tokens": 2, "n": 2}
+
+    reply = server.post("/v1/completions", body)
+
+    assert reply.status_code == 200, reply.text
+    choices = sorted(reply.json()["choices"], key=lambda choice: choice["index"])
+    for choice, prompt in zip(choices, (text, text, TEXTS[0], TEXTS[0]), strict=True):
+        assert_ranked(choice["prompt_logprobs"], eager.tokenizer.encode(prompt), eager, TOP)
+
+
+def test_ranks_of_a_prompt_in_chunks(chunking_server: ServerProcess, eager: EagerAnswers) -> None:
+    body = {"model": MODEL, "prompt": LONG_QUESTION, "prompt_logprobs": 20, "max_tokens": 1}
+
+    (choice,) = chunking_server.post("/v1/completions", body).json()["choices"]
+
+    assert_ranked(choice["prompt_logprobs"], eager.tokenizer.encode(LONG_QUESTION), eager, 20)
+
+
+def test_ranks_of_a_chat_s_prompt(server: ServerProcess, eager: EagerAnswers) -> None:
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    token_ids = server.post("/tokenize", {"model": MODEL, "messages": messages}).json()["tokens"]
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=1, extra_body={"prompt_logprobs": 0}
+        )
+
+    found = (answer.model_extra or {})["prompt_logprobs"]
+    assert all(entries is None or len(entries) == 1 for entries in found)
+    assert_ranked(found, token_ids, eager, 0)

@@ -40,6 +40,7 @@ class Scores:
     """Of a prompt's tokens but the first."""
 
     logprobs: list[float]
+    ranks: list[int]
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
 
@@ -52,6 +53,7 @@ class Scores:
         width = pieces[0].num_top
         return cls(
             joined("logprobs", np.float32, 1)[:, 0].tolist(),
+            joined("ranks", np.int32, 1)[:, 0].tolist(),
             joined("top_ids", np.int32, width).tolist(),
             joined("top_logprobs", np.float32, width).tolist(),
         )
@@ -110,6 +112,8 @@ def eager_scores(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
 def assert_same(got: Scores, wanted: torch.Tensor, prompt: Sequence[int], tolerance: float = 1e-3) -> None:
     of_tokens = wanted.gather(1, torch.tensor(list(prompt[1:]))[:, None])[:, 0]
     assert got.logprobs == pytest.approx(of_tokens.tolist(), abs=tolerance)
+    for rank, row, logprob in zip(got.ranks, wanted, of_tokens, strict=True):  # up to what lies as near as rounding
+        assert 1 + (row > logprob + tolerance).sum() <= rank <= 1 + (row > logprob - tolerance).sum()
     top = wanted.topk(NUM_TOP).values
     assert np.array(got.top_logprobs) == pytest.approx(top.numpy(), abs=tolerance)
     named = wanted.gather(1, torch.tensor(got.top_ids))

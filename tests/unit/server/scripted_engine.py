@@ -186,14 +186,16 @@ def _logprobs(request: AddRequest, token: int) -> list[TokenLogprobs] | None:
 
 
 def _prompt_logprobs(request: AddRequest) -> Iterator[PromptLogprobs]:
-    """In pieces of three tokens: the token at place p has -p, and is the first of alternatives which have less."""
+    """In pieces of three tokens: the token at place p has -p, and is the first of alternatives which have less. Where p
+    is even, its rank says that it is not."""
     scored, wanted = list(request.prompt_token_ids)[1:], request.sampling.prompt_logprobs or 0
     for at in range(0, len(scored), 3):
         values = -np.arange(at + 1, min(at + 3, len(scored)) + 1, dtype=np.float32)
+        ranks = np.array([1 if value % 2 else 100 for value in values], np.int32)
         steps = np.arange(wanted, dtype=np.int32)
         ids = (np.array(scored[at : at + 3], np.int32)[:, None] + steps) % VOCAB_SIZE
         top = values[:, None] - steps
-        yield PromptLogprobs(wanted, values.tobytes(), ids.tobytes(), top.astype(np.float32).tobytes())
+        yield PromptLogprobs(wanted, values.tobytes(), ranks.tobytes(), ids.tobytes(), top.astype(np.float32).tobytes())
 
 
 async def _wait(event: threading.Event) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from server.schemas.chat import ChatChunkChoice, ChatCompletionChunk, ChatDelta
 from server.schemas.chat_reply import ChatReply
 from server.schemas.completion_reply import CompletionReply
-from server.schemas.completions import Completion, CompletionChoice
+from server.schemas.completions import CompletionChunk, CompletionChunkChoice
 from server.text.choice import TextDelta
 
 MODEL = 'a "model" \\ of ours\u2028'
@@ -15,7 +15,8 @@ EVERY_CHARACTER = "".join(chr(code) for code in range(1, 0x11000) if not 0xD800 
 
 
 def completion(text: str, index: int, usage: bool) -> str:
-    chunk = Completion(id="cmpl-1", created=7, model=MODEL, choices=[CompletionChoice(index=index, text=text)])
+    choice = CompletionChunkChoice(index=index, text=text)
+    chunk = CompletionChunk(id="cmpl-1", created=7, model=MODEL, choices=[choice])
     return chunk.model_dump_json(exclude=None if usage else {"usage"})
 
 

@@ -22,6 +22,7 @@ from server.schemas.chat import AnswerMessage, ChatChoice, ChatCompletion, Choic
 from server.schemas.chat_reply import ChatReply
 from server.schemas.completion_reply import CompletionReply
 from server.schemas.completions import Completion, CompletionChoice, CompletionLogprobs
+from server.schemas.prompt_logprobs import PromptLogprobs, of_prompt
 from server.schemas.usage import UsageInfo
 from server.text.choice import TextDelta
 from server.text.details import Candidate, TokenDetail
@@ -31,13 +32,22 @@ MODEL = 'a "model" of "logprobs":null'
 USAGE = Usage(3, 4, 1)
 NUM_TOP = 20
 
-texts = st.text(max_size=8) | st.sampled_from(['"logprobs":null', "[]", '\\"', "\u2028"])
-candidates = st.builds(Candidate, texts, st.binary(max_size=4), st.floats(-100, 0))
+texts = st.text(max_size=8) | st.sampled_from(['"logprobs":null', '"prompt_logprobs":null', "[]", '\\"', "\u2028"])
+candidates = st.builds(
+    Candidate, st.integers(0, 9), texts, st.binary(max_size=4), st.floats(-100, 0), st.integers(1, 2**31 - 1)
+)
 details = st.builds(
-    TokenDetail, candidates, st.lists(candidates, max_size=3).map(tuple), st.integers(min_value=0, max_value=99)
+    TokenDetail, candidates, st.lists(candidates, max_size=3).map(tuple), st.integers(0, 99), st.booleans()
 )
 deltas = st.lists(
-    st.builds(TextDelta, st.integers(0, 1), texts, st.lists(details, max_size=3).map(tuple)), max_size=6
+    st.builds(
+        TextDelta,
+        st.integers(0, 1),
+        texts,
+        st.lists(details, max_size=3).map(tuple),
+        prompt_details=st.lists(details, max_size=3).map(tuple),
+    ),
+    max_size=6,
 ).map(lambda parts: [*parts, TextDelta(0, "", (), "stop"), TextDelta(1, "!", (), "length")])
 
 
@@ -61,8 +71,17 @@ async def collected(said: Iterator[TextDelta], reply: sse.Reply) -> bytes:
 
 def joined(parts: list[TextDelta], index: int) -> TextDelta:
     own = [part for part in parts if part.index == index]
-    text = "".join(part.text for part in own)
-    return replace(own[-1], text=text, details=tuple(detail for part in own for detail in part.details))
+    return replace(
+        own[-1],
+        text="".join(part.text for part in own),
+        details=tuple(detail for part in own for detail in part.details),
+        prompt_details=tuple(detail for part in own for detail in part.prompt_details),
+    )
+
+
+def prompt_logprobs(parts: list[TextDelta], index: int) -> PromptLogprobs | None:
+    """None where nobody asked, so that none came."""
+    return of_prompt(joined(parts, index).prompt_details) or None
 
 
 def chat(parts: list[TextDelta], logprobs: bool) -> str:
@@ -75,17 +94,20 @@ def chat(parts: list[TextDelta], logprobs: bool) -> str:
         )
         for index, choice in enumerate((joined(parts, 0), joined(parts, 1)))
     ]
-    usage = UsageInfo.of(USAGE)
-    return ChatCompletion(id="id", created=7, model=MODEL, choices=choices, usage=usage).model_dump_json()
+    scores, usage = prompt_logprobs(parts, 0), UsageInfo.of(USAGE)
+    return ChatCompletion(
+        id="id", created=7, model=MODEL, choices=choices, usage=usage, prompt_logprobs=scores
+    ).model_dump_json()
 
 
-def completion(parts: list[TextDelta], logprobs: bool) -> str:
+def completion(parts: list[TextDelta], logprobs: bool, n: int) -> str:
     choices = [
         CompletionChoice(
             index=index,
             text=f"echo{index}{choice.text}",
             logprobs=CompletionLogprobs.of(choice.details) if logprobs else None,
             finish_reason=choice.finish_reason,
+            prompt_logprobs=prompt_logprobs(parts, index if n == 1 else 0),
         )
         for index, choice in enumerate((joined(parts, 0), joined(parts, 1)))
     ]
@@ -93,31 +115,38 @@ def completion(parts: list[TextDelta], logprobs: bool) -> str:
     return Completion(id="id", created=7, model=MODEL, choices=choices, usage=usage).model_dump_json()
 
 
-@given(deltas, st.booleans(), st.sampled_from([1, 50, packed_json.PIECE_BYTES]))
-def test_a_whole_reply_is_what_pydantic_writes(parts: list[TextDelta], logprobs: bool, packed_at_once: int) -> None:
+@given(deltas, st.booleans(), st.sampled_from([1, 2]), st.sampled_from([1, 50, packed_json.PIECE_BYTES]))
+def test_a_whole_reply_is_what_pydantic_writes(
+    parts: list[TextDelta], logprobs: bool, n: int, packed_at_once: int
+) -> None:
     reply = ChatReply("id", MODEL, 7, logprobs=logprobs, include_usage=False)
-    other = CompletionReply("id", MODEL, 7, ["echo0", "echo1"], logprobs=logprobs, include_usage=False)
+    other = CompletionReply("id", MODEL, 7, ["echo0", "echo1"], logprobs=logprobs, include_usage=False, n=n)
     with patch.object(packed_json, "PIECE_BYTES", packed_at_once):
         assert asyncio.run(collected(iter(parts), reply)).decode() == chat(parts, logprobs)
-        assert asyncio.run(collected(iter(parts), other)).decode() == completion(parts, logprobs)
+        assert asyncio.run(collected(iter(parts), other)).decode() == completion(parts, logprobs, n)
 
 
 def detail(at: int) -> TokenDetail:
-    top = tuple(Candidate(f" tok{number}", f" tok{number}".encode(), -1.0 - number) for number in range(NUM_TOP))
-    return TokenDetail(Candidate(" the", b" the", -0.5), top, 4 * at)
+    top = tuple(
+        Candidate(number, f" tok{number}", f" tok{number}".encode(), -1.0 - number, number + 1)
+        for number in range(NUM_TOP)
+    )
+    return TokenDetail(Candidate(NUM_TOP, " the", b" the", -0.5, 1), top, 4 * at)
 
 
 REPLIES = [
     ChatReply("id", MODEL, 7, logprobs=True, include_usage=False),
     CompletionReply("id", MODEL, 7, ["", ""], logprobs=True, include_usage=False),
+    CompletionReply("id", MODEL, 7, ["", ""], logprobs=True, include_usage=False, n=2),
 ]
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-def test_others_have_their_turns_while_logprobs_are_written(reply: sse.Reply) -> None:
+@pytest.mark.parametrize("kind", ["details", "prompt_details"])
+def test_others_have_their_turns_while_logprobs_are_written(reply: sse.Reply, kind: str) -> None:
     """Also where many tokens came as one: their reader was busy."""
     many = tuple(map(detail, range(1000)))
-    parts = [TextDelta(0, "a", many, "length"), TextDelta(1, "b", many, "length")]
+    parts = [TextDelta(0, "a", finish_reason="length", **{kind: many + many}), TextDelta(1, "b", (), "length")]
 
     async def turns() -> int:
         collecting = asyncio.create_task(collected(iter(parts), reply))
@@ -135,19 +164,22 @@ def drawn(at: int, rng: random.Random) -> TokenDetail:
 
     def candidate() -> Candidate:
         (logprob,) = struct.unpack("f", struct.pack("f", -20 * rng.random()))  # as a device computes it
-        text = f" word{rng.randrange(50_000)}"
-        return Candidate(text, text.encode(), logprob)
+        token_id = rng.randrange(50_000)
+        text = f" word{token_id}"
+        return Candidate(token_id, text, text.encode(), logprob, rng.randrange(1, 100))
 
     return TokenDetail(candidate(), tuple(candidate() for _ in range(NUM_TOP)), 4 * at)
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-def test_logprobs_take_a_fraction_of_the_memory_of_their_json(reply: sse.Reply) -> None:
+@pytest.mark.parametrize("kind", ["details", "prompt_details"])
+def test_logprobs_take_a_fraction_of_the_memory_of_their_json(reply: sse.Reply, kind: str) -> None:
+    """A prompt's are in memory once, however many choices it has."""
     rng, count = random.Random(0), 1500
     deltas = (
-        TextDelta(index, "the ", (drawn(at, rng),), "length" if at == count - 1 else None)
+        TextDelta(index, "the ", finish_reason="length" if at == count - 1 else None, **said)
         for at in range(count)
-        for index in range(2)
+        for index, said in enumerate(({kind: (drawn(at, rng),)}, {"details": (drawn(at, rng),)}))
     )
 
     async def sent() -> tuple[int, int, int]:

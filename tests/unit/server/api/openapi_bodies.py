@@ -23,8 +23,7 @@ def _generation(body: Body) -> None:
         body["stop_token_ids"] = _known_tokens(body["stop_token_ids"])
     if body.get("logit_bias"):
         body["logit_bias"] = {str(int(token) % VOCABULARY): bias for token, bias in body["logit_bias"].items()}
-    if not body.get("stream"):
-        body.pop("stream_options", None)
+    body.pop("prompt_logprobs" if body.get("stream") else "stream_options", None)
 
 
 def _chat(body: Body) -> None:

@@ -165,8 +165,8 @@ def test_prompts_count_as_what_a_reply_holds(server: LiveServer, monkeypatch: py
 def test_more_than_is_kept_between_the_engine_and_a_reply_is_refused_before_it_is_computed(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 tokens with an alternative each: 12 bytes a token."""
-    monkeypatch.setattr(prompt_memory, "ONE_BYTES", 60)
+    """5 tokens with an alternative each: 16 bytes a token."""
+    monkeypatch.setattr(prompt_memory, "ONE_BYTES", 80)
     generator = server.lifecycle.generator
     assert generator is not None
     with server.client() as client:
@@ -175,7 +175,7 @@ def test_more_than_is_kept_between_the_engine_and_a_reply_is_refused_before_it_i
             status, error = refusal(client, **fields)
             assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "logprobs")
         assert len(server.engine.requests) == 1
-        monkeypatch.setattr(generator._prompt_memory, "_held", EqualParts(60))
+        monkeypatch.setattr(generator._prompt_memory, "_held", EqualParts(80))
         server.engine.script = Script(hold_after=0)
         with client.stream("POST", "/v1/completions", json={**SCORED, "stream": True}):
             wait_until(lambda: server.engine.held)

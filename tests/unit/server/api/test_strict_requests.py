@@ -174,7 +174,7 @@ UNSUPPORTED = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]), ("tool_choice", "required"),
     ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}), ("modalities", ["text", "audio"]),
     ("reasoning_effort", "high"), ("prediction", {}), ("web_search_options", {}), ("functions", [{}]),
-    ("chat_template", "{{ 1 }}"), ("cache_salt", "x"), ("prompt_logprobs", 1), ("guided_regex", "a+"),
+    ("chat_template", "{{ 1 }}"), ("cache_salt", "x"), ("guided_regex", "a+"),
     ("continue_final_message", True), ("return_token_ids", True), ("length_penalty", True),
     ("moderation", {"model": "omni-moderation-latest"}),
 ]  # fmt: skip

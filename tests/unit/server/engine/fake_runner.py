@@ -225,7 +225,8 @@ class FakeRunner:
         values = np.array([score(*pair) for pair in zip(seen, rows.targets, strict=True)], np.float32)
         ids = np.asarray(rows.targets, np.int32)[:, None] + np.arange(rows.num_top, dtype=np.int32)
         top = np.repeat(values, rows.num_top)
-        return PromptLogprobs(rows.num_top, values.tobytes(), ids.tobytes(), top.tobytes())
+        ranks = np.ones(len(values), np.int32)
+        return PromptLogprobs(rows.num_top, values.tobytes(), ranks.tobytes(), ids.tobytes(), top.tobytes())
 
     def _check_sharing(self, batch: StepBatch) -> None:
         decodes = [seq for seq in batch.seqs if len(seq.token_ids) == 1]

@@ -150,7 +150,8 @@ def test_a_stream_keeps_all_scores_of_a_long_prompt_for_a_reader_that_is_late() 
     """They come faster than they are spelled out, and of others it would not hold as many."""
     numbers = np.arange(512, dtype=np.float32)
     top = np.arange(512 * 5, dtype=np.int32)
-    some = PromptLogprobs(5, numbers.tobytes(), top.tobytes(), top.astype(np.float32).tobytes())
+    ranks = np.ones(512, np.int32)
+    some = PromptLogprobs(5, numbers.tobytes(), ranks.tobytes(), top.tobytes(), top.astype(np.float32).tobytes())
     stream = TokenStream("r")
     for _ in range(MAX_EVENTS + 10):
         stream.put(TokenDelta("r", [], prompt_logprobs=[some]))
@@ -163,9 +164,12 @@ def test_a_stream_keeps_all_scores_of_a_long_prompt_for_a_reader_that_is_late() 
 
 def test_parts_of_packed_scores_are_theirs() -> None:
     values, ids = np.arange(6, dtype=np.float32), np.arange(12, dtype=np.int32)
-    whole = PromptLogprobs(2, values.tobytes(), ids.tobytes(), (ids / 2).astype(np.float32).tobytes())
+    ranks = np.arange(10, 16, dtype=np.int32)
+    of_ids = (ids / 2).astype(np.float32)
+    whole = PromptLogprobs(2, values.tobytes(), ranks.tobytes(), ids.tobytes(), of_ids.tobytes())
     part = whole.part(2, 5)
     assert (len(whole), len(part)) == (6, 3)
     assert np.frombuffer(part.logprobs, np.float32).tolist() == [2, 3, 4]
+    assert np.frombuffer(part.ranks, np.int32).tolist() == [12, 13, 14]
     assert np.frombuffer(part.top_ids, np.int32).tolist() == [4, 5, 6, 7, 8, 9]
     assert np.frombuffer(part.top_logprobs, np.float32).tolist() == [2, 2.5, 3, 3.5, 4, 4.5]

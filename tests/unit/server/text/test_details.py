@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from scripted_engine import EOS
 from test_detokenizer import sentencepiece_like
+from token_logprobs import token_logprobs
 
 from models.batch import PromptLogprobs
 from server.engine.messages import TokenDelta
@@ -14,7 +16,10 @@ from server.text.tokenizer import TextTokenizer
 
 def scores(count: int, num_top: int = 0) -> PromptLogprobs:
     values, ids = -np.arange(count, dtype=np.float32), np.arange(count * num_top, dtype=np.int32)
-    return PromptLogprobs(num_top, values.tobytes(), ids.tobytes(), (-ids).astype(np.float32).tobytes())
+    ranks = np.arange(1, count + 1, dtype=np.int32)
+    return PromptLogprobs(
+        num_top, values.tobytes(), ranks.tobytes(), ids.tobytes(), (-ids).astype(np.float32).tobytes()
+    )
 
 
 def offsets(tokenizer: TextTokenizer, token_ids: list[int], echo: str) -> list[int]:
@@ -51,6 +56,8 @@ def test_the_first_token_has_none_and_comes_once(tokenizer: TextTokenizer) -> No
     assert [detail.is_first for detail in (*first, *second)] == [True, False, False, False, False]
     assert "".join(detail.chosen.text for detail in (*first, *second)) == "hello"
     assert [candidate.logprob for candidate in second[0].top] == [0.0, -1.0]
+    assert [detail.chosen.rank for detail in second] == [1, 1, 2, 3]
+    assert [(candidate.token_id, candidate.rank) for candidate in second[-1].top] == [(4, 1), (5, 2)]
 
 
 def test_a_step_s_worth_of_scores_is_spelled_a_little_at_a_time(tokenizer: TextTokenizer) -> None:
@@ -62,6 +69,23 @@ def test_a_step_s_worth_of_scores_is_spelled_a_little_at_a_time(tokenizer: TextT
     assert [piece.token_ids for piece in pieces] == [[]] * len(counts) + [[104]]
     assert [piece.finish_reason for piece in pieces] == [None] * len(counts) + ["length"]
     assert len(list(in_pieces(TokenDelta("r", [], prompt_logprobs=[scores(3)])))) == 1
-    choice = ChoiceText(tokenizer, 0, prompt_token_ids=[104] * 1011, echo="h" * 1011, scores_prompt=True)
+    choice = ChoiceText(tokenizer, 0, prompt_token_ids=[104] * 1011, echo="h" * 1011, echoed_logprobs=5)
     details = [detail for piece in pieces for detail in choice.feed(piece).details]
     assert [detail.offset for detail in details] == list(range(1011))
+
+
+@pytest.mark.parametrize(("echoed", "apart"), [(None, 3), (1, 3), (3, 1), (2, None)])
+def test_a_prompt_s_scores_are_shown_and_told_apart_with_as_many_alternatives_as_each_wants(
+    tokenizer: TextTokenizer, echoed: int | None, apart: int | None
+) -> None:
+    choice = ChoiceText(
+        tokenizer, 0, prompt_token_ids=list(b"hey"), echo="hey", echoed_logprobs=echoed, prompt_logprobs=apart
+    )
+    scored = choice.feed(TokenDelta("r", [], prompt_logprobs=[scores(2, 3)]))
+    answered = choice.feed(TokenDelta("r", [EOS], [token_logprobs(-1.0)], "stop", EOS))
+    for details, wanted in ((scored.details, echoed), (scored.prompt_details, apart)):
+        assert [len(detail.top) for detail in details] == ([] if wanted is None else [0, wanted, wanted])
+        assert "".join(detail.chosen.text for detail in details) == ("" if wanted is None else "hey")
+    assert scored.num_logprobs == sum(3 + 2 * wanted for wanted in (echoed, apart) if wanted is not None)
+    assert answered.prompt_details == ()
+    assert len(answered.details) == (echoed is not None)  # an end token has its entry behind an echo alone
