@@ -4,6 +4,7 @@
 #include "parts/backward_pair_loads.cuh"
 #include "parts/backward_store.cuh"
 #include "parts/backward_wgmma.cuh"
+#include "parts/rows_of_dq.cuh"
 #include "parts/uniform.cuh"
 
 // What every step asks of a tile, held in registers.
