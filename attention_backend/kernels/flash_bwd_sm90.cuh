@@ -111,7 +111,7 @@ class Consumer {
       KeptKeys kept;
       keep<KEPT_K>(kept.k, k);
       keep<KEPT_V>(kept.v, v);
-      if (!APART) {  // where dS is about to be written gradients may be on their way yet
+      if (!APART) {  // where dS and dQ are about to be written gradients may be on their way yet
         if (first_thread()) bulk_wait_read();
         meet();
       }
@@ -137,29 +137,43 @@ class Consumer {
 
   // The tile's gradients of keys and values. Stores by threads would wait behind each other; so they go by the TMA, where
   // it writes no other sequence's keys, from shared memory that nobody reads anymore: these keys' values with APART, else
-  // where their dS was.
+  // where their dS was and what has been added to dQ. (In deterministic mode that would be to wait for others.)
   __device__ __forceinline__ void store(const Sums& sums, const SeenKeyTile& tile, int tiles, const Rings& rings) const {
     if (!APART && tiles > 0) named_sync(3, 128 * kConsumers);  // nobody reads dS
 #if !PARTS
     const bool whole = !p.sequence.cu_seqlens_k || tile.seqlen_k - tile.first_key >= group * 64 + 64;
     if (uniform(tiles > 0 && whole)) {
+#if APART || DETERMINISTIC
       const uint32 space = (APART ? shared.v + rings.keys.at * kBytesV : shared.ds) + group * 64 * 128;
-      stage_keys<HEAD_DIM_V>(sums.dv, space, dv_factor(p));
+      stage_keys<HEAD_DIM_V, kSlabKv>(sums.dv, space, dv_factor(p));
       meet();
       if (first_thread()) {
-        send_keys<kSlabsV>(map_dv, space, tile, group * 64, p);
+        send_keys<kSlabsV, kSlabKv>(map_dv, space, tile, group * 64, p);
         bulk_wait_read();
       }
       meet();
-      stage_keys<HEAD_DIM>(sums.dk, space, dk_factor(p));
+      stage_keys<HEAD_DIM, kSlabKv>(sums.dk, space, dk_factor(p));
       meet();
       if (first_thread()) {
-        send_keys<kSlabsK>(map_dk, space, tile, group * 64, p);
+        send_keys<kSlabsK, kSlabKv>(map_dk, space, tile, group * 64, p);
         if (APART) {
           bulk_wait_read();
           barrier_arrive(shared.empty_v + 8 * rings.keys.at);
         }
       }
+#else
+      constexpr int kSlabHere = 64 * 128;
+      static_assert(kSlabsK * kSlabHere <= kChunk * 4, "dK of a warpgroup's keys takes the place of a chunk of dQ");
+      const uint32 space_v = shared.ds + group * kSlabHere, space_k = shared.handover + group * (kChunk * 4);
+      stage_keys<HEAD_DIM_V, kSlabKv>(sums.dv, space_v, dv_factor(p));
+      rings.dq.wait_empty(shared.free_space + 8 * group);
+      stage_keys<HEAD_DIM, kSlabHere>(sums.dk, space_k, dk_factor(p));
+      meet();
+      if (first_thread()) {
+        send_keys<kSlabsV, kSlabKv>(map_dv, space_v, tile, group * 64, p);
+        send_keys<kSlabsK, kSlabHere>(map_dk, space_k, tile, group * 64, p);
+      }
+#endif
       return;
     }
 #endif

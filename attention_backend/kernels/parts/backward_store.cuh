@@ -39,9 +39,9 @@ __device__ __forceinline__ void store_keys(const float (&acc)[WIDTH / 2], void* 
 }
 
 #if !PARTS
-// The same 64 keys to `space`, which has a row of 128 swizzled bytes for each of them, the next 64 columns a slab further.
-// From there send_keys takes them, once all of the warpgroup are through.
-template <int WIDTH>
+// The same 64 keys to `space`, which has a row of 128 swizzled bytes for each of them, the next 64 columns SLAB bytes
+// further. From there send_keys takes them, once all of the warpgroup are through.
+template <int WIDTH, int SLAB>
 __device__ __forceinline__ void stage_keys(const float (&acc)[WIDTH / 2], uint32 space, float factor) {
   const int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
@@ -50,18 +50,18 @@ __device__ __forceinline__ void stage_keys(const float (&acc)[WIDTH / 2], uint32
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = pack2(acc[i * 8 + j * 2] * factor, acc[i * 8 + j * 2 + 1] * factor);
     const int c = i % 4 * 2 + lane / 16;
-    store_matrices(space + i / 4 * kSlabKv + r * 128 + ((c ^ r & 7) << 4), x);
+    store_matrices(space + i / 4 * SLAB + r * 128 + ((c ^ r & 7) << 4), x);
   }
   fence_async_proxy();
 }
 
 // One thread's: the tile's keys from `first` on. What lies past the tensor's last key or column is not written.
-template <int SLABS>
+template <int SLABS, int SLAB>
 __device__ __forceinline__ void send_keys(const TensorMap* map, uint32 space, const KeyTile& tile, int first,
                                           const BackwardParams& p) {
 #pragma unroll
   for (int c = 0; c < SLABS; c++)
-    tma_store(map, space + c * kSlabKv, c * 64, tile.seq.k_begin + tile.first_key + first, tile.kv_head,
+    tma_store(map, space + c * SLAB, c * 64, tile.seq.k_begin + tile.first_key + first, tile.kv_head,
               p.sequence.cu_seqlens_k ? 0 : tile.batch);
 }
 #endif
