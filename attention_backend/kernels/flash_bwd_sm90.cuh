@@ -24,7 +24,7 @@
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
 // HEAD_DIM 64), BLOCK_N (128), CLUSTER (2 with SHARES_ROWS), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
 // (2), APART, PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
-// and V in registers), FINISHES (dQ on the way, where the launch says so: parts/backward_finish.cuh; not with PARTS),
+// and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS),
 // TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query
 // heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's synccheck: warpgroups compute also the steps of which their
 // keys see nothing, as it takes warps that meet at one barrier from two places in the code for a mistake.
@@ -101,9 +101,9 @@ class Consumer {
   // `done`: how many the block had before.
   __device__ __forceinline__ void run_tile(const SeenKeyTile& tile, int tiles, uint32 done, Rings& rings) const {
     Sums sums;
-    zero(sums.dk);
-    zero(sums.dv);
     if (tiles > 0) {
+      zero(sums.dk);
+      zero(sums.dv);
       rings.keys.wait_full(shared.full_k);
       rings.keys.wait_full(shared.full_v);
       const uint32 k = shared.k + rings.keys.at * kBytesK, v = shared.v + rings.keys.at * kBytesV;
@@ -125,24 +125,29 @@ class Consumer {
     }
 #if FINISHES
     Pieces pieces(p, tile);
-    if (finishes(p)) barrier_wait(shared.full_share, done % 2);
+    barrier_wait(shared.full_share, done % 2);
     pieces.load();
 #endif
-    store(sums, tile, tiles, rings);
+    if (tiles > 0) {
+      store(sums, tile, rings);
+      rings.keys.next();
+    } else {
+      zero_keys<HEAD_DIM>(dk_of(tile, p), p.dk_row, group * 64, tile.seqlen_k - tile.first_key, p.head_dim);
+      zero_keys<HEAD_DIM_V>(dv_of(tile, p), p.dv_row, group * 64, tile.seqlen_k - tile.first_key, p.head_dim_v);
+    }
 #if FINISHES
-    if (finishes(p)) pieces.finish(shared);
+    pieces.finish(shared);
 #endif
-    if (tiles > 0) rings.keys.next();
   }
 
   // The tile's gradients of keys and values. Stores by threads would wait behind each other; so they go by the TMA, where
   // it writes no other sequence's keys, from shared memory that nobody reads anymore: these keys' values with APART, else
   // where their dS was and what has been added to dQ. (In deterministic mode that would be to wait for others.)
-  __device__ __forceinline__ void store(const Sums& sums, const SeenKeyTile& tile, int tiles, const Rings& rings) const {
-    if (!APART && tiles > 0) named_sync(3, 128 * kConsumers);  // nobody reads dS
+  __device__ __forceinline__ void store(const Sums& sums, const SeenKeyTile& tile, const Rings& rings) const {
+    if (!APART) named_sync(3, 128 * kConsumers);  // nobody reads dS
 #if !PARTS
     const bool whole = !p.sequence.cu_seqlens_k || tile.seqlen_k - tile.first_key >= group * 64 + 64;
-    if (uniform(tiles > 0 && whole)) {
+    if (uniform(whole)) {
 #if APART || DETERMINISTIC
       const uint32 space = (APART ? shared.v + rings.keys.at * kBytesV : shared.ds) + group * 64 * 128;
       stage_keys<HEAD_DIM_V, kSlabKv>(sums.dv, space, dv_factor(p));
@@ -177,7 +182,7 @@ class Consumer {
       return;
     }
 #endif
-    if (APART && tiles > 0 && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
+    if (APART && first_thread()) barrier_arrive(shared.empty_v + 8 * rings.keys.at);
     store_dv(sums.dv, tile, p, lane);
     store_dk(sums.dk, tile, p, lane);
   }

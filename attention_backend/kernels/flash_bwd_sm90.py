@@ -130,9 +130,8 @@ def _launch(
         deterministic=args.deterministic,
     )
     options = replace(options, parts=parts > 1)
-    variant, tile = backward_variant(options, tile)
     dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
-    finishes = dense and options.finishes(tile)
+    can_finish = dense and options.can_finish(tile)
     blocks = min(key_tiles * lines * parts, workers) * (tile.cluster if tile.is_pair else 1)
 
     section = section_lines(
@@ -143,11 +142,12 @@ def _launch(
         key_tiles=key_tiles,
         num_sms=workers,
         deterministic=args.deterministic,
-        finishes=finishes,
+        finishes=can_finish,
     )
 
     rows, units, unit_heads = padded_rows(args), lines * parts, group // parts
-    held, lag = held_units(units, section) if finishes else (units, units)
+    held, lag = held_units(units, section) if can_finish else (units, units)
+    variant, _ = backward_variant(replace(options, finishes=lag < units), tile)
     heads, sums_head = (
         (args.num_heads, rows) if args.cu_seqlens_q is not None else (held * unit_heads, rows // args.batch)
     )

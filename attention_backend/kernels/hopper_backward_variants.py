@@ -32,6 +32,7 @@ class BackwardOptions:
     alibi: bool = False
     dropout: bool = False
     left_bounds: bool = False  # rows may see keys from some key on only
+    finishes: bool = False  # dQ on the way (parts/backward_finish.cuh)
 
     @classmethod
     def of(cls, args: AttentionArgs, *, deterministic: bool, parts: bool = False) -> "BackwardOptions":
@@ -52,8 +53,8 @@ class BackwardOptions:
     def extras(self) -> bool:
         return self.key_mask or self.softcap or self.alibi or self.dropout
 
-    def finishes(self, tile: BackwardTile) -> bool:
-        """Whether a kernel of the tile can finish dQ on the way (parts/backward_finish.cuh)."""
+    def can_finish(self, tile: BackwardTile) -> bool:
+        """Whether a kernel of the tile can finish dQ on the way."""
         return tile.finishes and not self.parts and not self.deterministic
 
 
@@ -64,6 +65,8 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
     tile = tile or default
     if options.extras and tile != default:
         raise ValueError(f"tile {tile} does not serve {options}; {default} does")
+    if options.finishes and not options.can_finish(tile):
+        raise ValueError(f"tile {tile} does not finish dQ of {options}")
     producer, consumer, dq = tile.registers
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),
@@ -81,7 +84,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("KEPT_K", tile.kept_k),
         ("KEPT_V", tile.kept_v),
         ("APART", int(tile.apart)),
-        ("FINISHES", int(options.finishes(tile))),
+        ("FINISHES", int(options.finishes)),
         ("TERMS_FIRST", int(tile.terms_first)),
         ("PRODUCER_REGISTERS", producer),
         ("CONSUMER_REGISTERS", consumer),
@@ -121,6 +124,8 @@ def covering_set() -> Iterator[KernelVariant]:
             variant, tile = backward_variant(options)
             yield variant
             yield postprocess_variant(options.dtype, tile.slabs)
+            if options.can_finish(tile):
+                yield backward_variant(replace(options, finishes=True))[0]
     for width, width_v in MIXED_TILES:
         yield backward_variant(BackwardOptions(torch.bfloat16, width, width_v))[0]
 
@@ -129,6 +134,10 @@ def other_tiles() -> Iterator[KernelVariant]:
     """What of the tiles that are not the default must not spill: no call selects them, benchmarks do."""
     for width in HEAD_DIM_TILES:
         for tile in backward_tiles(width, width)[1:]:
+            plain = BackwardOptions(torch.bfloat16, width, width)
             for dtype, deterministic in product((torch.bfloat16, torch.float16), tile.orders):
-                yield backward_variant(BackwardOptions(dtype, width, width, deterministic), tile)[0]
-            yield backward_variant(BackwardOptions(torch.bfloat16, width, width, parts=True), tile)[0]
+                options = replace(plain, dtype=dtype, deterministic=deterministic)
+                yield backward_variant(options, tile)[0]
+                if options.can_finish(tile):
+                    yield backward_variant(replace(options, finishes=True), tile)[0]
+            yield backward_variant(replace(plain, parts=True), tile)[0]

@@ -49,8 +49,10 @@ def _load(m: re.Match[str], o: Operands) -> str:
     if shared:
         source = f"reinterpret_cast<{kind}*>(emu::shared_pointer({o[1][0]}, {4 * width}))"
         return " ".join(f"{x} = {source}[{i}];" for i, x in enumerate(o[0]))
-    word = {1: kind, 4: "uint4"}[width]
-    read = f"const {word} ptx_word = emu::read_spinning<{word}>({o[1][0]});"
+    word = {1: kind, 4: "float4" if kind == "float" else "uint4"}[width]
+    # What is read past the L1 are others' data; all else, others' signs, for which somebody may be waiting.
+    read = "*reinterpret_cast<const {}*>({})" if m["data"] else "emu::read_spinning<{}>({})"
+    read = f"const {word} ptx_word = {read.format(word, o[1][0])};"
     fields = [""] if width == 1 else [f".{axis}" for axis in "xyzw"]
     return read + "".join(f" {x} = ptx_word{field};" for x, field in zip(o[0], fields, strict=True))
 
@@ -154,7 +156,7 @@ _TABLE: tuple[tuple[str, Callable[[re.Match[str], Operands], str]], ...] = (
     (r"prefetch\..*|griddepcontrol\..*|fence\..*|wgmma\.fence\..*", _nothing),
     (r"setmaxnreg\..*", _call("set_registers")),
     (r"cp\.async\.bulk\.commit_group", _nothing),  # all of a thread are one group: waits are for all
-    (r"ld\.(?:(?:acquire|relaxed)\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _load),
+    (r"ld\.(?:(?:acquire|relaxed)\.gpu\.)?(?P<space>global|shared)(?P<data>\.cg)?(?:\.v[24])?\.(?P<type>\w+)", _load),
     (r"st\.(?:relaxed\.gpu\.)?(?P<space>global|shared)(?:\.v[24])?\.(?P<type>\w+)", _store),
     (r"red\.(?:release|relaxed)\.gpu\.global\.add(?:\.v4)?\.(?P<type>\w+)", _reduce),
     (

@@ -3,12 +3,9 @@
 
 #include "parts/backward_sizes.cuh"
 
-// Whether dQ is finished on the way (parts/backward_finish.cuh).
-__device__ __forceinline__ bool finishes(const BackwardParams& p) { return FINISHES && p.progress != nullptr; }
-
 // Whether blocks wait for what others do with tiles in front of theirs. Then a block's first tile is drawn too, so that no
 // tile belongs to a block that does not run yet, as the GPU may have other work.
-__device__ __forceinline__ bool waits_for_others(const BackwardParams& p) { return DETERMINISTIC || finishes(p); }
+constexpr bool kWaitsForOthers = DETERMINISTIC || FINISHES;
 
 // With how many tiles of rows left to load the next tile of keys is asked for. Drawn earlier, it would be one that no other
 // block can take, and in deterministic mode one that others wait for.
@@ -18,12 +15,12 @@ __device__ __forceinline__ int drawers() { return gridDim.x / CLUSTER; }
 
 // By one thread: the first place in the order of work.
 __device__ __forceinline__ int draw_first(const BackwardParams& p) {
-  return waits_for_others(p) ? atomicAdd(p.counters, 1) : blockIdx.x / CLUSTER;
+  return kWaitsForOthers ? atomicAdd(p.counters, 1) : blockIdx.x / CLUSTER;
 }
 // By all lanes of one warp: another one.
 __device__ __forceinline__ int draw(const BackwardParams& p) {
   int index = 0;
-  if (threadIdx.x % 32 == 0) index = (waits_for_others(p) ? 0 : drawers()) + atomicAdd(p.counters, 1);
+  if (threadIdx.x % 32 == 0) index = (kWaitsForOthers ? 0 : drawers()) + atomicAdd(p.counters, 1);
   return __shfl_sync(~0u, index, 0);
 }
 

@@ -2,7 +2,7 @@
 // and zeros again, for the sums of a later section. Cleared in front of the kernel and read behind it, all sums would go to
 // memory and come back, twice.
 //
-// The order of work has units: the query heads that a tile of keys adds to. p.progress counts, of each, tiles that have been
+// The order of work has units: the query heads that a tile of keys adds to, all of its key head's. p.progress counts, of each, tiles that have been
 // added, then shares that are zeros again. With a tile goes a share of the unit p.lag before the tile's, of whose tiles all
 // were drawn earlier, so nobody waits for a block that does not run; and what a tile adds to are zeros after shares that went
 // with tiles of sections in front. Consumers, who have registers for it, finish the tile's share while they store its dK and
@@ -15,7 +15,7 @@
 #include "parts/turns.cuh"
 
 __device__ __forceinline__ int unit_of(const BackwardParams& p, const KeyTile& tile) {
-  return (tile.batch * p.kv_heads + tile.kv_head) * p.parts + tile.part;
+  return tile.batch * p.kv_heads + tile.kv_head;
 }
 // The unit of which a share goes with the tile; none: below 0.
 __device__ __forceinline__ int finished_unit(const BackwardParams& p, const KeyTile& tile) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ int finished_unit(const BackwardParams& p, const KeyT
 // One thread waits until what the tile adds to is zeros.
 __device__ __forceinline__ void await_zeros(const BackwardParams& p, const KeyTile& tile) {
   const int before = unit_of(p, tile) - p.held_units;  // where it adds
-  if (finishes(p) && before >= 0) await_turns(p.progress + before, 2 * p.key_tiles);
+  if (FINISHES && before >= 0) await_turns(p.progress + before, 2 * p.key_tiles);
 }
 
 // The share that goes with a tile: chunks of the sums from `begin` to `end`, of the unit's.
@@ -51,15 +51,16 @@ __device__ __forceinline__ void end_share(const Shared& shared, const BackwardPa
   barrier_wait(shared.empty_share, (drawn - 1) % 2);
   const Share share(p, shared.tiles[(drawn - 1) % TILE_SLOTS]);
   if (share.unit < 0) return;
-  fence_bulk_copies();  // consumers' reads come before the zeros
-#pragma unroll 1
-  for (int i = share.begin * kZerosPerChunk; i < share.end * kZerosPerChunk; i++)
-    if (threadIdx.x % 32 == 0)
-      bulk_store(share.at(p, i / kZerosPerChunk) + i % kZerosPerChunk * (kZerosBytes / 4), shared.zeros, kZerosBytes);
   if (threadIdx.x % 32 == 0) {
+    fence_bulk_copies();  // consumers' reads come before the zeros
+    float* to = share.at(p, share.begin);
+#pragma unroll 1
+    for (int left = (share.end - share.begin) * kZerosPerChunk; left > 0; left--, to += kZerosBytes / 4)
+      bulk_store(to, shared.zeros, kZerosBytes);
     bulk_wait_done();
     pass_turn(p.progress + share.unit);
   }
+  __syncwarp();
 }
 // And lets consumers have that of the next, when all has been added.
 __device__ __forceinline__ void begin_share(const Shared& shared, const BackwardParams& p, uint32 drawn) {
@@ -75,18 +76,12 @@ class Pieces {
   __device__ __forceinline__ Pieces(const BackwardParams& p, const KeyTile& tile)
       : p(p), share(p, tile), next(share.begin * 4 + (threadIdx.x / 32 - 4) * kHeld) {}
 
-  // Asks for the next ones. Those that there are not are zeros: what is not written at all the compiler keeps from tile to
-  // tile.
+  // Asks for the next ones, or, as what is not written at all the compiler keeps from tile to tile, for some others.
   __device__ __forceinline__ void load() {
-    const float* from = share.at(p, next / 4) + next % 4 * kPiece;
+    const float* from = next < share.end * 4 ? share.at(p, next / 4) + next % 4 * kPiece : p.sums;
     asm volatile("" : "+l"(from));  // to which the compiler adds what is constant, as it knows nothing else of it
 #pragma unroll
-    for (int i = 0; i < kHeld; i++)
-#pragma unroll
-      for (int j = 0; j < 8; j++) sums[i][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (next < share.end * 4)
-#pragma unroll
-      for (int i = 0; i < kHeld; i++) DqRows::load(sums[i], from + i * kPiece);
+    for (int i = 0; i < kHeld; i++) DqRows::load(sums[i], from + i * kPiece);
   }
   // All of them become rows. Afterwards, or when the last have been read, the share may be made zeros.
   __device__ __forceinline__ void finish(const Shared& shared) {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     if (first_lane) {
       const int unit = unit_of(p, tile);
       barrier_arrive(shared.empty_tile + 8 * slot.at);
-      if (finishes(p)) {
+      if (FINISHES) {
         bulk_wait_done();  // whose fence orders the additions before the count
         pass_turn_relaxed(p.progress + unit);
       }

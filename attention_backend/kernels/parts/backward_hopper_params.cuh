@@ -15,8 +15,8 @@ struct BackwardParams {
   float* sums;
   int* counters;  // [2], zero before and after: tiles drawn, blocks that have finished
   int* turns;   // deterministic: zeros [num_heads, padded_rows / 64, slabs]
-  int* progress;  // null, or zeros, [units of the order of work]: see parts/backward_finish.cuh
-  element* dq;    // where the main kernel finishes it
+  int* progress;  // with FINISHES: zeros, [units of the order of work]: see parts/backward_finish.cuh
+  element* dq;    // with FINISHES
   void* dk;     // elements; float32 where a key head's query heads are shared out
   void* dv;
   int64 dk_batch, dk_row, dk_head, dk_part;

@@ -58,13 +58,13 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
     if (tile.tiles < 0) break;
     describe_rows(tile, p);
     barrier_arrive(shared.full_tile + 8 * slot);  // every lane for what it wrote
-    if (finishes(p)) begin_share(shared, p, drawn);
+    if (FINISHES) begin_share(shared, p, drawn);
     if (SHARES_ROWS && cluster_rank() != 0) continue;
     barrier_wait(shared.wanted_tile, drawn % 2);
     index = draw(p);
   }
   barrier_arrive(shared.full_tile + 8 * (drawn % TILE_SLOTS));  // there is no more
-  if (finishes(p)) end_share(shared, p, drawn);
+  if (FINISHES) end_share(shared, p, drawn);
   if (threadIdx.x % 32 == 0 && (!SHARES_ROWS || cluster_rank() == 0)) stop_drawing(p);
 }
 

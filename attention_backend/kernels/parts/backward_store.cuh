@@ -4,6 +4,8 @@
 #include "parts/backward_scores.cuh"
 #include "parts/transpose_quad.cuh"
 
+constexpr int kBytesOfGradient = PARTS ? 4 : 2;
+
 // Writes 64 keys of a gradient of WIDTH columns, 16 bytes at a time: the four threads of a key swap their pairs of columns.
 // `to` is the tile's first key, `keys` how many keys of the tile the sequence has, `width` how many columns.
 template <int WIDTH>
@@ -75,18 +77,35 @@ __device__ __forceinline__ void zero(float (&acc)[WIDTH]) {
 __device__ __forceinline__ float dk_factor(const BackwardParams& p) { return p.score.softmax_scale; }
 __device__ __forceinline__ float dv_factor(const BackwardParams& p) { return DROPOUT ? p.dropout.scale : 1.f; }
 
-__device__ __forceinline__ void store_dk(const float (&dk)[HEAD_DIM / 2], const KeyTile& tile, const BackwardParams& p,
-                                         const Lane& lane) {
-  const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dk_batch) + tile.part * p.dk_part +
+// Where the gradients of a tile's first key begin.
+__device__ __forceinline__ char* dk_of(const KeyTile& tile, const BackwardParams& p) {
+  const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dk_batch) + (PARTS ? tile.part * p.dk_part : 0) +
                       (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dk_row + tile.kv_head * p.dk_head;
-  store_keys<HEAD_DIM>(dk, static_cast<char*>(p.dk) + first * (PARTS ? 4 : 2), p.dk_row, lane, tile.seqlen_k - tile.first_key,
-                       p.head_dim, dk_factor(p));
+  return static_cast<char*>(p.dk) + first * kBytesOfGradient;
+}
+__device__ __forceinline__ char* dv_of(const KeyTile& tile, const BackwardParams& p) {
+  const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dv_batch) + (PARTS ? tile.part * p.dv_part : 0) +
+                      (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dv_row + tile.kv_head * p.dv_head;
+  return static_cast<char*>(p.dv) + first * kBytesOfGradient;
 }
 
+__device__ __forceinline__ void store_dk(const float (&dk)[HEAD_DIM / 2], const KeyTile& tile, const BackwardParams& p,
+                                         const Lane& lane) {
+  store_keys<HEAD_DIM>(dk, dk_of(tile, p), p.dk_row, lane, tile.seqlen_k - tile.first_key, p.head_dim, dk_factor(p));
+}
 __device__ __forceinline__ void store_dv(const float (&dv)[HEAD_DIM_V / 2], const KeyTile& tile, const BackwardParams& p,
                                          const Lane& lane) {
-  const int64 first = (p.sequence.cu_seqlens_k ? 0 : tile.batch * p.dv_batch) + tile.part * p.dv_part +
-                      (static_cast<int64>(tile.seq.k_begin) + tile.first_key) * p.dv_row + tile.kv_head * p.dv_head;
-  store_keys<HEAD_DIM_V>(dv, static_cast<char*>(p.dv) + first * (PARTS ? 4 : 2), p.dv_row, lane,
-                         tile.seqlen_k - tile.first_key, p.head_dim_v, dv_factor(p));
+  store_keys<HEAD_DIM_V>(dv, dv_of(tile, p), p.dv_row, lane, tile.seqlen_k - tile.first_key, p.head_dim_v, dv_factor(p));
+}
+
+// Zeros for a warpgroup's keys, the tile's from `first` on.
+template <int WIDTH>
+__device__ __forceinline__ void zero_keys(char* to, int64 row_stride, int first, int keys, int width) {
+  constexpr int kVectors = WIDTH * kBytesOfGradient / 16, kOfEach = 16 / kBytesOfGradient;
+#pragma unroll 1
+  for (int i = threadIdx.x % 128; i < 64 * kVectors; i += 128) {
+    const int key = first + i / kVectors, column = i % kVectors * kOfEach;
+    if (key < keys && column < width)
+      *reinterpret_cast<uint4*>(to + (key * row_stride + column) * kBytesOfGradient) = make_uint4(0, 0, 0, 0);
+  }
 }

@@ -48,6 +48,9 @@ struct KeyTile {
 // How many tiles of keys, side by side, are drawn at a time.
 constexpr int kDrawn = SHARES_ROWS ? 2 : 1;
 
+// Shares of a key head's query heads.
+__device__ __forceinline__ int parts_of(const BackwardParams& p) { return PARTS ? p.parts : 1; }
+
 // Places in the order of work: key tiles of the same number (pairs of them, where they are drawn so) lie side by side for
 // `section` heads, the first ones, which have the most rows under a causal mask, in front. In deterministic mode the last
 // ones are, but for the last section: see Step.
@@ -57,21 +60,21 @@ struct Place {
   bool falling;
 
   __device__ __forceinline__ Place(const BackwardParams& p, int index) {
-    const int lines = p.kv_heads * p.batch * p.parts;
+    const int lines = p.kv_heads * p.batch * parts_of(p);
     const int section_places = p.section * (p.key_tiles / kDrawn), section = index / section_places;
     index -= section * section_places;
     const int here = min(p.section, lines - section * p.section);
     number = index / here;
     unit = section * p.section + index - number * here;
-    part = unit % p.parts;
-    line = unit / p.parts;
+    part = unit % parts_of(p);
+    line = unit / parts_of(p);
     falling = (section + 1) * p.section >= lines;
     if (DETERMINISTIC && !falling) number = p.key_tiles - 1 - number;
   }
 };
 
 __device__ __forceinline__ int all_places(const BackwardParams& p) {
-  return p.kv_heads * p.batch * p.parts * (p.key_tiles / kDrawn);
+  return p.kv_heads * p.batch * parts_of(p) * (p.key_tiles / kDrawn);
 }
 
 // Chunks of 64 rows of a head in the sums of dQ.

@@ -140,11 +140,11 @@ def test_dq_is_finished_a_section_later_where_there_are_more_than_three() -> Non
 
 def test_which_kernels_finish_dq() -> None:
     narrow, wide = BackwardOptions(torch.bfloat16, 128, 128), BackwardOptions(torch.bfloat16, 256, 256)
-    assert narrow.finishes(backward_tile(128, 128))
-    assert not narrow.finishes(backward_tile(128, 128, extras=True))
-    assert not replace(narrow, parts=True).finishes(backward_tile(128, 128))
-    assert not replace(narrow, deterministic=True).finishes(backward_tile(128, 128))
-    assert not wide.finishes(backward_tile(256, 256))
+    assert narrow.can_finish(backward_tile(128, 128))
+    assert not narrow.can_finish(backward_tile(128, 128, extras=True))
+    assert not replace(narrow, parts=True).can_finish(backward_tile(128, 128))
+    assert not replace(narrow, deterministic=True).can_finish(backward_tile(128, 128))
+    assert not wide.can_finish(backward_tile(256, 256))
 
 
 def parts_of(
