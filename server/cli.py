@@ -17,6 +17,7 @@ from server.configuration import ConfigurationError, load_settings, unknown_vari
 from server.kernels_cli import kernels_app
 from server.repeated_flags import ServeCommand
 from server.settings import BUNDLED_MODEL, Settings
+from server.vllm_command_line import refused
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -63,6 +64,7 @@ def _refuse(problems: list[str], exit_code: int) -> NoReturn:
 
 @app.command(cls=ServeCommand)
 def serve(
+    ctx: typer.Context,
     positional_model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"Default: {BUNDLED_MODEL}.")] = None,
     model: Annotated[str | None, Flag(help="Bundled name, folder or hub id[@revision].")] = None,
     cache_dir: Annotated[Path | None, Flag(help="For compiled kernels and the converted bundled model.")] = None,
@@ -141,7 +143,7 @@ def serve(
 ) -> None:
     """Serve a model behind an OpenAI-compatible API. Every flag is also a variable: --port is LONGWAVE_PORT.
     Defaults are in brackets."""
-    flags = {name: value for name, value in locals().items() if name != "positional_model" and value is not None}
+    flags = {name: value for name, value in locals().items() if name in Settings.model_fields and value is not None}
     if positional_model is not None:
         if model not in (None, positional_model):
             _refuse([f"the model is named twice: {positional_model} and {model}"], ConfigurationError.exit_code)
@@ -152,7 +154,9 @@ def serve(
     try:
         settings = load_settings(flags)
     except ConfigurationError as error:
-        _refuse(error.problems, error.exit_code)
+        _refuse([*refused(ctx.obj), *error.problems], error.exit_code)
+    if problems := refused(ctx.obj, settings.model):
+        _refuse(problems, ConfigurationError.exit_code)
     _serve(settings)
 
 

@@ -1,6 +1,7 @@
 """What the documents say is so: code runs, flags and variables exist, tables of errors and metrics are complete."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from exported_metrics import exported_families
 from server import errors
 from server.cli import app
 from server.settings import Settings
+from server.vllm_command_line import apart, refused
+from server.vllm_flags import FLAGS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -47,11 +50,50 @@ def test_code_that_needs_a_server_compiles(block: str) -> None:
     compile(block, "README.md", "exec")
 
 
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+
+
+def from_vllm() -> str:
+    """The section of the one page that names vLLM's flags."""
+    section = re.search(r"^## Coming from vLLM\n.*?(?=^## )", CONFIGURATION, flags=re.DOTALL | re.MULTILINE)
+    assert section is not None
+    return section[0]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_flags_exist(page: Path) -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text())) - OTHER_FLAGS
+    named = flags_in(page.read_text().replace(from_vllm(), "")) - OTHER_FLAGS
 
     assert named <= flags(typer.main.get_command(app))
+
+
+def test_flags_for_people_who_come_from_vllm_are_ours_or_are_answered() -> None:
+    named = flags_in(from_vllm().replace("--no-", "--"))
+
+    assert named <= flags(typer.main.get_command(app)) | FLAGS.keys()
+    assert named & FLAGS.keys()
+
+
+def test_vllms_flags_that_the_documents_call_accepted_are() -> None:
+    [accepted] = re.findall(r"^- \*\*Accepted.*?(?=^- )", from_vllm(), flags=re.DOTALL | re.MULTILINE)
+    forms = [form for form in re.findall(r"`(-[^`]+)`", accepted) if "=" not in form]
+
+    assert len(forms) >= 10
+    for form in forms:
+        _, given = apart(shlex.split(form), ())
+        assert given, form
+        assert not refused(given, "MODEL"), form
+
+
+def test_vllms_flags_that_the_documents_call_refused_are() -> None:
+    rows = re.findall(r"^\| (`-.*?) \|", from_vllm(), flags=re.MULTILINE)
+    forms = [form for row in rows for form in re.findall(r"`(-[^`]+)`", row)]
+
+    assert len(forms) >= 10
+    for form in forms:
+        _, given = apart(shlex.split(form), ())
+        assert len(refused(given, "MODEL")) == 1, form
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -67,7 +67,7 @@ def test_libraries_tell_no_more_than_the_server_does(level: str, told: str, monk
 def test_every_name_of_a_flag_is_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = runner.invoke(app, ["serve", "--help"]).stdout
-    for name in serve.__annotations__.keys() - {"positional_model", "return"}:
+    for name in serve.__annotations__.keys() - {"ctx", "positional_model", "return"}:
         assert f"--{name.replace('_', '-')}" in text
     assert "Port to listen on. [8000]" in text
     assert "Serve LoRA adapters beside the model. [off]" in text
