@@ -15,7 +15,7 @@ import torch
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
 from attention_backend.heuristics.sm90 import ALONE, BY_HEADS, BY_ROWS
-from attention_backend.heuristics.sm90_backward import backward_tiles
+from attention_backend.heuristics.sm90_backward import BackwardTile, backward_tiles
 from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, flash_merge, workspace
 from attention_backend.problem import AttentionArgs
 from benchmarks import backward_tiles as backward_tiles_benchmark
@@ -365,8 +365,11 @@ def test_blocks_that_load_rows_for_each_other(mask: str, seed: int, monkeypatch:
             backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
 
 
-def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks are launched where two run at a time."""
+@pytest.mark.parametrize("tile", [None, *(tile for tile in backward_tiles(128, 128) if tile.shares_rows)], ids=str)
+def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(
+    tile: BackwardTile | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four blocks are launched where two run at a time; sections of one pair of tiles of keys, and of two."""
     monkeypatch.setattr(sm90_backward, "_SECTION_BYTES", 1)
     monkeypatch.setattr(device, "num_sms", lambda _: 4)
     later: list[bool] = []
@@ -377,10 +380,12 @@ def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(mon
         return units_held, lag
 
     monkeypatch.setattr(flash_bwd_sm90, "held_units", held)
-    args = build(Case(100, 200, batch=4, heads=2, kv_heads=2), CPU)
-    for seed in range(2):
-        with left_at_zero(HOPPER._replace(num_sms=1, seed=seed)):
-            backward_oracle.check(args, "flash_bwd_sm90")
+    for length in (200, 400):
+        rows, dim = (100, 64) if tile is None else (length, 128)
+        args = build(Case(rows, length, batch=4, heads=2, kv_heads=2, dim=dim, dim_v=dim), CPU)
+        for seed in range(2):
+            with left_at_zero(HOPPER._replace(num_sms=1, seed=seed)):
+                backward_oracle.check(args, "flash_bwd_sm90", tile=tile)
     assert later
     assert all(later)
 
