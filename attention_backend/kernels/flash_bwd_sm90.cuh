@@ -194,10 +194,9 @@ class Consumer {
 
   template <int KEPT, int SIZE>
   __device__ __forceinline__ void keep(uint32 (&kept)[SIZE][4], uint32 keys) const {
-    const int row = group * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
+    const uint32 first = keys + group * 64 * 128 + place_of_key();
 #pragma unroll
-    for (int i = 0; i < KEPT; i++)
-      ldmatrix_x4(kept[i], keys + i / 4 * kSlabKv + row * 128 + ((i % 4 * 2 + half ^ row & 7) << 4));
+    for (int i = 0; i < KEPT; i++) ldmatrix_x4(kept[i], columns_of_key(first, i % 4) + i / 4 * kSlabKv);
   }
 
   // 64 keys of K or V times kRows rows of Q or dO; what is kept comes from registers.

@@ -173,14 +173,19 @@ __device__ __forceinline__ void pack_kept(uint32 (&to)[kRows / 16][4], const flo
     }
 }
 
+// Where a thread has 16 bytes of a warpgroup's 64 keys, rows of 128 swizzled bytes, for four 8 x 8 matrices of a warp's keys
+// and their first 16 columns; and for columns 16 i further, in memory that is aligned as a row is.
+__device__ __forceinline__ uint32 place_of_key() {
+  const int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  return r * 128 + ((lane / 16 ^ r & 7) << 4);
+}
+__device__ __forceinline__ uint32 columns_of_key(uint32 place, int i) { return place ^ i << 5; }
+
 // Writes dS^T: a row of 64 query rows per key, those of the next 64 a slab further.
 __device__ __forceinline__ void store_ds(uint32 ds, const uint32 (&x)[kRows / 16][4], int first_key) {
-  const int lane = threadIdx.x % 32, r = first_key + threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32 first = ds + first_key * 128 + place_of_key();
 #pragma unroll
-  for (int i = 0; i < kRows / 16; i++) {
-    const int c = i % 4 * 2 + lane / 16;
-    store_matrices(ds + i / 4 * kSlabKv + r * 128 + ((c ^ r & 7) << 4), x[i]);
-  }
+  for (int i = 0; i < kRows / 16; i++) store_matrices(columns_of_key(first, i % 4) + i / 4 * kSlabKv, x[i]);
 }
 
 __device__ __forceinline__ void clear_row(uint32 tile, int slabs, int slab_bytes, int row) {

@@ -45,14 +45,13 @@ __device__ __forceinline__ void store_keys(const float (&acc)[WIDTH / 2], void* 
 // further. From there send_keys takes them, once all of the warpgroup are through.
 template <int WIDTH, int SLAB>
 __device__ __forceinline__ void stage_keys(const float (&acc)[WIDTH / 2], uint32 space, float factor) {
-  const int lane = threadIdx.x % 32, r = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32 first = space + place_of_key();
 #pragma unroll
   for (int i = 0; i < WIDTH / 16; i++) {
     uint32 x[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] = pack2(acc[i * 8 + j * 2] * factor, acc[i * 8 + j * 2 + 1] * factor);
-    const int c = i % 4 * 2 + lane / 16;
-    store_matrices(space + i / 4 * SLAB + r * 128 + ((c ^ r & 7) << 4), x);
+    store_matrices(columns_of_key(first, i % 4) + i / 4 * SLAB, x);
   }
   fence_async_proxy();
 }
