@@ -64,8 +64,13 @@ class BackwardTile:
         return self.cluster > 1 and not self.is_pair
 
     @property
-    def orders(self) -> tuple[bool, ...]:
-        """Whether dQ may be summed in one order, and in any."""
+    def blocks(self) -> int:
+        """That a tile of keys takes."""
+        return self.cluster if self.is_pair else 1
+
+    @property
+    def deterministic(self) -> tuple[bool, ...]:
+        """The modes that it has."""
         return (False,) if self.shares_rows else (False, True)
 
     @property

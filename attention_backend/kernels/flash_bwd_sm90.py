@@ -97,6 +97,14 @@ def can_share_rows(args: AttentionArgs, tile: BackwardTile) -> bool:
     return -(-seqlen_k // tile.block_n) % tile.cluster == 0 and (args.window_right < 0 or square)
 
 
+def _require_to_serve(tile: BackwardTile, args: AttentionArgs) -> None:
+    if tile.shares_rows and not can_share_rows(args, tile):
+        raise ValueError(
+            f"tile {tile} serves dense sequences of an even number of tiles of {tile.block_n} keys, without a mask or "
+            "causal with as many rows and heads of queries as of keys, and not deterministically"
+        )
+
+
 def _launch(
     args: AttentionArgs,
     out: Tensor,
@@ -113,12 +121,9 @@ def _launch(
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     options = BackwardOptions.of(args, deterministic=args.deterministic)
     tile = tile or backward_tile(args.head_dim, args.head_dim_v, extras=options.extras)
-    if tile.shares_rows and not can_share_rows(args, tile):
-        raise ValueError(
-            f"tile {tile} serves dense sequences of an even number of tiles of {tile.block_n} keys, without a mask or "
-            "causal with as many rows and heads of queries as of keys, and not deterministically"
-        )
-    key_tiles, workers = -(-seqlen_k // tile.block_n), device.num_sms(index) // (tile.cluster if tile.is_pair else 1)
+    _require_to_serve(tile, args)
+    key_tiles = -(-seqlen_k // tile.block_n)
+    workers = device.num_sms(index) // tile.cluster * tile.cluster // tile.blocks
     parts = query_parts(
         tile,
         seqlen_q=args.seqlen_q,
@@ -132,7 +137,7 @@ def _launch(
     options = replace(options, parts=parts > 1)
     dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
     can_finish = dense and options.can_finish(tile)
-    blocks = min(key_tiles * lines * parts, workers) * (tile.cluster if tile.is_pair else 1)
+    blocks = min(key_tiles * lines * parts, workers) * tile.blocks
 
     section = section_lines(
         tile,
