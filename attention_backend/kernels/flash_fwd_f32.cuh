@@ -79,10 +79,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_fwd_f32(const Forwa
     for (int d = c; d < HEAD_DIM_V; d += 8) tile_v[r * kPitchV + d] = valid && d < p.head_dim_v ? from_v[d] : 0.f;
     __syncthreads();
 
+    // 32 products at a time: a long sum is rounded at its own size with every one.
     float s[kScores] = {};
-    for (int d = 0; d < HEAD_DIM; d++)
+    for (int first = 0; first < HEAD_DIM; first += 32) {
+      float some[kScores] = {};
+      for (int d = first; d < first + 32; d++)
 #pragma unroll
-      for (int j = 0; j < kScores; j++) s[j] = fmaf(tile_q[r * kPitch + d], tile_k[(c + 8 * j) * kPitch + d], s[j]);
+        for (int j = 0; j < kScores; j++) some[j] = fmaf(tile_q[r * kPitch + d], tile_k[(c + 8 * j) * kPitch + d], some[j]);
+#pragma unroll
+      for (int j = 0; j < kScores; j++) s[j] += some[j];
+    }
     float top = m;
 #pragma unroll
     for (int j = 0; j < kScores; j++) {
