@@ -69,8 +69,8 @@ class BackwardTile:
         return self.cluster if self.is_pair else 1
 
     @property
-    def deterministic(self) -> tuple[bool, ...]:
-        """The modes that it has."""
+    def modes(self) -> tuple[bool, ...]:
+        """The values of `deterministic` that it serves."""
         return (False,) if self.shares_rows else (False, True)
 
     @property

@@ -19,15 +19,17 @@
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
 // With SHARES_ROWS two blocks side by side (a cluster) have two tiles of keys side by side, and what both see of queries and
-// output gradients each loads half of for both: the L2 reads it once. For which masks flash_bwd_sm90.py says (can_share_rows).
+// output gradients each loads half of for both: the L2 reads it once. For which masks flash_bwd_sm90.py says
+// (can_share_rows).
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
 // HEAD_DIM 64), BLOCK_N (128), CLUSTER (2 with SHARES_ROWS), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
 // (2), APART, PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
-// and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS),
-// TERMS_FIRST (not with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query
-// heads), KEY_MASK, SOFTCAP, ALIBI, DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's synccheck: warpgroups compute also the steps of which their
-// keys see nothing, as it takes warps that meet at one barrier from two places in the code for a mistake.
+// and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not with SOFTCAP,
+// ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI,
+// DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's synccheck: warpgroups
+// compute also the steps of which their keys see nothing, as it takes warps that meet at one barrier from two places in the
+// code for a mistake.
 #define BIAS 0
 #define SHARES_ROWS (CLUSTER > 1)
 #include "parts/backward_dq.cuh"

@@ -125,8 +125,7 @@ class EngineCore:
             self.link.send(outbox)
 
     def _use_quiet_moment(self, now: float) -> None:
-        """For what nobody waits for: each thing that is prepared, and a look at the books, may take a tenth of a
-        second."""
+        """For what nobody waits for: one thing that is prepared, which may take 0.1 s, and a look at the books."""
         is_due = now >= self._next_stats
         if is_due or not self._prepared:
             self._prepared = not self.loaded.prepare()

@@ -105,19 +105,18 @@ class CompletionChoice(CompletionChunkChoice):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(WireModel):
+class CompletionHead(WireModel):
     id: str = Field(max_length=64)
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(ge=0)
     model: str = Field(max_length=4096)
+
+
+class Completion(CompletionHead):
     choices: list[CompletionChoice]
     usage: UsageInfo
 
 
-class CompletionChunk(WireModel):
-    id: str = Field(max_length=64)
-    object: Literal["text_completion"] = "text_completion"
-    created: int = Field(ge=0)
-    model: str = Field(max_length=4096)
+class CompletionChunk(CompletionHead):
     choices: list[CompletionChunkChoice]
     usage: UsageInfo | None = None

@@ -31,10 +31,10 @@ __device__ __forceinline__ void describe_by_warp(KeyTile& tile, const BackwardPa
   __syncwarp();
 }
 // The same of that tile or, as a shorter sequence does not have it, of the first one drawn that there is. Its place.
-__device__ __forceinline__ int describe_next(KeyTile& tile, const BackwardParams& p, int index, int which = 0) {
+__device__ __forceinline__ int describe_next(KeyTile& tile, const BackwardParams& p, int index) {
 #pragma unroll 1
   for (;; index = draw(p)) {
-    describe_by_warp(tile, p, index, which);
+    describe_by_warp(tile, p, index);
     if (tile.tiles < 0 || tile.first_key < tile.seqlen_k) return index;
   }
 }

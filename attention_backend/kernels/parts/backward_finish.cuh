@@ -2,11 +2,11 @@
 // and zeros again, for the sums of a later section. Cleared in front of the kernel and read behind it, all sums would go to
 // memory and come back, twice.
 //
-// The order of work has units: the query heads that a tile of keys adds to, all of its key head's. p.progress counts, of each, tiles that have been
-// added, then shares that are zeros again. With a tile goes a share of the unit p.lag before the tile's, of whose tiles all
-// were drawn earlier, so nobody waits for a block that does not run; and what a tile adds to are zeros after shares that went
-// with tiles of sections in front. Consumers, who have registers for it, finish the tile's share while they store its dK and
-// dV; the warp that draws waits for others' additions, before, and tells others, afterwards.
+// The order of work has units: the query heads that a tile of keys adds to, all of its key head's. p.progress counts, of
+// each, tiles that have been added, then shares that are zeros again. With a tile goes a share of the unit p.lag before the
+// tile's, of whose tiles all were drawn earlier, so nobody waits for a block that does not run; and what a tile adds to are
+// zeros after shares that went with tiles of sections in front. Consumers, who have registers for it, finish the tile's share
+// while they store its dK and dV; the warp that draws waits for others' additions, before, and tells others, afterwards.
 #pragma once
 
 #include "parts/backward_draw.cuh"

@@ -24,7 +24,8 @@ __device__ __forceinline__ int first_row(const Sequence& seq, int key) {
 __device__ __forceinline__ int end_row(const Sequence& seq, int key) {
   int row = kEveryRow;
   if (LEFT_BOUNDS && seq.left >= 0) row = min(row, key - seq.q_offset + seq.left + 1);
-  if (LEFT_BOUNDS && seq.chunk > 0) row = min(row, seq.start - seq.q_offset + (key - seq.start) / seq.chunk * seq.chunk + seq.chunk);
+  if (LEFT_BOUNDS && seq.chunk > 0)
+    row = min(row, seq.start - seq.q_offset + (key - seq.start) / seq.chunk * seq.chunk + seq.chunk);
   return row;
 }
 

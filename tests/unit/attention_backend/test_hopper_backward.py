@@ -228,7 +228,7 @@ def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -
     assert all(variant.hot for variant in others)
     for width in sm90_backward.HEAD_DIM_TILES:
         for tile in backward_tiles(width, width)[1:]:
-            for dtype, deterministic in product((torch.bfloat16, torch.float16), tile.deterministic):
+            for dtype, deterministic in product((torch.bfloat16, torch.float16), tile.modes):
                 options = BackwardOptions(dtype, width, width, deterministic)
                 assert backward_variant(options, tile)[0] in others
 
