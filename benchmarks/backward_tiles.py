@@ -44,8 +44,7 @@ _TOLERANCE = 2e-2  # of gradients of keys and values, relative to the default's
 
 def contenders_of(head_dim: int, only: Sequence[str] | None, *, deterministic: bool = False) -> list[Contender]:
     """The default tile, as OURS, and the others of a head_dim, or those of them that are named."""
-    tiles = [tile for tile in backward_tiles(head_dim, head_dim) if deterministic in tile.modes]
-    return contenders(SECTION, tiles, only, partial(_of_tile, deterministic=deterministic))
+    return contenders(SECTION, backward_tiles(head_dim, head_dim), only, partial(_of_tile, deterministic=deterministic))
 
 
 def _of_tile(tile: BackwardTile, *, deterministic: bool) -> Make:

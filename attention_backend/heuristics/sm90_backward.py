@@ -13,13 +13,12 @@ _SHARED_MEMORY = 227 * 1024
 _SECTION_BYTES = 6 << 20
 # What two parts of a group may share where blocks wait for each other's additions.
 _L2_BYTES = 12 << 20
-_SUMS_BYTES = 20 << 20  # of dQ, which are to stay in the L2 beside all else
-_SHORT = 32  # tiles of keys
-_HELD_SECTIONS = 3  # of which there are sums at a time
+# Of which there are sums of dQ at a time, and how many later a section is finished.
+_HELD_SECTIONS, _LAGGING_SECTIONS = 5, 2
 _CHUNK_BYTES = 64 * 64 * 4
 _ZEROS_BYTES = _CHUNK_BYTES // 4
 _TILE_SLOTS = 2  # descriptions of tiles of keys
-_TILE_BYTES = 112  # a KeyTile (parts/backward_tiles.cuh) without its rows
+_TILE_BYTES = 104  # a KeyTile (parts/backward_tiles.cuh) without its rows
 _KEY_BYTES = 8  # a KeyRows
 _CONSUMERS = 2
 _STEP_ROWS = 64
@@ -44,34 +43,18 @@ class BackwardTile:
     terms_first: bool = False  # scores and dP are added to what would be taken from them
     key_stages: int = 1  # tiles of keys and values: with two, the next ones are loaded while the last rows are computed
     finishes: bool = False  # dQ of sections in front, on the way, where registers are left for it
-    # Blocks side by side: two that share a tile (head_dim above 128), or that load rows for each other.
-    cluster: int = 1
+    cluster: int = 1  # blocks that share a tile: two, of head_dim above 128
 
     def __str__(self) -> str:
         if self.is_pair:
             return "pair"
         how = ("apart" if self.apart else "joint") + ("-terms" if self.terms_first else "")
-        return f"{how}-kept{self.kept_k}+{self.kept_v}" + ("-shared" if self.shares_rows else "")
+        return f"{how}-kept{self.kept_k}+{self.kept_v}"
 
     @property
     def is_pair(self) -> bool:
         """Two blocks have a tile of keys together."""
-        return self.cluster > 1 and self.head_dim > 128
-
-    @property
-    def shares_rows(self) -> bool:
-        """Two blocks have tiles of keys side by side, and load the rows that see both for each other."""
-        return self.cluster > 1 and not self.is_pair
-
-    @property
-    def blocks(self) -> int:
-        """That a tile of keys takes."""
-        return self.cluster if self.is_pair else 1
-
-    @property
-    def modes(self) -> tuple[bool, ...]:
-        """The values of `deterministic` that it serves."""
-        return (False,) if self.shares_rows else (False, True)
+        return self.cluster > 1
 
     @property
     def threads(self) -> int:
@@ -109,7 +92,7 @@ class BackwardTile:
         terms = (self.q_stages + self.o_stages) * self.block_m * 4
         ds = self.ds_stages * self.block_n * (_STEP_ROWS if self.apart else self.block_m) * 2
         rings = 2 * (self.q_stages + self.o_stages + _TILE_SLOTS + self.ds_stages * self.apart)
-        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 3 + 2 * self.shares_rows)
+        barriers = 8 * (4 * self.key_stages + rings + _CONSUMERS + 3)
         return keys + rows + terms + ds + (self.handover * _CHUNK_BYTES + _ZEROS_BYTES * self.finishes) + barriers
 
     @property
@@ -152,8 +135,7 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
         return replace(joint, apart=True, key_stages=2, finishes=True), joint
     if tile == 96:
         return (replace(joint, kept_k=4, finishes=True),)
-    default = replace(joint, terms_first=True, finishes=True)
-    return default, replace(default, cluster=2), replace(joint, kept_k=2)
+    return replace(joint, terms_first=True, finishes=True), replace(joint, kept_k=2)
 
 
 def section_lines(
@@ -170,15 +152,11 @@ def section_lines(
     """Key heads, of all sequences, whose key tiles of one number are worked on side by side.
 
     The longest tiles of many heads come first then, while what blocks share stays in the L2. A section keeps all SMs
-    busy, or at its end they wait for its longest tiles; two thirds of them where tiles are short and the sums of dQ
-    that are held would not stay in the L2 (an H100, head_dim 128, 512 tokens: 1.12 times as fast). In deterministic
-    mode, where the last section has an order of its own, there are two at least.
+    busy, or half of them where dQ is finished on the way: more sums of dQ than of five such would not stay in the L2.
+    In deterministic mode, where the last section has an order of its own, there are two at least.
     """
     fitting = max(1, _SECTION_BYTES // max(1, _shared_bytes(tile, seqlen_q, group)))
-    busy = -(-num_sms // max(1, key_tiles))
-    sums = seqlen_q * group * tile.slabs * 64 * 4
-    if finishes and key_tiles <= _SHORT and _HELD_SECTIONS * busy * sums > _SUMS_BYTES:
-        busy = -(-2 * num_sms // (3 * max(1, key_tiles)))
+    busy = -(-num_sms // (max(1, key_tiles) * (2 if finishes else 1)))
     sections = min(-(-lines // fitting), lines // busy)
     return -(-lines // max(sections, 2 if deterministic else 1))
 
@@ -188,11 +166,12 @@ def held_units(units: int, section: int) -> tuple[int, int]:
     tiles of how many units later a unit's sums become elements, and zeros again, for another unit. All of them where
     kernels of their own do that for all, as where there are few.
 
-    A section is finished when the tiles of the next one end, and the third one has its sums. In their place those of
-    the second would wait for it (2,048 tokens took 1.4 times as long).
+    A section keeps half of the SMs busy, so its tiles have been added when those of the second behind it end, which
+    finish it; the fifth has its sums. (Whole sections, finished with the next one and held for three, had blocks wait
+    for the last tiles of a section: an H200, head_dim 128, causal, 1,024 and 2,048 tokens took 7 and 5 % longer.)
     """
     held = _HELD_SECTIONS * section
-    return (held, section) if units > held else (units, units)
+    return (held, _LAGGING_SECTIONS * section) if units > held else (units, units)
 
 
 def query_parts(

@@ -20,7 +20,7 @@ class RowTermsParams(ctypes.Structure):
             (name, c_int64)
             for name in ("lse_batch", "lse_head", "padded_rows", "zeroed_batch", "zeroed_head", "zeroed_heads")
         ),
-        *((name, c_int) for name in ("seqlen_q", "batch", "head_dim_v", "zeroed_width", "num_counters", "reserved")),
+        *((name, c_int) for name in ("seqlen_q", "batch", "head_dim_v", "zeroed_width", "num_counters", "num_heads")),
     )
 
 

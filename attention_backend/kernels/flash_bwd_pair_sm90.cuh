@@ -14,7 +14,6 @@
 // KEY_STAGES (1), Q_STAGES, O_STAGES, DS_STAGES (2), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DETERMINISTIC, PARTS, KEY_MASK,
 // SOFTCAP, ALIBI, DROPOUT, LEFT_BOUNDS.
 #define BIAS 0
-#define SHARES_ROWS 0
 #include "parts/backward_pair_half.cuh"
 #include "parts/backward_pair_turns.cuh"
 

@@ -1,7 +1,8 @@
 // What the backward knows of a row before it starts: lse in base 2, and D = rowsum(dO * O) - dlse (FlashAttention,
-// appendix B.4). One block takes 128 rows of a head; LANES threads share a row. On the way it clears the rows' part of
-// a float32 buffer that the main kernel adds to, of as many heads as are held at a time, and its counters. Rows that see
-// nothing and padding get +inf and 0, so that their probabilities become 2^-inf; what stands in their dO is never read.
+// appendix B.4). One block takes 128 rows of a head, those of all heads side by side, as rows lie in memory; LANES threads
+// share a row. On the way it clears the rows' part of a float32 buffer that the main kernel adds to, of as many heads as are
+// held at a time, and its counters. Rows that see nothing and padding get +inf and 0, so that their probabilities become
+// 2^-inf; what stands in their dO does not matter.
 //
 // Compile-time: BF16, LANES (a power of two up to 32, at least head_dim_v / 8).
 #include "parts/padded_rows.cuh"
@@ -25,7 +26,7 @@ struct RowTermsParams {
   int64 padded_rows;
   int64 zeroed_batch, zeroed_head;
   int64 zeroed_heads;  // of dense sequences so many, those of the first sequence and so on; else more than there are
-  int seqlen_q, batch, head_dim_v, zeroed_width, num_counters, reserved;
+  int seqlen_q, batch, head_dim_v, zeroed_width, num_counters, num_heads;
 };
 
 // Sum of the products of eight elements.
@@ -39,8 +40,8 @@ __device__ __forceinline__ float dot8(const uint4& a, const uint4& b) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(const RowTermsParams p) {
-  const int64 first = static_cast<int64>(blockIdx.x) * kRowPadding;
-  const int head = blockIdx.y;
+  const int num_heads = p.num_heads, head = blockIdx.x % num_heads;
+  const int64 first = static_cast<int64>(blockIdx.x / num_heads) * kRowPadding;
 
   // The sequence that the rows belong to is the last that begins at or before them.
   int batch = 0;
@@ -61,27 +62,37 @@ extern "C" __global__ void __launch_bounds__(kThreads) flash_bwd_preprocess(cons
   const int64 lse_base = dense * p.lse_batch + head * p.lse_head;
   const int lane = threadIdx.x % LANES;
 
-#pragma unroll 4
-  for (int r = threadIdx.x / LANES; r < kRowPadding; r += kThreads / LANES) {
-    const int64 row = first_row + r, at = q_begin + row;
-    const float lse = row < seqlen_q ? p.lse[lse_base + at] : -kInfinity;
-    const bool alive = lse != -kInfinity;
-    float sum = 0.f;
-    if (alive && lane * 8 < p.head_dim_v)
-      sum = dot8(*reinterpret_cast<const uint4*>(out + at * p.out_row + lane * 8),
-                 *reinterpret_cast<const uint4*>(grad_out + at * p.grad_out_row + lane * 8));
+  // All that a thread reads is on its way before it looks at any of it.
+  constexpr int kRows = kThreads / LANES, kTurns = kRowPadding / kRows, kAtOnce = kTurns < 8 ? kTurns : 8;
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; turn += kAtOnce) {
+    uint4 x[kAtOnce], y[kAtOnce];
+    float lse[kAtOnce];
 #pragma unroll
-    for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane == 0) {
-      if (alive && p.grad_lse) sum -= p.grad_lse[lse_base + at];
-      p.lse2[head * p.padded_rows + first + r] = alive ? lse * kLog2e : kInfinity;
-      p.delta[head * p.padded_rows + first + r] = sum;
+    for (int i = 0; i < kAtOnce; i++) {
+      const int64 row = first_row + (turn + i) * kRows + threadIdx.x / LANES, at = q_begin + row;
+      const bool there = row < seqlen_q && lane * 8 < p.head_dim_v;
+      x[i] = there ? *reinterpret_cast<const uint4*>(out + at * p.out_row + lane * 8) : uint4{};
+      y[i] = there ? *reinterpret_cast<const uint4*>(grad_out + at * p.grad_out_row + lane * 8) : uint4{};
+      lse[i] = row < seqlen_q ? p.lse[lse_base + at] : -kInfinity;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const int r = (turn + i) * kRows + threadIdx.x / LANES;
+      const bool alive = lse[i] != -kInfinity;
+      float sum = alive ? dot8(x[i], y[i]) : 0.f;
+#pragma unroll
+      for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+      if (lane == 0) {
+        if (alive && p.grad_lse) sum -= p.grad_lse[lse_base + q_begin + first_row + r];
+        p.lse2[head * p.padded_rows + first + r] = alive ? lse[i] * kLog2e : kInfinity;
+        p.delta[head * p.padded_rows + first + r] = sum;
+      }
     }
   }
 
-  const uint32 block = blockIdx.x * gridDim.y + blockIdx.y;
-  if (threadIdx.x == 0 && block < p.num_counters) p.counters[block] = 0;
-  if (p.zeroed && static_cast<int64>(batch) * gridDim.y + head < p.zeroed_heads) {
+  if (threadIdx.x == 0 && blockIdx.x < p.num_counters) p.counters[blockIdx.x] = 0;
+  if (p.zeroed && static_cast<int64>(batch) * num_heads + head < p.zeroed_heads) {
     const int64 at = head * p.zeroed_head + (p.cu_seqlens_q ? first : batch * p.zeroed_batch + first_row);
     float4* zeroed = reinterpret_cast<float4*>(p.zeroed + at * p.zeroed_width);
     for (int i = threadIdx.x; i < kRowPadding / 4 * p.zeroed_width; i += kThreads)

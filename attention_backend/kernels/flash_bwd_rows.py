@@ -60,6 +60,7 @@ def row_terms(
         return terms
     lse = lse.contiguous()
     p = RowTermsParams(seqlen_q=args.seqlen_q, batch=args.batch, head_dim_v=args.head_dim_v, padded_rows=rows)
+    p.num_heads = args.num_heads
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     p.cu_seqlens_q, p.out, p.grad_out = pointer(args.cu_seqlens_q), out.data_ptr(), grad_out.data_ptr()
@@ -79,7 +80,7 @@ def row_terms(
         p.counters, p.num_counters = counters.data_ptr(), counters.numel()
     index = args.q.device.index
     kernel = load(preprocess_variant(args.dtype, args.head_dim_v, device.arch(index)), index)
-    kernel((rows // ROW_PADDING, args.num_heads, 1), (_THREADS, 1, 1), p)
+    kernel((rows // ROW_PADDING * args.num_heads, 1, 1), (_THREADS, 1, 1), p)
     return terms
 
 

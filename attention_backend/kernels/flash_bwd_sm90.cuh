@@ -18,12 +18,8 @@
 //
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
-// With SHARES_ROWS two blocks side by side (a cluster) have two tiles of keys side by side, and what both see of queries and
-// output gradients each loads half of for both: the L2 reads it once. For which masks flash_bwd_sm90.py says
-// (can_share_rows).
-//
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), CLUSTER (2 with SHARES_ROWS), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
+// HEAD_DIM 64), BLOCK_N (128), CLUSTER (1), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
 // (2), APART, PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
 // and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not with SOFTCAP,
 // ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI,
@@ -31,7 +27,6 @@
 // compute also the steps of which their keys see nothing, as it takes warps that meet at one barrier from two places in the
 // code for a mistake.
 #define BIAS 0
-#define SHARES_ROWS (CLUSTER > 1)
 #include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
 #include "parts/backward_loads.cuh"
@@ -244,13 +239,8 @@ class Consumer {
 
   // A tile of rows has been read: its places in both rings are free.
   __device__ __forceinline__ void release(const Rings& rings) const {
-    const uint32 empty_q = shared.empty_q + 8 * rings.q.at, empty_o = shared.empty_o + 8 * rings.o.at;
-    barrier_arrive(empty_q);
-    barrier_arrive(empty_o);
-#if SHARES_ROWS
-    barrier_arrive_at(empty_q, 1 - cluster_rank());
-    barrier_arrive_at(empty_o, 1 - cluster_rank());
-#endif
+    barrier_arrive(shared.empty_q + 8 * rings.q.at);
+    barrier_arrive(shared.empty_o + 8 * rings.o.at);
   }
 
   // Leaves a step's dS to the sum of dQ, starts those of dK and dV, and waits until what they read may be overwritten.
@@ -357,9 +347,6 @@ class Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-#if SHARES_ROWS
-    __cluster_dims__(CLUSTER, 1, 1)
-#endif
     flash_bwd_sm90(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                    const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
                    const __grid_constant__ TensorMap map_lse2, const __grid_constant__ TensorMap map_delta,
@@ -386,9 +373,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         draw_tiles(shared, p);
         break;
     }
-#if SHARES_ROWS
-    cluster_sync();  // the other block may still tell this one what it has read
-#endif
     return;
   }
 #if APART
@@ -403,8 +387,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Consumer(shared, nullptr, nullptr, p).run();
 #else
   Consumer(shared, &map_dk, &map_dv, p).run();
-#endif
-#if SHARES_ROWS
-  cluster_sync();
 #endif
 }

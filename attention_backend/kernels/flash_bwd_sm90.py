@@ -86,25 +86,6 @@ def backward(
     return Gradients(dq, dk, dv, None, dsinks)
 
 
-def can_share_rows(args: AttentionArgs, tile: BackwardTile) -> bool:
-    """Whether two blocks with tiles of keys side by side can load rows for each other: in every such pair the first
-    tile is seen by as many rows more than the second, no more than there is room for, and the second by some."""
-    lengths = (args.cu_seqlens_q, args.cu_seqlens_k, args.seqused_k)
-    if args.deterministic or args.left_bounds or any(x is not None for x in lengths):
-        return False
-    seqlen_k = args.k.shape[1]
-    square = args.window_right == 0 and args.seqlen_q == seqlen_k and args.num_heads == args.num_kv_heads
-    return -(-seqlen_k // tile.block_n) % tile.cluster == 0 and (args.window_right < 0 or square)
-
-
-def _require_to_serve(tile: BackwardTile, args: AttentionArgs) -> None:
-    if tile.shares_rows and not can_share_rows(args, tile):
-        raise ValueError(
-            f"tile {tile} serves dense sequences of an even number of tiles of {tile.block_n} keys, without a mask or "
-            "causal with as many rows and heads of queries as of keys, and not deterministically"
-        )
-
-
 def _launch(
     args: AttentionArgs,
     out: Tensor,
@@ -121,9 +102,8 @@ def _launch(
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     options = BackwardOptions.of(args, deterministic=args.deterministic)
     tile = tile or backward_tile(args.head_dim, args.head_dim_v, extras=options.extras)
-    _require_to_serve(tile, args)
     key_tiles = -(-seqlen_k // tile.block_n)
-    workers = device.num_sms(index) // tile.cluster * tile.cluster // tile.blocks
+    workers = device.num_sms(index) // tile.cluster
     parts = query_parts(
         tile,
         seqlen_q=args.seqlen_q,
@@ -137,7 +117,7 @@ def _launch(
     options = replace(options, parts=parts > 1)
     dense = args.cu_seqlens_q is None and args.cu_seqlens_k is None
     can_finish = dense and options.can_finish(tile)
-    blocks = min(key_tiles * lines * parts, workers) * tile.blocks
+    blocks = min(key_tiles * lines * parts, workers) * tile.cluster
 
     section = section_lines(
         tile,

@@ -49,8 +49,7 @@ def test_a_group_is_shared_out_where_tiles_are_few(dim: int, deterministic: bool
     check(replace(build(case, hopper), deterministic=deterministic), KERNEL)
 
 
-OTHER_TILES = [tile for dim in (64, 96, 128) for tile in backward_tiles(dim, dim)[1:] if not tile.shares_rows]
-SHARES_ROWS = next(tile for tile in backward_tiles(128, 128) if tile.shares_rows)
+OTHER_TILES = [tile for dim in (64, 96, 128) for tile in backward_tiles(dim, dim)[1:]]
 
 
 def serves(tile: BackwardTile, case: Case) -> bool:
@@ -82,44 +81,6 @@ def test_tiles_that_are_not_the_default(tile: BackwardTile, case: Case, hopper: 
 @pytest.mark.parametrize("tile", OTHER_TILES, ids=lambda tile: f"d{tile.head_dim}-{tile}")
 def test_tiles_that_are_not_the_default_draw_many(tile: BackwardTile, hopper: torch.device) -> None:
     check(build(many_tiles(tile.head_dim, tile.head_dim_v), hopper), KERNEL, tile=tile)
-
-
-#: Tiles whose rows end in the middle, one pair and many, heads that share keys, and a key head's heads in parts.
-IN_PAIRS = (
-    Case(200, 200, batch=3, heads=4, kv_heads=4, dim=128, dim_v=120),
-    Case(1000, 1000, batch=2, heads=6, kv_heads=6, dim=104, dim_v=128, dtype="fp16"),
-    Case(450, 450, batch=2, heads=8, kv_heads=1, dim=128, dim_v=128, mask="full"),
-    Case(100, 470, batch=3, heads=4, kv_heads=4, dim=128, dim_v=128, mask="full"),
-    Case(600, 200, batch=2, heads=4, kv_heads=2, dim=96, dim_v=128, mask="full"),
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_sms", [4, 132])
-@pytest.mark.parametrize("case", IN_PAIRS, ids=str)
-def test_blocks_that_load_rows_for_each_other(
-    case: Case, num_sms: int, hopper: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash_bwd_sm90.device, "num_sms", lambda _: num_sms)
-    check(build(case, hopper), KERNEL, with_lse=True, tile=SHARES_ROWS)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(300, 300, layout="varlen"),
-        Case(300, 300),  # three tiles of keys
-        Case(300, 400, heads=2),
-        Case(400, 400),  # a group
-        Case(400, 400, mask="sliding"),
-        Case(400, 400, mask="full", keys="seqused"),
-    ],
-    ids=str,
-)
-def test_blocks_load_rows_for_each_other_only_where_pairs_are_alike(case: Case, hopper: torch.device) -> None:
-    with pytest.raises(ValueError, match="dense sequences of an even number of tiles of 128 keys"):
-        check(build(replace(case, dim=128, dim_v=128), hopper), KERNEL, tile=SHARES_ROWS)
 
 
 @pytest.mark.gpu

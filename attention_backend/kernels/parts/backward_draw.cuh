@@ -24,10 +24,10 @@ __device__ __forceinline__ int draw(const BackwardParams& p) {
   return __shfl_sync(~0u, index, 0);
 }
 
-// Describes the tile at a place (of kDrawn the one that `which` says) but for its rows, by all lanes of one warp.
-__device__ __forceinline__ void describe_by_warp(KeyTile& tile, const BackwardParams& p, int index, int which = 0) {
+// Describes the tile at a place but for its rows, by all lanes of one warp.
+__device__ __forceinline__ void describe_by_warp(KeyTile& tile, const BackwardParams& p, int index) {
   __syncwarp();  // all lanes have read what was there
-  if (threadIdx.x % 32 == 0) describe(tile, p, index, which);
+  if (threadIdx.x % 32 == 0) describe(tile, p, index);
   __syncwarp();
 }
 // The same of that tile or, as a shorter sequence does not have it, of the first one drawn that there is. Its place.

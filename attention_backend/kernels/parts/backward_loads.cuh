@@ -11,36 +11,15 @@ __device__ __forceinline__ void start(const Shared& shared, const BackwardParams
   fence_async_proxy();
   if (threadIdx.x == 0) {
     shared.init_barriers();
-    if (!SHARES_ROWS || cluster_rank() == 0) shared.tiles[0].number = draw_first(p);
+    shared.tiles[0].number = draw_first(p);
   }
-#if SHARES_ROWS
-  cluster_sync();
-#else
   __syncthreads();
-#endif
 }
 
 __device__ __forceinline__ void describe_rows(SeenKeyTile& tile, const BackwardParams& p) {
 #pragma unroll 1
   for (int r = threadIdx.x % 32; r < BLOCK_N; r += 32) tile.rows[r] = rows_of(tile, p, r);
 }
-
-#if SHARES_ROWS
-// Block 0 draws, and tells block 1 which pair it is. Both ask for the next one: block 1 has read the last message then.
-__device__ __forceinline__ void describe_in_turn(const Shared& shared, KeyTile& tile, const BackwardParams& p, int index,
-                                                 uint32 drawn) {
-  if (threadIdx.x % 32 == 0) {
-    if (cluster_rank() == 0) {
-      store_there(address_at(shared.mail, 1), index, address_at(shared.full_mail, 1));
-    } else {
-      barrier_wait(shared.full_mail, drawn % 2);
-      index = load_shared_int(shared.mail);
-      barrier_expect(shared.full_mail, 4);
-    }
-  }
-  describe_by_warp(tile, p, index, (cluster_rank() + drawn) % 2);
-}
-#endif
 
 __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardParams& p) {
   int index = shared.tiles[0].number;
@@ -50,30 +29,17 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
     const uint32 slot = drawn % TILE_SLOTS;
     barrier_wait(shared.empty_tile + 8 * slot, drawn / TILE_SLOTS % 2 ^ 1);
     SeenKeyTile& tile = shared.tiles[slot];
-#if SHARES_ROWS
-    describe_in_turn(shared, tile, p, index, drawn);
-#else
     index = describe_next(tile, p, index);
-#endif
     if (tile.tiles < 0) break;
     describe_rows(tile, p);
     barrier_arrive(shared.full_tile + 8 * slot);  // every lane for what it wrote
     if (FINISHES) begin_share(shared, p, drawn);
-    if (SHARES_ROWS && cluster_rank() != 0) continue;
     barrier_wait(shared.wanted_tile, drawn % 2);
     index = draw(p);
   }
   barrier_arrive(shared.full_tile + 8 * (drawn % TILE_SLOTS));  // there is no more
   if (FINISHES) end_share(shared, p, drawn);
-  if (threadIdx.x % 32 == 0 && (!SHARES_ROWS || cluster_rank() == 0)) stop_drawing(p);
-}
-
-__device__ __forceinline__ void ask_for_tile(const Shared& shared) {
-#if SHARES_ROWS
-  barrier_arrive_at(shared.wanted_tile, 0);
-#else
-  barrier_arrive(shared.wanted_tile);
-#endif
+  if (threadIdx.x % 32 == 0) stop_drawing(p);
 }
 
 // KEYS: the tiles of keys, and the ring of queries with lse2. Else the values, and the ring of output gradients with delta.
@@ -96,7 +62,7 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
     const KeyTile& tile = shared.tiles[slot.at];
     const int tiles = tile.tiles;
     if (tiles < 0) return;
-    if (KEYS && tiles == 0) ask_for_tile(shared);
+    if (KEYS && tiles == 0) barrier_arrive(shared.wanted_tile);
     if (tiles > 0) {
       const uint32 full = (KEYS ? shared.full_k : shared.full_v) + 8 * keys.at;
       const uint32 to = KEYS ? shared.k + keys.at * kBytesK : shared.v + keys.at * kBytesV;
@@ -112,21 +78,15 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
 #pragma unroll 1
     for (int left = tiles; left > 0; left--) {
       const uint32 full = full_ring + 8 * place.at, to = ring + place.at * kBytes;
-      if (KEYS && left == min(tiles, kDrawAhead)) ask_for_tile(shared);
+      if (KEYS && left == min(tiles, kDrawAhead)) barrier_arrive(shared.wanted_tile);
       place.wait_empty(empty_ring);
       barrier_expect(full, kBytes + kBytesTerms);
       tma_load(terms_ring + place.at * kBytesTerms, terms, full, tile.padded_row + step.m * kRows,
                step.head, kEvictLast);
-#if SHARES_ROWS
-      if (step.m >= tile.m_shared) {
-        const int slab = cluster_rank();
-        tma_load_for(3, to + slab * kSlabQ, rows, full, slab * 64, step.m * kRows, step.head, tile.batch, kEvictLast);
-      } else
-#endif
 #pragma unroll 1
-        for (int c = 0; c < kSlabs; c++)
-          tma_load(to + c * kSlabQ, rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,
-                   p.sequence.cu_seqlens_q ? 0 : tile.batch, kEvictLast);
+      for (int c = 0; c < kSlabs; c++)
+        tma_load(to + c * kSlabQ, rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,
+                 p.sequence.cu_seqlens_q ? 0 : tile.batch, kEvictLast);
       step.next(kTileSteps, tile);
       place.next();
     }

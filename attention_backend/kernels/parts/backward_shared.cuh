@@ -5,10 +5,6 @@
 #include "parts/backward_sizes.cuh"
 #include "parts/turns.cuh"
 
-static_assert(CLUSTER == (SHARES_ROWS ? 2 : 1), "two blocks load rows for each other");
-static_assert(!SHARES_ROWS || (!APART && !DETERMINISTIC && kSlabsK == 2 && kSlabsV == 2), "each block loads a slab of them");
-static_assert(!SHARES_ROWS || BLOCK_N <= O_STAGES * BLOCK_M, "there is room for the rows of one block alone");
-
 constexpr int kThreads = 128 * (kConsumers + 1 + APART);
 constexpr int kReadersOfTiles = 4 * kConsumers + 3 + 4 * APART;  // warps
 constexpr int kSpaces = 2;                             // that consumers write: chunks of dQ
@@ -20,8 +16,7 @@ struct Shared {
   uint32 zeros;                     // a part of a chunk
   uint32 lse2, delta;               // rings of q and o
   uint32 full_k, empty_k, full_v, empty_v, full_q, empty_q, full_o, empty_o, full_tile, empty_tile, free_space, wanted_tile,
-      full_ds, empty_ds, full_share, empty_share, full_mail;
-  uint32 mail;         // SHARES_ROWS, block 1: the next tile's place in the order of work
+      full_ds, empty_ds, full_share, empty_share;
   SeenKeyTile* tiles;  // [TILE_SLOTS]
 
   __device__ __forceinline__ explicit Shared(char* memory) {
@@ -51,9 +46,7 @@ struct Shared {
     empty_ds = full_ds + 8 * DS_STAGES * APART;
     full_share = empty_ds + 8 * DS_STAGES * APART;
     empty_share = full_share + 8;
-    full_mail = empty_share + 8;
-    mail = full_mail + 8 * SHARES_ROWS;
-    tiles = reinterpret_cast<SeenKeyTile*>(memory + (mail + 8 * SHARES_ROWS - base));
+    tiles = reinterpret_cast<SeenKeyTile*>(memory + (empty_share + 8 - base));
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -65,26 +58,24 @@ struct Shared {
     }
     for (int i = 0; i < Q_STAGES; i++) {
       barrier_init(full_q + 8 * i, 1);
-      barrier_init(empty_q + 8 * i, CLUSTER * kConsumers);
+      barrier_init(empty_q + 8 * i, kConsumers);
     }
     for (int i = 0; i < O_STAGES; i++) {
       barrier_init(full_o + 8 * i, 1);
-      barrier_init(empty_o + 8 * i, CLUSTER * kConsumers);
+      barrier_init(empty_o + 8 * i, kConsumers);
     }
     for (int i = 0; i < TILE_SLOTS; i++) {
       barrier_init(full_tile + 8 * i, 32);  // the lanes that describe it
       barrier_init(empty_tile + 8 * i, kReadersOfTiles);
     }
     for (int i = 0; i < kSpaces; i++) barrier_init(free_space + 8 * i, 1);
-    barrier_init(wanted_tile, CLUSTER);
+    barrier_init(wanted_tile, 1);
     barrier_init(full_share, 32);
     barrier_init(empty_share, 4 * kConsumers);  // warps
     for (int i = 0; i < DS_STAGES * APART; i++) {
       barrier_init(full_ds + 8 * i, 4 * kConsumers);  // warps
       barrier_init(empty_ds + 8 * i, 1);
     }
-    if (SHARES_ROWS) barrier_init(full_mail, 1);
     barrier_init_fence();
-    if (SHARES_ROWS) barrier_expect(full_mail, 4);
   }
 };

@@ -37,22 +37,16 @@ struct KeyTile {
   int first_head, end_head;
   int seqlen_k;
   int m_begin, m_end;          // steps of kRows rows of each head, of whole tiles of rows
-#if SHARES_ROWS
-  int m_first, m_shared;       // where it begins; from which on they are the other block's too
-#endif
   int whole_begin, whole_end;  // those in which every row sees every key
   int tiles;                   // of rows, of all heads; -1: there is no more work
   int padded_row;              // of the sequence's first row
   int sums_chunk;              // the same in the sums of dQ, of query head 0, in chunks
 };
 
-// How many tiles of keys, side by side, are drawn at a time.
-constexpr int kDrawn = SHARES_ROWS ? 2 : 1;
-
 // Shares of a key head's query heads.
 __device__ __forceinline__ int parts_of(const BackwardParams& p) { return PARTS ? p.parts : 1; }
 
-// Places in the order of work: key tiles of the same number (pairs of them, where they are drawn so) lie side by side for
+// Places in the order of work: key tiles of the same number lie side by side for
 // `section` heads, the first ones, which have the most rows under a causal mask, in front. In deterministic mode the last
 // ones are, but for the last section: see Step.
 struct Place {
@@ -62,7 +56,7 @@ struct Place {
 
   __device__ __forceinline__ Place(const BackwardParams& p, int index) {
     const int lines = p.kv_heads * p.batch * parts_of(p);
-    const int section_places = p.section * (p.key_tiles / kDrawn), section = index / section_places;
+    const int section_places = p.section * p.key_tiles, section = index / section_places;
     index -= section * section_places;
     const int here = min(p.section, lines - section * p.section);
     number = index / here;
@@ -75,26 +69,14 @@ struct Place {
 };
 
 __device__ __forceinline__ int all_places(const BackwardParams& p) {
-  return p.kv_heads * p.batch * parts_of(p) * (p.key_tiles / kDrawn);
+  return p.kv_heads * p.batch * parts_of(p) * p.key_tiles;
 }
 
 // Chunks of 64 rows of a head in the sums of dQ.
 __device__ __forceinline__ int head_chunks(const BackwardParams& p) { return static_cast<int>(p.sums_head / kChunkRows); }
 
-#if SHARES_ROWS
-// Two blocks load the rows that both see for each other. Under a causal mask the first tile of a pair has rows for itself, as
-// many as any other pair's. Block 0, which has it in every other pair, takes them last, block 1 in the pairs between takes
-// them first: so one's are beside the other's in the rings, and neither waits. There is room for them where the other block
-// has drawn nothing more, or waits for sums that are finished with this very tile.
-__device__ __forceinline__ void share_rows(KeyTile& tile, int which) {
-  tile.m_shared = tile.m_begin;
-  if (which == 0) tile.m_shared = first_row(tile.seq, tile.first_key + BLOCK_N) / BLOCK_M * kTileSteps;
-  tile.m_first = cluster_rank() == 0 ? tile.m_shared : tile.m_begin;
-}
-#endif
-
-// The tile at a place in the order of work, of kDrawn the one that `which` says.
-__device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index, int which) {
+// The tile at a place in the order of work.
+__device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p, int index) {
   if (index >= all_places(p)) {
     tile.tiles = -1;
     return;
@@ -104,7 +86,7 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
   tile.seq = Sequence(p.sequence, tile.batch);
   const Sequence& seq = tile.seq;
   tile.kv_head = place.line % p.kv_heads;
-  tile.number = place.number * kDrawn + which;
+  tile.number = place.number;
   tile.falling = DETERMINISTIC && place.falling;
   tile.part = place.part;
   tile.first_key = tile.number * BLOCK_N;
@@ -129,9 +111,6 @@ __device__ __forceinline__ void describe(KeyTile& tile, const BackwardParams& p,
     tile.whole_end = max(min(end_row(seq, tile.first_key), seq.seqlen_q), 0) / kRows;
   }
   tile.tiles = heads * (tile.m_end - tile.m_begin) / kTileSteps;
-#if SHARES_ROWS
-  share_rows(tile, which);
-#endif
 }
 
 // The rows that see a key: `count` from `first` on.
@@ -170,13 +149,7 @@ struct Step {
   __device__ __forceinline__ Step() {}
   __device__ __forceinline__ explicit Step(const KeyTile& tile)
       : head(tile.first_head),
-#if SHARES_ROWS
-        m(tile.m_first) {
-  }
-#else
-        m(DETERMINISTIC && tile.falling ? tile.m_end - kTileSteps : tile.m_begin) {
-  }
-#endif
+        m(DETERMINISTIC && tile.falling ? tile.m_end - kTileSteps : tile.m_begin) {}
   // Moves `by` steps, 1 or those of a tile of rows. `tile`: a KeyTile, or what has the same fields.
   template <class Tile>
   __device__ __forceinline__ void next(int by, const Tile& tile) {
@@ -192,19 +165,10 @@ struct Step {
       return;
     }
 #endif
-#if SHARES_ROWS
-    // Rows before m_shared, of all heads, and those from there on are walked one after the other.
-    const bool shared = m == tile.m_end;
-    if (!shared && m != tile.m_shared) return;
-    const bool last = ++head == tile.end_head;
-    if (last) head = tile.first_head;
-    m = shared == last ? tile.m_begin : tile.m_shared;
-#else
     if (m == tile.m_end) {
       m = tile.m_begin;
       head++;
     }
-#endif
   }
 };
 
