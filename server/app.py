@@ -32,7 +32,7 @@ from server.files.body import StreamedBody
 from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
-from server.middleware import Authentication, NoWebSocket, OriginForm, RequestContext
+from server.middleware import OPEN_PATHS, Authentication, NoWebSocket, OriginForm, RequestContext
 from server.training import Training
 
 
@@ -49,12 +49,15 @@ class Application(FastAPI):
             return JSONResponse(self.openapi())
 
     def openapi(self) -> dict[str, Any]:
-        """FastAPI announces its own 422 on every route; ours answer 400, in OpenAI's shape."""
+        """FastAPI announces its own 422 on every route; ours answer 400, in OpenAI's shape. Keys are bearer tokens."""
         if not self.openapi_schema:
             schema = super().openapi()
-            for methods in schema["paths"].values():
+            schema["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+            has_keys = bool(self.state.lifecycle.settings.api_key)
+            for path, methods in schema["paths"].items():
                 for operation in methods.values():
                     operation["responses"].pop("422", None)
+                    operation["security"] = [{"api_key": []}] if has_keys and path not in OPEN_PATHS else []
             for name in ("HTTPValidationError", "ValidationError"):
                 schema["components"]["schemas"].pop(name, None)
         return super().openapi()

@@ -262,7 +262,8 @@ def doctor(
     model: Annotated[str | None, Flag(help="Default: what `longwave serve` would serve.")] = None,
     as_json: Annotated[bool, Flag("--json", help="For programs.")] = False,
 ) -> None:
-    """Say what this machine has, and which kernels serve which layers of a model, and why."""
+    """Say what this machine has, and which kernels serve which layers of a model, and why. Exit code 1: the model is
+    not there, or broken."""
     from server.diagnosis import print_diagnosis
     from server.doctor import diagnose
 
@@ -277,3 +278,5 @@ def doctor(
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
         print_diagnosis(diagnosis)
+    if not diagnosis.servable:
+        raise typer.Exit(1)

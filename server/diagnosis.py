@@ -41,6 +41,7 @@ class Diagnosis:
     layers: list[Layers]
     fused: str  # the layers around attention that are
     adapters: dict[str, str]  # LoRA
+    servable: bool  # whether the model could be looked at, and its weights are whole
     problems: list[str] = field(default_factory=list)  # what will not work, in sentences
 
     def as_dict(self) -> dict[str, Any]:

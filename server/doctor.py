@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from models.errors import ModelLoadError
 from server import adapter_report
 from server.diagnosis import Diagnosis, Gpu, Layers
 from server.engine.config import EngineConfig
@@ -28,7 +29,11 @@ def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosi
     gpus = _gpus()
     if not gpus:
         problems.append("There is no usable NVIDIA GPU: models run on the CPU, by cpu_reference.")
-    _reported(lambda: _check_weights(config), None, problems)
+    errors: list[str] = []  # what stops one look at the model stops the others
+    _reported(lambda: _check_weights(config), None, errors)
+    layers: list[Layers] = _reported(lambda: _layers(config), [], errors)
+    fused = _reported(lambda: _fused(config), "", errors)
+    adapters: dict[str, str] = _reported(lambda: adapter_report.report(config, lora_folders, problems), {}, errors)
     return Diagnosis(
         longwave=_version("longwave"),
         python=platform.python_version(),
@@ -38,19 +43,22 @@ def diagnose(config: EngineConfig, lora_folders: Mapping[str, Path]) -> Diagnosi
         cache=_cache(),
         kernels=[*dispatch.describe(), *backward.describe()],
         model=config.model,
-        layers=_reported(lambda: _layers(config), [], problems),
-        fused=_reported(lambda: _fused(config), "", problems),
-        adapters=_reported(lambda: adapter_report.report(config, lora_folders, problems), {}, problems),
-        problems=list(dict.fromkeys(problems)),  # what stops one look at the model stops the others
+        layers=layers,
+        fused=fused,
+        adapters=adapters,
+        servable=not errors,
+        problems=list(dict.fromkeys([*problems, *errors])),
     )
 
 
-def _reported(look: Callable[[], T], otherwise: T, problems: list[str]) -> T:
+def _reported(look: Callable[[], T], otherwise: T, errors: list[str]) -> T:
     try:
         return look()
+    except (CannotServeError, ModelLoadError) as error:
+        errors.append(str(error))
     except Exception as error:  # whatever is broken is what was asked for
-        problems.append(f"{type(error).__name__}: {error}")
-        return otherwise
+        errors.append(f"{type(error).__name__}: {error}")
+    return otherwise
 
 
 def _version(name: str) -> str:

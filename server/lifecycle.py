@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -31,6 +32,8 @@ logger = logging.getLogger("longwave")
 HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung,
 LONGEST_TURNS = 3.0  # or so many times its longest step, if that is more
 WHOLE_MODELS = " (What was tuned with training_type full is served by `longwave serve --model` with its folder.)"
+CHECKPOINTS = " (Checkpoints are not served, only the finished model is.)"
+CHECKPOINT = re.compile(r":ckpt-step-[0-9]+$")
 CUT_GRACE = 2.0  # seconds that cut answers get to send their error event
 
 
@@ -159,10 +162,10 @@ class Lifecycle:
         for info in self.adapters(owner):
             if info.name == model:
                 return info
-        whole = WHOLE_MODELS if model.startswith(FINE_TUNED) else ""
-        raise ModelNotFound(
-            f"The model `{model}` does not exist or you do not have access to it.{whole}", param="model"
-        )
+        hint = ""
+        if model.startswith(FINE_TUNED):
+            hint = CHECKPOINTS if CHECKPOINT.search(model) else WHOLE_MODELS
+        raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.{hint}", param="model")
 
     def adapter_name(self, model: str | None) -> str | None:
         """Of a model that was checked: what the engine knows it by; None for the base model."""

@@ -73,8 +73,10 @@ def talk(conversation: Conversation, console: Console) -> int:
     failed = False
     for line in _lines(conversation.model, console) if sys.stdin.isatty() else sys.stdin:
         text = line.strip()
+        if text in EXITS:
+            break
         if text:
-            failed = not _answer(conversation, text, console)
+            failed |= not _answer(conversation, text, console)
     return int(failed)
 
 
@@ -88,8 +90,6 @@ def _lines(model: str, console: Console) -> Iterator[str]:
             line = input("> ")
         except (EOFError, KeyboardInterrupt):
             console.print()
-            return
-        if line.strip() in EXITS:
             return
         yield line
 

@@ -12,15 +12,26 @@ from server.api.disconnect import ClientDisconnected
 from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest, LongwaveError, MethodNotAllowed, RouteNotFound, UnsupportedParameter
 from server.middleware import CLIENT_CLOSED_REQUEST
-from server.schemas.wire import UNSUPPORTED
+from server.schemas.wire import UNSUPPORTED, UNSUPPORTED_PART
 
 MAX_PARAM_CHARACTERS = 256
-NOT_SERVED = frozenset(
-    f"/v1/{name}"
-    for name in (
-        "assistants", "audio", "batches", "embeddings", "images", "moderations", "responses", "threads", "uploads"
-    )
-)  # fmt: skip
+FOR_TEXT = "For text there are /v1/chat/completions and /v1/completions."
+#: OpenAI's routes, with all below them -> what there is instead.
+NOT_SERVED = dict.fromkeys(
+    (
+        f"/v1/{name}"
+        for name in (
+            "assistants", "audio", "batches", "containers", "embeddings", "evals", "images", "moderations", "responses",
+            "threads", "vector_stores",
+        )
+    ),
+    FOR_TEXT,
+) | {
+    "/v1/uploads": "Files are sent whole, to /v1/files.",
+    "/v1/fine_tuning/checkpoints": "Fine-tuning has /v1/fine_tuning/jobs.",
+    "/v1/fine_tuning/alpha": "Fine-tuning has /v1/fine_tuning/jobs.",
+}  # fmt: skip
+WANTED = "Input should be "
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -55,9 +66,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _why_not_found(path: str) -> str:
-    route = "/".join(path.split("/")[:3])  # and all below it
-    if route in NOT_SERVED:
-        return f"{route} is not served here. For text there are /v1/chat/completions and /v1/completions."
+    for route, instead in NOT_SERVED.items():
+        if f"{path}/".startswith(f"{route}/"):
+            return f"{route} is not served here. {instead}"
     return "Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."
 
 
@@ -75,15 +86,35 @@ def _on_invalid(_request: Request, error: Exception) -> Response:
 
 def invalid_request(details: Any, body: Any) -> InvalidRequest:
     """The most telling of pydantic's complaints: a field that is not served; else of a union's branches the one whose
-    JSON type is the body's, if there is one, and of several the one that came furthest into the body."""
+    JSON type is the body's, if there is one, and of several the one that came furthest into the body. What all branches
+    want in one place is told together."""
     for detail in details:
         if detail["type"] == UNSUPPORTED:
             param = _spell([*_path(detail, body), detail["ctx"]["name"]])
             return UnsupportedParameter(f"Unsupported parameter: '{param}' is not served here.", param=param)
+        if detail["type"] == UNSUPPORTED_PART:
+            text = f"Content parts of type '{detail['ctx']['kind']}' are not served: text only."
+            return UnsupportedParameter(text, param=_spell(_path(detail, body)))
     paths = [(_path(detail, body), detail) for detail in details]
     path, detail = max(paths, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
     param = _spell(path)
+    together = _alternatives([other for place, other in paths if place == path])
+    if _wants(detail) and len(together) > 1:
+        said = f"{WANTED}{', '.join(together[:-1])} or {together[-1]}"
+        return InvalidRequest(f"Invalid value for '{param}': {said}." if param else f"{said}.", param=param)
     return InvalidRequest(_message(detail, param), param=param)
+
+
+def _alternatives(details: list[Any]) -> list[str]:
+    """What a union's branches want, in their order and once each: "a valid integer", "'auto'"."""
+    return list(dict.fromkeys(detail["msg"].removeprefix(WANTED) for detail in details if _wants(detail)))
+
+
+def _wants(detail: Any) -> bool:
+    """Whether it is about a JSON value's type or words, and names no class of ours."""
+    kind = detail["type"]
+    told = kind == "literal_error" or (kind.endswith("_type") and not kind.startswith("model_"))
+    return told and detail["msg"].startswith(WANTED) and not isinstance(detail["input"], TokenIds)
 
 
 def _path(detail: Any, body: Any) -> list[str | int]:

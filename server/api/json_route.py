@@ -23,6 +23,19 @@ class _Refused(HTTPException):
         self.error = error
 
 
+def _reason(error: ValueError | RecursionError, num_bytes: int) -> str:
+    """Why a body is no JSON of ours, in words that are not Python's."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no UTF-8 at byte {error.start}"
+    if not isinstance(error, json.JSONDecodeError):
+        return "a number has too many digits" if "digits" in str(error) else str(error)
+    what = "it begins with a byte order mark" if "BOM" in error.msg else error.msg.removesuffix(" at")
+    # In a long body places are those of a text without its lists of token ids.
+    return f"{what} (line {error.lineno}, column {error.colno})" if num_bytes <= large_json.SMALL_BYTES else what
+
+
 class StrictJSONRequest(Request):
     most_values = MOST_VALUES
 
@@ -31,11 +44,9 @@ class StrictJSONRequest(Request):
             return await large_json.loads(await self.body(), self.most_values)
         except PayloadTooLarge as error:
             raise _Refused(error) from None
-        except json.JSONDecodeError as error:
-            raise json.JSONDecodeError(error.msg, "", 0) from None  # the body does not travel with the error
         except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise json.JSONDecodeError(reason, "", 0) from None
+            # The body does not travel with the error.
+            raise json.JSONDecodeError(_reason(error, len(await self.body())), "", 0) from None
 
 
 class StrictJSONRoute(APIRoute):

@@ -47,7 +47,7 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, lifecycle: LifecycleDe
             body.lora_name, body.lora_path, within=str(settings.lora_dir), replace=bool(body.load_inplace)
         )
     except (InvalidAdapter, AdapterExists) as error:
-        error.param = "lora_name" if isinstance(error, AdapterExists) else "lora_path"
+        error.param = error.param or ("lora_name" if isinstance(error, AdapterExists) else "lora_path")
         raise
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

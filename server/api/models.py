@@ -15,6 +15,7 @@ from server.settings import FINE_TUNED, SAVED_WEIGHTS
 router = APIRouter(tags=["models"])
 
 
+@router.get("/v1/models/", include_in_schema=False)
 @router.get("/v1/models", responses=READ_FAILURES)
 async def list_models(lifecycle: LifecycleDep, origin: OriginDep) -> ModelList:
     bases = [_base(lifecycle, name) for name in lifecycle.settings.model_names]

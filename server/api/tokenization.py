@@ -30,7 +30,9 @@ async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: Origi
 @router.post("/detokenize", response_model=DetokenizeReply, responses=BODY_FAILURES)
 async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: OriginDep) -> Response:
     """The text of some tokens, special ones included."""
-    tokenizer = lifecycle.accepting(body.model, origin.owner).tokenizer
+    generator = lifecycle.accepting(body.model, origin.owner)
+    tokenizer = generator.tokenizer
+    generator.check_vocabulary(body.tokens, "tokens")
 
     def reply() -> str:
         return DetokenizeReply(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)).model_dump_json()

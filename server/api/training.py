@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Path
 
 from server.api.deps import LifecycleDep, OriginDep, TrainingDep
 from server.api.json_route import TrainingRoute
-from server.errors import EngineUnavailable, InvalidRequest, ServerDraining
+from server.errors import EngineUnavailable, InvalidRequest, ModelNotFound, ServerDraining
 from server.lifecycle import Lifecycle, Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
 from server.schemas.training import (
@@ -59,7 +59,7 @@ async def create_model(
 ) -> UntypedFuture:
     """A new LoRA model on the base model. Sent again with the same `Idempotency-Key`, it is the same model."""
     _accepting(lifecycle)
-    if lifecycle.check_model(body.base_model) is not None:
+    if _is_adapter(body.base_model, lifecycle):
         raise InvalidRequest(
             "Models are made of the base model; load_weights takes them further: "
             + ", ".join(lifecycle.settings.model_names),
@@ -188,6 +188,14 @@ def _submit(body: OrderedRequest, call: Call, lifecycle: Lifecycle, training: Tr
     _accepting(lifecycle)
     model = training.model(body.model_id, owner)
     return UntypedFuture.of(training.submit(model, body.seq_id, call), model.id)
+
+
+def _is_adapter(base_model: str, lifecycle: Lifecycle) -> bool:
+    try:
+        return lifecycle.check_model(base_model) is not None
+    except ModelNotFound as error:
+        error.param = "base_model"
+        raise
 
 
 def _accepting(lifecycle: Lifecycle) -> None:

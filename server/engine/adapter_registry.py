@@ -58,7 +58,9 @@ class AdapterRegistry:
     ) -> AdapterInfo:
         """Raises InvalidAdapter, AdapterExists, QuotaExceeded, EngineUnavailable, and has then changed nothing."""
         if not NAME.fullmatch(name):
-            raise InvalidAdapter(f"{name!r:.300} is no name for an adapter: letters, digits and . : @ / + - _ are.")
+            raise InvalidAdapter(
+                f"{name!r:.300} is no name for an adapter: letters, digits and . : @ / + - _ are.", param="lora_name"
+            )
         before = self._infos.get(name)
         if before is not None and (before.owner != owner or not replace):
             raise AdapterExists(f"The adapter `{name}` has already been loaded.")

@@ -16,6 +16,7 @@ ROLES = ("system", "developer", "user", "assistant")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "weight"})
 PART_KEYS = frozenset({"type", "text"})
 TOOL_KEYS = frozenset({"tools", "functions", "tool_calls", "function_call", "tool_call_id", "parallel_tool_calls"})
+NO_TOOLS = frozenset({"tools", "parallel_tool_calls"})  # of an example: no tools, and how none are called
 PREFERENCE_KEYS = frozenset({"input", "preferred_output", "non_preferred_output"})
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -52,7 +53,7 @@ class MessageShape(msgspec.Struct, forbid_unknown_fields=True):
 class InputShape(msgspec.Struct, forbid_unknown_fields=True):
     messages: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
     tools: list[None] | msgspec.UnsetType = msgspec.UNSET
-    parallel_tool_calls: bool | msgspec.UnsetType = msgspec.UNSET
+    parallel_tool_calls: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ExampleShape(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,11 +61,14 @@ class ExampleShape(msgspec.Struct, forbid_unknown_fields=True):
     preferred_output: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
     non_preferred_output: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
     messages: list[MessageShape] | msgspec.UnsetType = msgspec.UNSET
+    tools: list[None] | msgspec.UnsetType = msgspec.UNSET
+    parallel_tool_calls: bool | msgspec.UnsetType | None = msgspec.UNSET
     prompt: str | msgspec.UnsetType = msgspec.UNSET
     completion: str | msgspec.UnsetType = msgspec.UNSET
 
 
 SHAPE = msgspec.json.Decoder(ExampleShape)
+TOOLS_PLACE = re.compile(r" - at `\$\.((?:input\.)?tools)\b")  # in msgspec's errors
 
 
 def read_example(line: bytes) -> Form:
@@ -101,6 +105,8 @@ def _check_shape(line: bytes) -> None:
     try:
         SHAPE.decode(line)
     except (msgspec.MsgspecError, RecursionError) as error:
+        if tools := TOOLS_PLACE.search(str(error)):
+            raise NotAnExample(f"{tools[1]}: tools are not served") from None
         raise NotAnExample(f"it is no example: {str(error)[:200]}") from None
 
 
@@ -125,9 +131,8 @@ def _has_lone_surrogate(value: Any) -> bool:
 
 
 def _check_chat(example: dict[str, Any]) -> None:
-    if example.keys() & TOOL_KEYS:
-        raise NotAnExample(f"{_shown(min(example.keys() & TOOL_KEYS))}: tools are not served")
-    _only_keys(example, frozenset({"messages"}), "a chat example")
+    _check_no_tools(example, "")
+    _only_keys(example, frozenset({"messages"}) | NO_TOOLS, "a chat example")
     messages = _messages(example["messages"], "messages")
     weights = [_weight(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if messages[-1]["role"] != "assistant":
@@ -145,9 +150,8 @@ def _check_preference(example: dict[str, Any]) -> None:
     asked = example["input"]
     if not isinstance(asked, dict):
         raise NotAnExample(f"input is {_kind(asked)}, not an object")
-    if asked.get("tools", []) != []:
-        raise NotAnExample("input.tools: tools are not served")
-    _only_keys(asked, frozenset({"messages", "tools", "parallel_tool_calls"}), "input")
+    _check_no_tools(asked, "input.")
+    _only_keys(asked, frozenset({"messages"}) | NO_TOOLS, "input")
     messages = _messages(asked.get("messages"), "input.messages")
     for at, message in enumerate(messages):
         _weight(message, f"input.messages[{at}]")
@@ -160,6 +164,19 @@ def _check_preference(example: dict[str, Any]) -> None:
         if not _weight(output[0], f"{name}[0]"):
             role = output[0]["role"]
             raise NotAnExample(f"{name}[0] is the {role}'s or has weight 0; it is an assistant's, to be learnt from")
+
+
+def _check_no_tools(holder: dict[str, Any], place: str) -> None:
+    """The two keys of tools that may be there all the same, as OpenAI's own examples have them."""
+    keys = holder.keys() & TOOL_KEYS
+    if holder.get("tools") == []:
+        keys -= {"tools"}
+    parallel = holder.get("parallel_tool_calls")
+    if "parallel_tool_calls" in keys and not (parallel is None or isinstance(parallel, bool)):
+        raise NotAnExample(f"{place}parallel_tool_calls is {_kind(parallel)}, not a boolean")
+    keys -= {"parallel_tool_calls"}
+    if keys:
+        raise NotAnExample(f"{place}{min(keys)}: tools are not served")
 
 
 def _messages(messages: Any, place: str) -> list[Any]:

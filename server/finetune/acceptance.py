@@ -21,12 +21,12 @@ def check(request: JobRequest, job_id: str, config: TrainerConfig) -> None:
         raise InvalidRequest(
             f"lora.rank is {request.hyperparameters.rank}; this server serves adapters up to rank "
             f"{config.max_rank} (--max-lora-rank).",
-            param="lora.rank",
+            param=f"{request.place}.lora.rank",
         )
     if request.is_full and config.max_full_parameters == 0:
         raise UnsupportedParameter(
             "training_type 'full' is turned off on this server (--fine-tuning-max-full-parameters 0).",
-            param="training_type",
+            param=f"{request.place}.training_type",
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from models.training import LoraSettings, TrainingPlan
 from server.finetune.messages import Validated
-from server.finetune.records import Hyperparameters, Job, JobRequest
+from server.finetune.records import Hyperparameters, Job, JobRequest, Method
 
 MAX_STEPS = 1_000_000
 # OpenAI's rules: about 100 examples are seen in all, epochs from 1 to 25, about 3 of them
@@ -39,6 +39,11 @@ def total_steps(examples: int, n_epochs: int, batch_size: int) -> int:
     return n_epochs * math.ceil(examples / batch_size)
 
 
+def usual_rate(method: Method, *, is_full: bool) -> float:
+    """The learning rate that the multiplier 1 stands for."""
+    return LEARNING_RATES[method] * (FULL_SHARE if is_full else 1.0)
+
+
 def make_plan(
     request: JobRequest,
     source: str,
@@ -61,7 +66,7 @@ def make_plan(
             f"{files.examples} examples in batches of {batch_size}, {n_epochs} times, are {steps} steps; a job has at "
             f"most {MAX_STEPS}."
         )
-    usual = LEARNING_RATES[request.method] * (FULL_SHARE if request.is_full else 1.0)
+    usual = usual_rate(request.method, is_full=request.is_full)
     rate = asked.learning_rate or usual * (asked.learning_rate_multiplier or 1.0)
     rank = asked.rank or default_rank
     sequences = 2 if request.method == "dpo" else 1

@@ -60,6 +60,7 @@ class JobRequest:
     suffix: str | None = None
     seed: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    place: str = field(default="hyperparameters", compare=False)  # where the caller gave these, for refusals
 
     @property
     def is_full(self) -> bool:

@@ -3,13 +3,14 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
-from server.errors import InvalidRequest, UnsupportedParameter
+from server.errors import InvalidRequest
 from server.schemas.labels import UNUSED, CacheOptions
 from server.schemas.prompt_logprobs import PromptLogprobs
 from server.schemas.sampling import MAX_TOP_LOGPROBS, VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
-from server.schemas.wire import RequestModel, Text, WireModel
+from server.schemas.wire import UNSUPPORTED_PART, RequestModel, Text, WireModel
 from server.setting_types import TemplateVariables
 from server.text.chat_template import ChatPrompt, Message
 from server.text.choice import TextFinish
@@ -29,7 +30,7 @@ class TextPart(RequestModel):
     def _text_only(cls, part: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image_url", "input_audio", "file", "refusal", "video_url"):
-            raise UnsupportedParameter(f"Content parts of type '{kind}' are not served: text only.", param="messages")
+            raise PydanticCustomError(UNSUPPORTED_PART, "content parts of type '{kind}' are not served", {"kind": kind})
         return part
 
 

@@ -1,12 +1,14 @@
 """What a caller may say of a fine-tuning job: OpenAI's request, with `learning_rate`, its schedule, `training_type` and
-`lora` beside its hyperparameters."""
+`lora` beside its hyperparameters. What a reply shows of a job's method makes the same job again."""
 
-from typing import Annotated, Any, ClassVar, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from server.errors import InvalidRequest, UnsupportedParameter
-from server.finetune.records import Hyperparameters, JobRequest, Schedule, TrainingType
+from server.finetune.hyperparameters import usual_rate
+from server.finetune.records import Hyperparameters, JobRequest, Method, Schedule, TrainingType
 from server.schemas.labels import Metadata
 from server.schemas.wire import ModelName, RequestModel
 
@@ -14,8 +16,10 @@ MAX_PAGE = 100
 MAX_SEED = 2**31 - 1
 MAX_EPOCHS, MAX_BATCH = 50, 256
 MAX_RANK = 512
+SAME_RATE = 1e-6  # two learning rates that differ by no more, relatively, are one
 
 Auto = Literal["auto"]
+Number = TypeVar("Number", int, float)
 FileId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
@@ -31,9 +35,13 @@ class LoraRequest(RequestModel):
 
 
 class HyperparametersRequest(RequestModel):
-    n_epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)] | Auto = "auto"
-    batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH)] | Auto = "auto"
-    learning_rate_multiplier: Annotated[float, Field(gt=0, le=100)] | Auto = "auto"
+    """Null, where it is taken, is as good as nothing."""
+
+    method: ClassVar[Method] = "supervised"
+
+    n_epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)] | Auto | None = "auto"
+    batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH)] | Auto | None = "auto"
+    learning_rate_multiplier: Annotated[float, Field(gt=0, le=100)] | Auto | None = "auto"
     learning_rate: Annotated[float, Field(gt=0, le=0.1)] | None = None
     lr_scheduler_type: Annotated[
         Schedule, Field(description="How the learning rate goes to 0 after the warm-up; transformers' name for it.")
@@ -44,35 +52,41 @@ class HyperparametersRequest(RequestModel):
     training_type: Annotated[
         TrainingType, Field(description="lora: an adapter, served at once. full: all weights, kept as a model folder.")
     ] = "lora"
-    lora: LoraRequest = LoraRequest()
+    lora: LoraRequest | None = None
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "HyperparametersRequest":
-        if self.learning_rate is not None and self.learning_rate_multiplier != "auto":
-            raise ValueError("give learning_rate or learning_rate_multiplier, not both")
+        multiplier = _chosen(self.learning_rate_multiplier)
+        if self.learning_rate is None or multiplier is None:
+            return self
+        rate = multiplier * usual_rate(self.method, is_full=self.training_type == "full")
+        if not math.isclose(self.learning_rate, rate, rel_tol=SAME_RATE):
+            raise ValueError(
+                "give learning_rate or learning_rate_multiplier, not both: this multiplier makes a learning_rate of "
+                f"{rate:.6g}"
+            )
         return self
 
     @model_validator(mode="after")
     def _no_adapter_beside_all_weights(self) -> "HyperparametersRequest":
-        if self.training_type == "full" and "lora" in self.model_fields_set:
+        if self.training_type == "full" and self.lora is not None:
             raise ValueError("with training_type full there is no adapter: leave `lora` out")
         return self
 
     def known(self) -> Hyperparameters:
+        lora, multiplier = self.lora or LoraRequest(), _chosen(self.learning_rate_multiplier)
         return Hyperparameters(
-            n_epochs=None if self.n_epochs == "auto" else self.n_epochs,
-            batch_size=None if self.batch_size == "auto" else self.batch_size,
-            learning_rate_multiplier=(
-                None if self.learning_rate_multiplier == "auto" else self.learning_rate_multiplier
-            ),
-            learning_rate=self.learning_rate,
+            n_epochs=_chosen(self.n_epochs),
+            batch_size=_chosen(self.batch_size),
+            learning_rate_multiplier=multiplier,
+            learning_rate=self.learning_rate if multiplier is None else None,  # where both are there they agree
             lr_scheduler_type=self.lr_scheduler_type,
             warmup_ratio=self.warmup_ratio,
             beta=self.known_beta,
             training_type=self.training_type,
-            rank=self.lora.rank,
-            alpha=self.lora.alpha,
-            dropout=self.lora.dropout,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            dropout=lora.dropout,
         )
 
     @property
@@ -81,19 +95,21 @@ class HyperparametersRequest(RequestModel):
 
 
 class DpoHyperparametersRequest(HyperparametersRequest):
-    beta: Annotated[float, Field(gt=0, le=10)] | Auto = "auto"
+    method: ClassVar[Method] = "dpo"
+
+    beta: Annotated[float, Field(gt=0, le=10)] | Auto | None = "auto"
 
     @property
     def known_beta(self) -> float | None:
-        return None if self.beta == "auto" else self.beta
+        return _chosen(self.beta)
 
 
 class SupervisedMethodRequest(RequestModel):
-    hyperparameters: HyperparametersRequest = HyperparametersRequest()
+    hyperparameters: HyperparametersRequest | None = None
 
 
 class DpoMethodRequest(RequestModel):
-    hyperparameters: DpoHyperparametersRequest = DpoHyperparametersRequest()
+    hyperparameters: DpoHyperparametersRequest | None = None
 
 
 class MethodRequest(RequestModel):
@@ -122,8 +138,8 @@ class MethodRequest(RequestModel):
     @property
     def hyperparameters(self) -> HyperparametersRequest:
         if self.type == "dpo":
-            return (self.dpo or DpoMethodRequest()).hyperparameters
-        return (self.supervised or SupervisedMethodRequest()).hyperparameters
+            return (self.dpo or DpoMethodRequest()).hyperparameters or DpoHyperparametersRequest()
+        return (self.supervised or SupervisedMethodRequest()).hyperparameters or HyperparametersRequest()
 
 
 class FineTuningJobRequest(RequestModel):
@@ -147,6 +163,7 @@ class FineTuningJobRequest(RequestModel):
 
     def job(self) -> JobRequest:
         method = self.method or MethodRequest(type="supervised")
+        place = "hyperparameters" if self.method is None else f"method.{method.type}.hyperparameters"
         return JobRequest(
             model=self.model,
             method=method.type,
@@ -156,4 +173,9 @@ class FineTuningJobRequest(RequestModel):
             suffix=self.suffix,
             seed=self.seed,
             metadata=self.metadata or {},
+            place=place,
         )
+
+
+def _chosen(given: Number | Auto | None) -> Number | None:
+    return None if given == "auto" else given

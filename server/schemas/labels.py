@@ -11,7 +11,7 @@ MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's: pairs, characters
 UNUSED = "Accepted, and without effect."
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY, pattern=r"^[^\x00]+$")]
-MetadataValue = Annotated[str, Field(max_length=MAX_VALUE)]
+MetadataValue = Annotated[str, Field(max_length=MAX_VALUE, pattern=r"^[^\x00]*$")]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)]
 Label = Annotated[str, Field(max_length=MAX_VALUE)]
 #: OpenAI's `mode` and `ttl`, and what may come to them: what is cached, and for how long, is the server's choice.

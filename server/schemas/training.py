@@ -46,17 +46,17 @@ class CreateModelRequest(RequestModel):
     harmless: ClassVar[frozenset[str]] = frozenset({"type", "user_metadata"})
 
     base_model: ModelName
-    lora_config: LoraConfigRequest = LoraConfigRequest()
+    lora_config: LoraConfigRequest | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
 
     @model_validator(mode="after")
     def _one_seed(self) -> "CreateModelRequest":
-        if self.seed is not None and self.lora_config.seed is not None:
+        if self.seed is not None and self.lora_config is not None and self.lora_config.seed is not None:
             raise InvalidRequest("Give seed, or lora_config.seed, not both.", param="seed")
         return self
 
     def call(self) -> NewModel:
-        lora = self.lora_config
+        lora = self.lora_config or LoraConfigRequest()
         return NewModel(
             rank=lora.rank,
             alpha=lora.alpha,
@@ -116,10 +116,10 @@ class AdamParamsRequest(RequestModel):
 
 
 class OptimStepRequest(OrderedRequest):
-    adam_params: AdamParamsRequest = AdamParamsRequest()
+    adam_params: AdamParamsRequest | None = None
 
     def call(self) -> OptimStep:
-        return OptimStep(**self.adam_params.model_dump())
+        return OptimStep(**(self.adam_params or AdamParamsRequest()).model_dump())
 
 
 class SaveWeightsRequest(OrderedRequest):
@@ -182,10 +182,10 @@ class SampleRequest(OrderedRequest):
 
     prompt: ModelInput
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    sampling_params: SamplingParamsRequest = SamplingParamsRequest()
+    sampling_params: SamplingParamsRequest | None = None
 
     def call(self) -> Sample:
-        params = self.sampling_params
+        params = self.sampling_params or SamplingParamsRequest()
         return Sample(
             prompt=tuple(token_ids(self.prompt)),
             num_samples=self.num_samples,

@@ -68,6 +68,13 @@ class NumberTensor(FlatTensor):
     data: Numbers
     dtype: Literal["int64", "float32"] = "float32"
 
+    @model_validator(mode="after")
+    def _of_its_type(self) -> Self:
+        broken = next((n for n in self.data if not n.is_integer()), None) if self.dtype == "int64" else None
+        if broken is not None:
+            raise ValueError(f"the dtype is int64, but {broken:.6g} is no whole number")
+        return self
+
     @property
     def numbers(self) -> Sequence[float]:
         return self.data

@@ -12,7 +12,8 @@ MAX_TEXT = 16 * 2**20  # characters of one text; the body limit is usually neare
 MAX_KEYS = 128  # keys of one object: more is an attack, and each would cost an error message
 MAX_TOKEN_IDS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
-UNSUPPORTED = "unsupported_parameter"  # the error's type; pydantic knows in which object, and its context has the name
+# Types of errors; pydantic knows in which object, and their context has the field's name, and the kind of a part.
+UNSUPPORTED, UNSUPPORTED_PART = "unsupported_parameter", "unsupported_part"
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]

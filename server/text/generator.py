@@ -150,8 +150,8 @@ class Generator:
         return prompt
 
     async def _requests(self, job: Job) -> list[AddRequest]:
-        self._check_vocabulary(job.sampling.stop_token_ids, "stop_token_ids")
-        self._check_vocabulary(job.sampling.logit_bias, "logit_bias")
+        self.check_vocabulary(job.sampling.stop_token_ids, "stop_token_ids")
+        self.check_vocabulary(job.sampling.logit_bias, "logit_bias")
         prompts = []
         for prompt in job.prompts:
             tokens = await self.encode(prompt, check_length=partial(self._check_text, job))
@@ -193,7 +193,8 @@ class Generator:
         if num_prompt_tokens == 0:
             raise InvalidRequest("The prompt is empty: it has no tokens.", param=job.prompt_field)
         with _about(job.prompt_field):
-            self._admission.check(num_prompt_tokens, None if job.max_tokens is None else max(job.max_tokens, 1))
+            # A prompt alone needs room for one token, too.
+            self._admission.check(num_prompt_tokens, job.max_tokens or None)
         room = self.ready.max_model_len - num_prompt_tokens
         limit = room if job.max_tokens is None else job.max_tokens
         if job.sampling.min_tokens > limit:
@@ -227,7 +228,8 @@ class Generator:
             counted += self.tokenizer.count_up_to(enough - counted, text, plain=plain)
         return int(counted / COUNTED_TOO_MANY) if counted >= enough else fewest
 
-    def _check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
+    def check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
+        """Raises InvalidRequest for a token that the model does not have."""
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.ready.vocab_size):
             raise self._beyond_vocabulary(field)
 

@@ -3,6 +3,7 @@ weights and the serving engine; knows no HTTP and no other model."""
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable
 
@@ -49,6 +50,9 @@ ERRORS: dict[FailureKind, type[LongwaveError]] = {
     "storage": InsufficientStorage,
     "internal": RequestFailedError,
 }
+#: What the process's refusals begin with where they are about one field of the call; what that field is in.
+FIELD = re.compile(r"(target_modules|data\[\d+\]): ")
+FIELD_PLACES = {"target_modules": "lora_config."}
 
 
 class Runner:
@@ -216,6 +220,9 @@ async def _raise(error: Exception) -> Outcome:
 
 def _error(failure: WorkFailedError) -> LongwaveError:
     text = str(failure).rstrip(".")
+    field = FIELD.match(text) if failure.kind == "invalid" else None
+    if field is not None:
+        return InvalidRequest(f"{text}.", param=FIELD_PLACES.get(field[1], "") + field[1])
     message = f"{text[:1].upper()}{text[1:]}."
     if failure.kind == "weights":
         return InvalidRequest(message, param="path")

@@ -217,6 +217,7 @@ async function send(text) {
   if (failed instanceof TypeError) connect();
   if (failed) addTurn("failed", described(failed)).scrollIntoView({ block: "nearest" });
   else if (stopped) $("measures").textContent = "Stopped.";
+  else if (!turn.textContent) $("measures").textContent = "The model answered nothing.";
 }
 
 function setRunning(yes) {

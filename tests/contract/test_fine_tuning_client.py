@@ -113,7 +113,7 @@ def test_full_fine_tuning_can_be_turned_off(tmp_path: Path) -> None:
         file = str(create(client).id)
         with pytest.raises(openai.BadRequestError, match="training_type 'full' is turned off") as error:
             client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=supervised(training_type="full"))
-        assert (error.value.code, error.value.param) == ("unsupported_parameter", "training_type")
+        assert (error.value.code, error.value.param) == ("unsupported_parameter", f"{PLACE}.training_type")
 
 
 def test_as_many_fully_tuned_models_as_the_server_keeps(tmp_path: Path) -> None:
@@ -188,11 +188,12 @@ PLACE = "method.supervised.hyperparameters"
     [
         ({"n_epochs": 0}, "n_epochs", "greater than or equal to 1"),
         ({"n_epochs": 51}, "n_epochs", "less than or equal to 50"),
-        ({"n_epochs": "many"}, "n_epochs", ""),
-        ({"n_epochs": True}, "n_epochs", ""),
-        ({"n_epochs": 1.5}, "n_epochs", ""),
+        ({"n_epochs": "many"}, "n_epochs", "Input should be a valid integer or 'auto'"),
+        ({"n_epochs": True}, "n_epochs", "a valid integer or 'auto'"),
+        ({"n_epochs": 1.5}, "n_epochs", "a valid integer or 'auto'"),
         ({"batch_size": 257}, "batch_size", "less than or equal to 256"),
         ({"learning_rate_multiplier": 0}, "learning_rate_multiplier", "greater than 0"),
+        ({"learning_rate_multiplier": "2"}, "learning_rate_multiplier", "a valid number or 'auto'"),
         ({"learning_rate": 1.0}, "learning_rate", "less than or equal to 0.1"),
         ({"lr_scheduler_type": "constant"}, "lr_scheduler_type", "'cosine' or 'linear'"),
         ({"lr_scheduler_type": None}, "lr_scheduler_type", "'cosine' or 'linear'"),
@@ -209,13 +210,35 @@ def test_hyperparameters_are_bounded(client: openai.OpenAI, file: str, given: An
     refused(client, file, {"method": supervised(**given)}, f"{PLACE}.{param}", told)
 
 
-def test_two_learning_rates_are_refused(client: openai.OpenAI, file: str) -> None:
-    method = supervised(learning_rate=1e-3, learning_rate_multiplier=2.0)
-    refused(client, file, {"method": method}, PLACE, "not both")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"learning_rate": 1e-3, "learning_rate_multiplier": 2.0},
+        {"learning_rate": 4.00001e-4, "learning_rate_multiplier": 2.0},
+        {"learning_rate": 2e-4, "learning_rate_multiplier": 1.0, "training_type": "full"},
+    ],
+)
+def test_two_learning_rates_that_differ_are_refused(client: openai.OpenAI, file: str, given: Any) -> None:
+    refused(client, file, {"method": supervised(**given)}, PLACE, "not both")
+
+
+def test_null_is_as_good_as_nothing(client: openai.OpenAI, file: str, preferences: str) -> None:
+    names = ("n_epochs", "batch_size", "learning_rate_multiplier", "learning_rate", "lora")
+    nulls = dict.fromkeys(names)
+    for given in (supervised(**nulls), {"type": "supervised", "supervised": {"hyperparameters": None}, "dpo": None}):
+        job = client.fine_tuning.jobs.create(model=MODEL, training_file=file, method=given)
+        usual = client.fine_tuning.jobs.create(model=MODEL, training_file=file)
+        assert job.hyperparameters == usual.hyperparameters
+    for inside in ({**nulls, "beta": None}, None):
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": inside}}
+        job = client.fine_tuning.jobs.create(model=MODEL, training_file=preferences, method=method)
+        assert job.hyperparameters.to_dict()["beta"] == "auto"
+    refused(client, file, {"method": supervised(training_type="full", lora={})}, PLACE, "leave `lora` out")
 
 
 def test_a_rank_that_could_not_be_served_is_refused(client: openai.OpenAI, file: str) -> None:
-    refused(client, file, {"method": supervised(lora={"rank": 64})}, "lora.rank", "up to rank 16 (--max-lora-rank)")
+    refused(client, file, {"method": supervised(lora={"rank": 64})}, f"{PLACE}.lora.rank", "up to rank 16 (--max-l")
+    refused(client, file, {"hyperparameters": {"lora": {"rank": 64}}}, "hyperparameters.lora.rank", "up to rank 16")
 
 
 def test_a_job_that_names_no_rank_is_not_refused_for_its_rank(tmp_path: Path) -> None:
@@ -225,7 +248,7 @@ def test_a_job_that_names_no_rank_is_not_refused_for_its_rank(tmp_path: Path) ->
             given = {} if method is None else {"method": method}
             job = client.fine_tuning.jobs.create(model=MODEL, training_file=file, **given)
             assert job.hyperparameters.to_dict()["lora"]["rank"] is None  # decided with what else is "auto"
-        refused(client, file, {"method": supervised(lora={"rank": 9})}, "lora.rank", "up to rank 8 (--max-lora-rank)")
+        refused(client, file, {"method": supervised(lora={"rank": 9})}, f"{PLACE}.lora.rank", "up to rank 8 (--max-lor")
         rank = httpx.get(url.removesuffix("/v1") + "/openapi.json").json()["components"]["schemas"]["LoraRequest"][
             "properties"
         ]["rank"]

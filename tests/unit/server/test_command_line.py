@@ -95,6 +95,15 @@ def test_chat_reads_a_pipe_and_keeps_the_conversation(server: LiveServer) -> Non
     assert b"o world" in second
 
 
+def test_chat_in_a_pipe_ends_with_a_word_and_tells_of_any_failure(server: LiveServer) -> None:
+    result = runner.invoke(app, ["chat", "--url", server.url], input="hi\n/exit\nagain\n")
+    assert (result.exit_code, result.stdout) == (0, "hello world\n")
+    assert len(server.engine.requests) == 1
+    result = runner.invoke(app, ["chat", "--url", server.url], input=f"{'x' * 100_000}\nhi\n")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("hello world\n")
+
+
 def test_chat_replaces_what_is_no_utf_8(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", "surrogateescape"))  # LANG=C
     with connect(server.url, None) as client:
@@ -279,7 +288,7 @@ def test_doctor_names_variables_that_are_misspelt(monkeypatch: pytest.MonkeyPatc
 
 def test_doctor_reports_a_model_it_cannot_find() -> None:
     result = runner.invoke(app, ["doctor", "--json", "--model", "no-such-model"])
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert sum("no-such-model" in problem for problem in json.loads(result.stdout)["problems"]) == 1
 
 

@@ -20,6 +20,7 @@ def test_brackets_are_printed_as_they_stand(capsys: pytest.CaptureFixture[str]) 
         layers=[],
         fused=ADVICE,
         adapters={"LoRA": ADVICE},
+        servable=True,
         problems=[ADVICE],
     )
 

@@ -152,12 +152,14 @@ def test_unknown_routes_and_methods_have_openais_shape(server: LiveServer) -> No
         ("/v1/responses/resp_1/cancel", "/v1/responses"),
         ("/v1/embeddings", "/v1/embeddings"),
         ("/v1/batches", "/v1/batches"),
-        ("/v1/uploads/upload_1/parts", "/v1/uploads"),
         ("/v1/images/generations", "/v1/images"),
         ("/v1/audio/speech", "/v1/audio"),
         ("/v1/moderations", "/v1/moderations"),
         ("/v1/assistants", "/v1/assistants"),
         ("/v1/threads/thread_1/runs", "/v1/threads"),
+        ("/v1/evals/eval_1/runs", "/v1/evals"),
+        ("/v1/vector_stores", "/v1/vector_stores"),
+        ("/v1/containers/cntr_1/files", "/v1/containers"),
     ],
 )
 def test_openais_routes_that_are_not_served_are_no_typos(server: LiveServer, path: str, route: str) -> None:
@@ -171,9 +173,30 @@ def test_openais_routes_that_are_not_served_are_no_typos(server: LiveServer, pat
         )
 
 
-def test_a_url_that_only_looks_like_openais_may_be_a_typo(server: LiveServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/uploads/upload_1/parts", "/v1/uploads is not served here. Files are sent whole, to /v1/files."),
+        (
+            "/v1/fine_tuning/checkpoints/ft:a:b:c:ckpt-step-4/permissions",
+            "/v1/fine_tuning/checkpoints is not served here. Fine-tuning has /v1/fine_tuning/jobs.",
+        ),
+        (
+            "/v1/fine_tuning/alpha/graders/run",
+            "/v1/fine_tuning/alpha is not served here. Fine-tuning has /v1/fine_tuning/jobs.",
+        ),
+    ],
+)
+def test_what_there_is_instead_of_a_route_is_told(server: LiveServer, path: str, told: str) -> None:
     with server.client() as client:
-        assert "typos" in client.post("/v1/response", json={}).json()["error"]["message"]
+        reply = client.post(path, json={})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (404, told)
+
+
+@pytest.mark.parametrize("path", ["/v1/response", "/v1/evals_of_mine", "/v1/fine_tuning/alphabet"])
+def test_a_url_that_only_looks_like_openais_may_be_a_typo(server: LiveServer, path: str) -> None:
+    with server.client() as client:
+        assert "typos" in client.post(path, json={}).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,11 @@ def _hyperparameters(given: Body | None) -> None:
         given.pop("learning_rate_multiplier", None)
     if given.get("training_type") == "full":
         given.pop("lora", None)
-    _lower(given.get("lora", {}), rank=MOST_RANK)
+    _lower(given.get("lora") or {}, rank=MOST_RANK)
 
 
 def _new_model(body: Body) -> None:
-    lora = body.get("lora_config", {})
+    lora = body.get("lora_config") or {}
     _lower(lora, rank=MOST_RANK)
     if body.get("seed") is not None:
         lora.pop("seed", None)
@@ -104,7 +104,7 @@ def _compute(body: Body) -> None:
 
 def _sample(body: Body) -> None:
     _lower(body, num_samples=2)
-    _lower(body.get("sampling_params", {}), max_tokens=MOST)
+    _lower(body.get("sampling_params") or {}, max_tokens=MOST)
     body["prompt"] = _known_tokens(body["prompt"])
 
 
@@ -113,7 +113,8 @@ def _of_length(given: Any, length: int) -> Any:
     if isinstance(given, list):
         return (given * length)[:length]
     shape = {"shape": [length]} if given.get("shape") is not None else {}
-    return given | {"data": _of_length(given["data"], length)} | shape
+    data = [int(number) for number in given["data"]] if given.get("dtype") == "int64" else given["data"]
+    return given | {"data": _of_length(data, length)} | shape
 
 
 def _lower(body: Body, **most: int) -> None:

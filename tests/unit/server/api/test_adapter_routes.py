@@ -105,6 +105,7 @@ def test_wrong_commands_are_refused(lora_server: LiveServer, body: dict[str, Any
     ("refusal", "expected"),
     [
         (InvalidAdapter("wrong"), (400, "invalid_adapter", "lora_path")),
+        (InvalidAdapter("no name", param="lora_name"), (400, "invalid_adapter", "lora_name")),
         (QuotaExceeded("full"), (429, "insufficient_quota", None)),
         (EngineUnavailable("away"), (503, "engine_unavailable", None)),
     ],
@@ -198,6 +199,8 @@ def test_only_models_that_were_fine_tuned_here_are_deleted(lora_server: LiveServ
         assert error(client.delete("/v1/models/ft:tiny:x:1")) == (404, "model_not_found", "model")
         told = client.get("/v1/models/ft:tiny:x:1").json()["error"]["message"]
         assert "training_type full is served by `longwave serve --model` with its folder" in told
+        told = client.get("/v1/models/ft:tiny:x:1:ckpt-step-4").json()["error"]["message"]
+        assert told.endswith("(Checkpoints are not served, only the finished model is.)")
     assert "fr" in lora_server.engine.infos
 
 

@@ -28,6 +28,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("metadata", {"k" * 65: "v"}, "metadata"),
     ("metadata", {"k": "v" * 513}, "metadata.k"),
     ("metadata", {"k": 1}, "metadata.k"),
+    ("metadata", {"k": "v\0"}, "metadata.k"),
     ("store", "yes", "store"),
     ("service_tier", 1, "service_tier"),
     ("safety_identifier", [], "safety_identifier"),

@@ -4,7 +4,7 @@ import re
 import threading
 
 import pytest
-from scripted_engine import MAX_MODEL_LEN, LiveServer
+from scripted_engine import MAX_MODEL_LEN, LiveServer, live_server
 
 
 def test_tokenize_and_detokenize_are_inverse(server: LiveServer) -> None:
@@ -59,10 +59,62 @@ def test_unknown_models_are_404_here_too(server: LiveServer) -> None:
         assert client.post("/detokenize", json={"model": "other", "tokens": [1]}).status_code == 404
 
 
-def test_detokenize_survives_tokens_beyond_the_vocabulary(server: LiveServer) -> None:
+@pytest.mark.parametrize("beyond", [512, 2**31 - 1, 2**31])
+def test_detokenize_refuses_tokens_beyond_the_vocabulary(server: LiveServer, beyond: int) -> None:
     with server.client() as client:
-        assert client.post("/detokenize", json={"tokens": [104, 2**31 - 1]}).json() == {"prompt": "h"}
-        assert client.post("/detokenize", json={"tokens": [2**31]}).status_code == 400
+        assert client.post("/detokenize", json={"tokens": [104, 511]}).status_code == 200
+        reply = client.post("/detokenize", json={"tokens": [104, beyond]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith("tokens")
+
+
+@pytest.mark.parametrize("keys", [None, "one,two"])
+def test_the_description_says_where_a_key_is_asked_for(keys: str | None) -> None:
+    flags = {} if keys is None else {"api_key": keys}
+    with live_server(**flags) as server, server.client() as client:
+        described = client.get("/openapi.json", headers={"authorization": "Bearer one"}).json()
+    asked = {path for path, methods in described["paths"].items() for one in methods.values() if one["security"]}
+    if keys is None:
+        assert not asked
+    else:
+        assert {"/v1/chat/completions", "/metrics", "/v1/files"} <= asked
+        assert "/health/live" not in asked
+    assert described["components"]["securitySchemes"]["api_key"] == {"type": "http", "scheme": "bearer"}
+
+
+def test_models_with_a_slash_behind_are_the_list(server: LiveServer) -> None:
+    with server.client() as client:
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"prompt": "a\nb"}', "Invalid control character (line 1, column 14)."),
+        (b'{"prompt":\n "a",}', "line 2, column 6"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "it begins with a byte order mark"),
+        (b'{"prompt": "\xff"}', "it is no UTF-8 at byte 12."),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "a number has too many digits."),
+    ],
+)
+def test_what_is_no_json_is_told_where_in_words_that_are_not_pythons(server: LiveServer, body: bytes, why: str) -> None:
+    with server.client() as client:
+        reply = client.post("/tokenize", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert why in reply.json()["error"]["message"]
+    assert "sys." not in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_the_part_that_is_not_served_is_named(server: LiveServer, kind: str) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": kind}]},
+    ]
+    with server.client() as client:
+        error = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages}).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "messages[1].content[1]")
+    assert kind in error["message"]
 
 
 def test_the_page_is_self_contained_and_may_fetch_nothing_else(server: LiveServer) -> None:

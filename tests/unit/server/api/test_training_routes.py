@@ -122,6 +122,21 @@ def test_a_number_belongs_to_one_call(client: httpx.Client, model: str) -> None:
     assert (told["code"], told["param"]) == ("sequence_conflict", "seq_id")
 
 
+def test_null_is_as_good_as_nothing(client: httpx.Client) -> None:
+    model = post(client, "create_model", base_model=MODEL, lora_config=None, seed=1)["model_id"]
+    assert post(client, "get_info", model_id=model)["lora_rank"] == 16
+    whole = {"data": [1, 0, 2.0], "dtype": "int64"}
+    inputs = {**DATUM["loss_fn_inputs"], "weights": whole}  # type: ignore[dict-item]
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("forward_backward", {"data": [{**DATUM, "loss_fn_inputs": inputs}]}),
+        ("optim_step", {"adam_params": None}),
+        ("sample", {"prompt": [1], "sampling_params": None}),
+    ]
+    for call, body in calls:
+        retrieve(client, post(client, call, model_id=model, **body)["request_id"])
+    client.delete(f"/models/{model}")
+
+
 def test_a_failed_call_has_openais_error_shape(client: httpx.Client, model: str, folder: Path) -> None:
     follow(folder, fail="Compute", kind="diverged")
     try:
@@ -151,6 +166,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("forward_backward", {"data": [DATUM], "seq_id": 100}, "seq_id", "too far ahead: the next is 1"),
     ("optim_step", {"adam_params": {"learning_rate": "1"}}, "adam_params.learning_rate", "valid number"),
     ("optim_step", {"adam_params": {"beta3": 1}}, "adam_params.beta3", "Unrecognized request argument"),
+    (
+        "forward_backward",
+        {"data": [{"model_input": [1, 2], "loss_fn_inputs": {
+            "target_tokens": [2, 3], "weights": {"data": [1, 0.5], "dtype": "int64"}}}]},
+        "data[0].loss_fn_inputs.weights",
+        "the dtype is int64, but 0.5 is no whole number",
+    ),
     ("save_weights", {"path": "../up"}, "path", "match pattern"),
     ("sample", {"prompt": [100]}, "prompt", "vocabulary of 100"),
     ("sample", {"prompt": [1], "num_samples": 100}, "num_samples", "at most 8"),
@@ -173,7 +195,7 @@ def test_wrong_calls_are_refused_with_the_fields_name_and_take_no_number(
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"base_model": "gpt-5"}, 404, "model"),
+        ({"base_model": "gpt-5"}, 404, "base_model"),
         ({"base_model": MODEL, "lora_config": {"rank": 32}}, 400, "lora_config.rank"),
         ({"base_model": MODEL, "lora_config": {"rank": 8, "train_unembed": True}}, 400, "lora_config.train_unembed"),
         ({"base_model": MODEL, "lora_config": {"rank": 8, "seed": 1}, "seed": 2}, 400, "seed"),

@@ -176,6 +176,14 @@ def test_an_answer_can_be_stopped(page: Page, server: LiveServer, stop: str) -> 
     assert page.evaluate("document.querySelector('#stop').hidden") is True
 
 
+def test_an_answer_of_nothing_is_said_to_be_one(page: Page, server: LiveServer) -> None:
+    server.engine.script = Script(text=b"")
+    visit(page, server)
+    ask(page, "nothing?")
+    wait_until(lambda: page.evaluate(MEASURES) == "The model answered nothing.")
+    assert page.evaluate("document.querySelector('#message').value") == "nothing?"
+
+
 def test_a_refused_question_goes_back_to_where_it_can_be_changed(page: Page, server: LiveServer) -> None:
     visit(page, server)
     page.evaluate("document.querySelector('#temperature').value = 3")

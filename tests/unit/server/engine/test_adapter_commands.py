@@ -226,8 +226,9 @@ def test_refusals_name_what_is_wrong_and_change_nothing(tmp_path: Path) -> None:
     async def test(client: EngineClient) -> None:
         good = make_adapter(tmp_path / "good", 1)
         for name in ("", "a b", "a,b", "x" * 257, "ä", "a\n"):
-            with pytest.raises(InvalidAdapter, match="no name for an adapter"):
+            with pytest.raises(InvalidAdapter, match="no name for an adapter") as nameless:
                 await client.load_adapter(name, good)
+            assert nameless.value.param == "lora_name"
         with pytest.raises(InvalidAdapter, match="`x` cannot be loaded: there is no folder"):
             await client.load_adapter("x", str(tmp_path / "nowhere"))
         with pytest.raises(ModelNotFound):

@@ -46,6 +46,10 @@ def parts(message: dict[str, Any], *texts: str) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
+def chat_with(**fields: Any) -> bytes:
+    return json.dumps({"messages": [USER, ASSISTANT]} | fields).encode()
+
+
 def preference(**changes: Any) -> bytes:
     whole = {"input": {"messages": [USER]}, "preferred_output": [ASSISTANT], "non_preferred_output": [ASSISTANT]}
     return json.dumps(whole | changes).encode()
@@ -63,6 +67,9 @@ def preference(**changes: Any) -> bytes:
         (messages(USER, {**ASSISTANT, "name": "Ada-1"}), Form.CHAT, 1),
         (preference() + b"\n" + preference(input={"messages": [USER], "tools": []}), Form.PREFERENCE, 2),
         (preference(input={"messages": [USER, ASSISTANT, USER], "parallel_tool_calls": True}), Form.PREFERENCE, 1),
+        (preference(input={"messages": [USER], "parallel_tool_calls": None}), Form.PREFERENCE, 1),
+        (chat_with(tools=[], parallel_tool_calls=False), Form.CHAT, 1),
+        (chat_with(parallel_tool_calls=None), Form.CHAT, 1),
         (messages({**USER, "role": "developer"}, USER, ASSISTANT), Form.CHAT, 1),
         (messages(parts(USER, "", "u"), parts(ASSISTANT, "a")), Form.CHAT, 1),
         (messages(parts(USER, *["u"] * 1024), ASSISTANT), Form.CHAT, 1),
@@ -119,7 +126,11 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (messages({"role": ["user"], "content": "x"}), "messages[0].role is an array"),
         (messages(USER, {"role": "tool", "content": "x"}), "messages[1] belongs to a tool call: tools are not served"),
         (messages({**ASSISTANT, "tool_calls": []}), "messages[0] belongs to a tool call"),
-        (b'{"messages": [], "tools": []}', "'tools': tools are not served"),
+        (chat_with(tools=[{}], parallel_tool_calls=True), ": tools: tools are not served"),
+        (chat_with(tools=None), ": tools: tools are not served"),
+        (chat_with(functions=[]), ": functions: tools are not served"),
+        (chat_with(tools=[], parallel_tool_calls=1), ": parallel_tool_calls is a number, not a boolean"),
+        (preference(input={"messages": [USER], "parallel_tool_calls": "no"}), "input.parallel_tool_calls is a string"),
         (b'{"messages": [], "other": 1}', "a chat example has no key 'other'"),
         (messages({**USER, "mood": 1}), "messages[0] has no key 'mood'"),
         (messages({"role": "user"}), "messages[0].content is missing"),
@@ -151,7 +162,7 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (b'{"prompt": "a", "completion": "b", "x": 1}', "a prompt/completion example has no key 'x'"),
         (b'{"messages": [], "prompt": "a"}', "a chat example has no key 'prompt'"),
     ],
-    ids=range(69),
+    ids=range(73),
 )  # fmt: skip
 def test_what_is_no_example_is_refused_with_its_line(line: bytes, verdict: str) -> None:
     for before in (0, 1, 12):
@@ -225,8 +236,11 @@ LONG = "x" * 100_000
         (b'{"prompt": "' + LONG.encode() + b'\\ud800", "completion": "c"}', "it is no example"),
         (b'{"prompt": "' + LONG.encode() + b'", "prompt": "", "completion": "c"}', "an object has a key twice"),
         (b'{"' + LONG.encode() + b'": 1}', "unknown field"),
+        (chat_with(messages=[USER, {**ASSISTANT, "content": LONG}], tools=[{}]), "Line 1: tools: tools are not served"),
+        (preference(input={"messages": [{**USER, "content": LONG}], "tools": [{}]}), ": input.tools: tools are not s"),
+        (chat_with(messages=[USER, {**ASSISTANT, "content": LONG}], tools=[None]), ": tools: tools are not served"),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_long_lines_are_refused_by_their_shape_before_anything_is_made_of_them(line: bytes, verdict: str) -> None:
     said = refusal(line, piece=2**20)
@@ -241,6 +255,11 @@ def test_long_lines_are_accepted_as_short_ones_are() -> None:
         line = messages({**USER, "content": LONG, "name": "n"}, {**ASSISTANT, **extra}, parts(ASSISTANT, "a", LONG))
         assert check(line, 4096).form is Form.CHAT
     assert check(json.dumps({"prompt": LONG, "completion": LONG}).encode(), 4096).form is Form.COMPLETION
+    long = [{**USER, "content": LONG}]
+    for parallel in (None, False):
+        no_tools = {"tools": [], "parallel_tool_calls": parallel}
+        assert check(chat_with(messages=[*long, ASSISTANT], **no_tools), 4096).form is Form.CHAT
+        assert check(preference(input={"messages": long, **no_tools}), 4096).form is Form.PREFERENCE
 
 
 def test_the_number_of_examples_is_limited() -> None:

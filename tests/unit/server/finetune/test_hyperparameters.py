@@ -1,15 +1,20 @@
 """What "auto" becomes, and what a plan says."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
-from job_makers import REQUEST
+from job_makers import REQUEST, step
 
 from models.training import TrainingPlan
 from server.finetune.config import TrainerConfig
 from server.finetune.hyperparameters import TooManyStepsError, auto_batch_size, auto_epochs, make_plan, total_steps
 from server.finetune.messages import Validated
-from server.finetune.records import Hyperparameters, JobRequest
+from server.finetune.records import Hyperparameters, Job, JobRequest, Method, Status
+from server.finetune.results import metrics_csv
+from server.schemas.fine_tuning import FineTuningJobRequest
+from server.schemas.fine_tuning_reply import FineTuningJob
 from server.training.config import TrainingConfig
 
 
@@ -94,6 +99,42 @@ def test_all_weights_learn_more_slowly_and_without_an_adapter() -> None:
     assert plan(training_type="full", learning_rate=1e-3).learning_rate == 1e-3
     dpo = replace(REQUEST, method="dpo")
     assert plan(request=dpo, training_type="full").learning_rate == pytest.approx(2e-6)
+
+
+FINISHED: list[tuple[Method, dict[str, Any]]] = [
+    ("supervised", {}),
+    ("supervised", {"learning_rate_multiplier": 1.7, "rank": 4, "lr_scheduler_type": "linear"}),
+    ("supervised", {"learning_rate": 3e-4, "dropout": 0.1}),
+    ("supervised", {"training_type": "full", "learning_rate_multiplier": 0.3}),
+    ("supervised", {"training_type": "full", "learning_rate": 1e-4}),
+    ("dpo", {"learning_rate_multiplier": 3.0, "beta": 0.3}),
+    ("dpo", {"training_type": "full"}),
+]
+
+
+@pytest.mark.parametrize(("method", "asked"), FINISHED)
+def test_what_the_reply_shows_of_a_job_makes_the_same_job_again(method: Method, asked: dict[str, Any]) -> None:
+    request = replace(REQUEST, method=method, hyperparameters=Hyperparameters(**asked))
+    made = plan(request=replace(REQUEST, method=method), **asked)
+    job = Job(
+        id="ftjob-1", owner="me", source="base", request=request, seed=3, status=Status.SUCCEEDED, created_at=1.0,
+        finished_at=2.0, estimated_finish=None, plan=made.to_json(), total_steps=10, trained_tokens=10,
+        fine_tuned_model="ft:base::1", result_file="file-2", failure=None, attempt=1, crashes=0, checkpoint_step=10,
+    )  # fmt: skip
+    for written in (job, replace(job, plan=None, status=Status.QUEUED)):
+        shown = json.loads(FineTuningJob.of(written).model_dump_json())
+        places = [{"method": shown["method"]}]
+        if method == "supervised":
+            places.append({"hyperparameters": shown["hyperparameters"]})
+        for place in places:
+            again = FineTuningJobRequest.model_validate({"model": "base", "training_file": "file-1", **place}).job()
+            assert again.method == method
+            assert plan(request=again, **asdict(again.hyperparameters)) == made
+
+
+def test_a_file_of_metrics_has_six_digits_of_every_number() -> None:
+    rows = metrics_csv([step(3, learning_rate=2e-4 / 3)]).decode().splitlines()
+    assert rows[1] == "3,0.666667,0.5,,,6.66667e-05"
 
 
 def test_steps_are_bounded() -> None:

@@ -50,7 +50,7 @@ class ScriptedSession:
         if script.get("signal_at") == kind:
             os.kill(os.getpid(), script["signal"])
         if script.get("fail") == kind:
-            return Failed(command.command_id, script["kind"], "it is so")
+            return Failed(command.command_id, script["kind"], script.get("said", "it is so"))
         return self.done(command)
 
     def send(self, data: bytes, then: str | None) -> None:

@@ -90,6 +90,26 @@ def test_a_failed_call_is_told_through_its_future_and_the_model_goes_on(
     run(main, scripted={"fail": "Compute", "kind": kind})
 
 
+@pytest.mark.parametrize(
+    ("at", "said", "param"),
+    [
+        ("Create", "target_modules: the decoder layers have no linear x", "lora_config.target_modules"),
+        ("Compute", "data[12]: there is nothing to learn", "data[12]"),
+        ("Compute", "No step was taken: there was no forward_backward", None),
+    ],
+)
+def test_a_field_that_the_process_refuses_is_named_as_it_is_written(
+    run: Run, at: str, said: str, param: str | None
+) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        failed = model.creating.outcome if at == "Create" else (await work.do(model, compute()))[0]
+        assert isinstance(failed, InvalidRequest)
+        assert (failed.message, failed.param) == (f"{said}.", param)
+
+    run(main, scripted={"fail": at, "kind": "invalid", "said": said if param else said[:1].lower() + said[1:]})
+
+
 def test_a_mistake_of_ours_ends_the_model_and_nobody_waits_for_ever(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(work: Work) -> None:
         model = await work.create()
