@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockSparsity:
     """Lists of key blocks for Bm x Hm masks of seqlen_q x seqlen_k; Bm is 1 or batch, Hm is 1 or num_heads.
 
@@ -86,6 +86,13 @@ class BlockSparsity:
 
         Convert once and keep the result: the conversion costs more than an attention call.
         """
+        from torch.nn.attention import flex_attention
+
+        if not isinstance(block_mask, flex_attention.BlockMask):
+            raise TypeError(
+                f"a BlockSparsity or a BlockMask is wanted, got {type(block_mask).__name__}: make one of a bool mask "
+                "by BlockSparsity.from_mask, of a mask_mod by FlexAttention's create_block_mask"
+            )
         if tuple(block_mask.BLOCK_SIZE) != (BLOCK, BLOCK):
             raise UnsupportedError(
                 f"a BlockMask of BLOCK_SIZE {tuple(block_mask.BLOCK_SIZE)} is not served, only ({BLOCK}, {BLOCK}): "

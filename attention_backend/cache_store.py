@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attention_backend import paged_ops
-from attention_backend.checks import FP8, check_device, check_tensor
+from attention_backend.checks import FP8, check_device, check_int, check_tensor
+from attention_backend.operators import readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ def cache_lengths(q: Tensor, num_new: int, capacity: int, cache_seqlens: int | T
         check_tensor("cache_seqlens", cache_seqlens, torch.int32, (q.shape[0],), q.device)
         return cache_seqlens
     length = capacity if cache_seqlens is None else cache_seqlens
+    check_int("cache_seqlens, where it is not a tensor,", length)
     if not 0 <= length <= capacity:
         raise ValueError(f"cache_seqlens must be from 0 to {capacity}, what the cache holds, got {length}")
     if length + num_new > capacity:
@@ -147,7 +149,7 @@ def _slots(lengths: Tensor, num_new: int, k_cache: Tensor, block_table: Tensor |
     capacity = block_size * (1 if block_table is None else block_table.shape[1])
     positions = lengths.long().unsqueeze(1) + torch.arange(num_new, device=lengths.device)
     inside = (positions >= 0) & (positions < capacity)
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(inside.all()):
+    if readable(lengths) and not bool(inside.all()):
         if bool((positions < 0).any()):
             raise ValueError(f"cache_seqlens must be at least 0, got {lengths.min()}")
         raise ValueError(f"the cache holds {capacity} keys a sequence, the new ones would end at {positions.max() + 1}")

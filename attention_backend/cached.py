@@ -11,9 +11,9 @@ from torch import Tensor
 from attention_backend import dispatch, paged_ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, check_caches, check_new, store_new
 from attention_backend.checks import check_args, check_tensor, check_window
-from attention_backend.interface import Window, checked_attention, default_scale, is_local, window_right
+from attention_backend.interface import Window, checked_attention, default_scale, window_bounds
 from attention_backend.metadata import PagedMetadata
-from attention_backend.no_gradients import refuse_gradients
+from attention_backend.no_gradients import refuse_gradients, refuse_tangents
 from attention_backend.operators import unseen
 from attention_backend.page_checks import check_pages, check_step
 from attention_backend.paged_cascade import Layer, paged_cascade
@@ -148,8 +148,10 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         check_new(q, k, v, caches)
         refuse_gradients("storing keys and values", k, v, k_cache, v_cache, rotary_cos, rotary_sin)
+        refuse_tangents("flash_attn_with_kvcache", (q, sinks))  # now: they are refused anyway, but after storing
     lengths = cache_lengths(q, 0 if k is None else k.shape[1], capacity, cache_seqlens)
-    follow = is_local(causal, window_size)
+    window_left, window_right = window_bounds(causal, window_size)
+    follow = (window_left, window_right) != (UNBOUNDED, UNBOUNDED)
     rotary = Rotary.of(q, k, rotary_cos, rotary_sin, rotary_interleaved, follow=follow, capacity=capacity)
     args = AttentionArgs(
         q,
@@ -162,8 +164,8 @@ def flash_attn_with_kvcache(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        window_left=window_size[0],
-        window_right=window_right(causal, window_size),
+        window_left=window_left,
+        window_right=window_right,
         chunk_size=chunk_size,
         softcap=softcap,
         num_splits=num_splits,

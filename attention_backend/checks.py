@@ -1,7 +1,7 @@
 """Argument checks of the public functions, from shapes and dtypes alone: they never read a tensor's values.
 
-Raises ValueError for shapes, devices and numbers, TypeError for dtypes, UnsupportedError where autograd would ask for a
-gradient that nobody computes. Knows no kernel.
+Raises ValueError for shapes, devices and numbers, TypeError for types and dtypes, UnsupportedError where autograd would
+ask for a gradient that nobody computes. Knows no kernel.
 """
 
 import torch
@@ -23,8 +23,16 @@ NOT_DIFFERENTIABLE = {
 }
 
 
+#: Of `AttentionArgs`: what is a tensor, where it is given.
+_TENSORS = (
+    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "mask_desc", "key_mask", "bias"),
+    *("alibi_slopes", "sinks", "dropout_seed", "k_scale", "v_scale"),
+)
+
+
 def check_args(args: AttentionArgs) -> None:
     """Refuses an `AttentionArgs` that does not describe a problem, or whose gradients would be lost."""
+    _check_types(args)
     q, k, v = args.q, args.k, args.v
     q_dim = 3 if args.cu_seqlens_q is not None else 4
     k_dim = 3 if args.cu_seqlens_k is not None else 4
@@ -72,8 +80,36 @@ def check_window(name: str, value: int) -> None:
         raise ValueError(f"{name} must be -1 (no bound) or at least 0, got {value}")
 
 
+def check_window_size(window_size: object) -> None:
+    """FlashAttention's: (left, right)."""
+    pair = window_size if isinstance(window_size, tuple | list) else ()
+    if len(pair) != 2 or not all(_is_int(bound) for bound in pair):
+        raise TypeError(f"window_size must be two ints (left, right), -1 for no bound, got {window_size!r}")
+
+
+def check_int(name: str, value: object) -> None:
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) or (hasattr(value, "__index__") and not isinstance(value, Tensor))
+
+
+def check_is_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {x!r}")
+
+
+def check_sinks(sinks: Tensor, num_heads: int, device: torch.device) -> None:
+    check_is_tensor("sinks", sinks)
+    _check_floating("sinks", sinks)
+    check_tensor("sinks", sinks, sinks.dtype, (num_heads,), device)
+
+
 def check_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
     """`None` in the shape is any size."""
+    check_is_tensor(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
     wrong = x.dim() != len(shape) or any(w is not None and s != w for s, w in zip(x.shape, shape, strict=True))
@@ -86,6 +122,13 @@ def check_tensor(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int | No
 def check_device(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, q is on {device}")
+
+
+def _check_types(args: AttentionArgs) -> None:
+    for name in _TENSORS:
+        x = getattr(args, name)
+        if x is not None:
+            check_is_tensor(name, x)
 
 
 def _check_numbers(args: AttentionArgs) -> None:
@@ -136,8 +179,7 @@ def _check_scores(args: AttentionArgs) -> None:
         shape: tuple[int, ...] = (args.num_heads,) if args.alibi_slopes.dim() == 1 else (batch, args.num_heads)
         check_tensor("alibi_slopes", args.alibi_slopes, torch.float32, shape, device)
     if args.sinks is not None:
-        check_tensor("sinks", args.sinks, args.sinks.dtype, (args.num_heads,), device)
-        _check_floating("sinks", args.sinks)
+        check_sinks(args.sinks, args.num_heads, device)
     if args.bias is not None:
         if args.cu_seqlens_q is not None or args.cu_seqlens_k is not None or args.block_table is not None:
             raise ValueError("bias is for dense q, k and v only: varlen and paged keys have no rectangle to add it to")

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from attention_backend import ops
-from attention_backend.checks import check_args, check_differentiable, check_tensor
-from attention_backend.problem import UNBOUNDED, AttentionArgs
+from attention_backend.checks import (
+    check_args,
+    check_differentiable,
+    check_is_tensor,
+    check_tensor,
+    check_window_size,
+)
+from attention_backend.problem import AttentionArgs
 
 Window = tuple[int, int]
 #: out, or (out, lse, S_dmask) with S_dmask always None: FlashAttention fills it for its own tests only.
@@ -67,6 +73,7 @@ def flash_attn_func(
     The forward gives the same bits each time; with `deterministic` (or torch.use_deterministic_algorithms) gradients do
     too. With `dropout_p` that holds after the same torch.manual_seed: see `dropout_seed`.
     """
+    window_left, window_right = window_bounds(causal, window_size)
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -75,8 +82,8 @@ def flash_attn_func(
             default_scale(softmax_scale, q),
             alibi_slopes=alibi_slopes,
             sinks=sinks,
-            window_left=window_size[0],
-            window_right=window_right(causal, window_size),
+            window_left=window_left,
+            window_right=window_right,
             chunk_size=chunk_size,
             softcap=softcap,
             dropout_p=dropout_p,
@@ -114,7 +121,9 @@ def flash_attn_varlen_func(
     lse is `[num_heads, total_q]`.
     """
     if block_table is not None:
+        check_is_tensor("cu_seqlens_q", cu_seqlens_q)
         check_tensor("cu_seqlens_k", cu_seqlens_k, torch.int32, tuple(cu_seqlens_q.shape), q.device)
+    window_left, window_right = window_bounds(causal, window_size)
     out, lse = attention_with_lse(
         AttentionArgs(
             q,
@@ -129,8 +138,8 @@ def flash_attn_varlen_func(
             block_table=block_table,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
-            window_left=window_size[0],
-            window_right=window_right(causal, window_size),
+            window_left=window_left,
+            window_right=window_right,
             chunk_size=chunk_size,
             softcap=softcap,
             dropout_p=dropout_p,
@@ -179,8 +188,11 @@ def default_scale(softmax_scale: float | None, q: Tensor) -> float:
     return float(q.shape[-1]) ** -0.5
 
 
-def window_right(causal: bool, window_size: Window) -> int:
-    return 0 if causal else window_size[1]
+def window_bounds(causal: bool, window_size: Window) -> tuple[int, int]:
+    """(window_left, window_right). Raises TypeError for what is no window size."""
+    check_window_size(window_size)
+    left, right = window_size
+    return left, 0 if causal else right
 
 
 def dropout_seed(dropout_p: float, q: Tensor) -> Tensor | None:
@@ -191,7 +203,3 @@ def dropout_seed(dropout_p: float, q: Tensor) -> Tensor | None:
     if not dropout_p:
         return None
     return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=q.device)
-
-
-def is_local(causal: bool, window_size: Window) -> bool:
-    return causal or window_size != (UNBOUNDED, UNBOUNDED)

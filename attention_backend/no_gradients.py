@@ -1,7 +1,11 @@
 """The refusal of gradients that nobody computes: without it a loss would train nothing, in silence."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attention_backend.errors import UnsupportedError
 
@@ -10,6 +14,28 @@ def refuse_gradients(name: str, *tensors: Tensor | None) -> None:
     """Raises UnsupportedError if autograd would ask `name` for the gradient of one of the tensors."""
     if any(is_asked_for(x) for x in tensors):
         raise UnsupportedError(f"{name} has no gradient: call it under torch.no_grad() or with detached tensors")
+    refuse_tangents(name, tensors)
+
+
+def refuse_tangents(name: str, values: Iterable[Any]) -> None:
+    """Raises UnsupportedError if forward-mode AD follows one of the values, or of a list among them. Asks nothing of
+    them where forward mode is off."""
+    if forward_ad._current_level < 0:
+        return
+    for value in values:
+        if isinstance(value, list | tuple):
+            refuse_tangents(name, value)
+        elif isinstance(value, Tensor) and _has_tangent(value):
+            raise UnsupportedError(
+                f"{name} has no forward-mode derivative (jvp, jacfwd, make_dual): where there are gradients, they are "
+                "reverse mode only, by backward() and torch.autograd.grad"
+            )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(x):  # vmap's
+        x = torch._C._functorch.get_unwrapped(x)
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_asked_for(x: object) -> bool:

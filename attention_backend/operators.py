@@ -4,12 +4,16 @@
 alias, and the first call of any of them imports torch's compiler: seconds, in a process that compiles nothing.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from attention_backend.errors import UnsupportedError
+from attention_backend.no_gradients import refuse_tangents
 
 _library = torch.library.Library("longwave", "FRAGMENT")
 
@@ -22,6 +26,17 @@ def unseen() -> bool:
         and torch.is_inference_mode_enabled()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
+        and forward_ad._current_level < 0
+    )
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the host may look at values of `x` for free: on the CPU, and nothing is traced or without values."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a FakeTensor, met outside of its mode
     )
 
 
@@ -34,10 +49,18 @@ class Operator:
         _library.define(name + torch.library.infer_schema(run, mutates_args=mutates_args))
         _library.impl(name, run, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.longwave, name).default
+        self._mutated = [at for at, each in enumerate(inspect.signature(run).parameters) if each in mutates_args]
 
     def __call__(self, *args: Any) -> Any:
-        plain = unseen() and type(args[0]) is torch.Tensor and not args[0].is_meta
-        return self.run(*args) if plain else self.overload(*args)
+        if unseen() and type(args[0]) is torch.Tensor and not args[0].is_meta:
+            result = self.run(*args)
+        else:
+            refuse_tangents(self._name, args)
+            result = self.overload(*args)
+        if self._mutated and not torch.compiler.is_compiling():
+            # What autograd saved of them is no longer what it was. (The compiler sees to it by the schema.)
+            torch.autograd.graph.increment_version([args[at] for at in self._mutated])
+        return result
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Results without values, for the compiler."""

@@ -6,7 +6,7 @@ Raises ValueError for shapes, strides and devices, TypeError for dtypes. Knows n
 import torch
 from torch import Tensor
 
-from attention_backend.checks import FP8, check_device, check_tensor
+from attention_backend.checks import FP8, check_device, check_sinks, check_tensor
 from attention_backend.metadata import PagedMetadata
 
 
@@ -42,9 +42,7 @@ def check_step(
         raise ValueError(f"slot_mapping has {metadata.slot_mapping.shape[0]} slots for {tokens} rows of q")
     check_device("the metadata", metadata.slot_mapping, device)
     if sinks is not None:
-        if not sinks.dtype.is_floating_point:
-            raise TypeError(f"sinks must be floating point, got {sinks.dtype}")
-        check_tensor("sinks", sinks, sinks.dtype, (heads,), device)
+        check_sinks(sinks, heads, device)
 
 
 def _check_new_rows(name: str, rows: Tensor, q: Tensor, cache: Tensor) -> None:

@@ -19,7 +19,7 @@ FURTHEST = 1 << 30
 UNBOUNDED = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionArgs:
     """Arguments of one forward call.
 

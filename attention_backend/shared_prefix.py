@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from attention_backend import cascade
-from attention_backend.checks import check_args, check_tensor
+from attention_backend.checks import (
+    check_args,
+    check_int,
+    check_is_tensor,
+    check_sinks,
+    check_tensor,
+    check_window_size,
+)
 from attention_backend.errors import UnsupportedError
 from attention_backend.interface import Window, default_scale
 from attention_backend.no_gradients import refuse_gradients
@@ -22,7 +29,7 @@ from attention_backend.reference.tiles import compute_dtype
 MAX_LEVELS = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefixGroups:
     """One level of sharing: the query rows `cu_rows[g]` to `cu_rows[g + 1]` share the keys `starts[g]` (or 0) to
     `lens[g]` of the pages `block_table[g]`.
@@ -60,6 +67,7 @@ def shared_prefix_attention(
     """
     check_tensor("prefix_block_table", prefix_block_table, torch.int32, (None,), q.device)
     if not isinstance(prefix_len, Tensor):
+        check_int("prefix_len, where it is not a tensor,", prefix_len)
         capacity = prefix_block_table.shape[0] * k_cache.shape[1]
         if not 0 <= prefix_len <= capacity:
             raise ValueError(f"prefix_len must be from 0 to {capacity}, what the pages hold, got {prefix_len}")
@@ -114,12 +122,15 @@ def cascade_attention(
     Raises ValueError and TypeError for arguments that make no problem, and UnsupportedError for windows, for gradients
     and for what no kernel serves.
     """
-    if window_size != (UNBOUNDED, UNBOUNDED):
+    check_window_size(window_size)
+    if tuple(window_size) != (UNBOUNDED, UNBOUNDED):
         raise UnsupportedError(
             f"window_size={window_size} is not served: with a window, rows do not share what they see of a prefix. "
             "Shared-prefix attention is causal over all keys; for windows call flash_attn_with_kvcache"
         )
     refuse_gradients("shared-prefix attention", q, k_cache, v_cache, sinks, k_scale, v_scale)
+    check_is_tensor("suffix_block_table", suffix_block_table)
+    check_is_tensor("suffix_lens", suffix_lens)
     scale = default_scale(softmax_scale, q)
     check_args(
         AttentionArgs(
@@ -175,8 +186,12 @@ def merge_states(
 
     Raises UnsupportedError under autograd, and on a GPU for rows that are not a multiple of 8 elements up to 256.
     """
+    for name, states in (("outs", outs), ("lses", lses)):
+        if isinstance(states, Tensor):
+            raise TypeError(f"{name} must be a sequence of tensors, one a state: pass {name}.unbind() of stacked ones")
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge_states needs an lse for each out, and one state at least: {len(outs)}, {len(lses)}")
+    check_is_tensor("outs[0]", outs[0])
     first, device = outs[0], outs[0].device
     if first.dim() not in (3, 4):
         raise ValueError(f"an out must be [rows, heads, dim] or [batch, rows, heads, dim], got {tuple(first.shape)}")
@@ -187,7 +202,7 @@ def merge_states(
         check_tensor(f"outs[{at}]", out, first.dtype, tuple(first.shape), device)
         check_tensor(f"lses[{at}]", lse, compute_dtype(first.dtype), lse_shape, device)
     if sinks is not None:
-        check_tensor("sinks", sinks, sinks.dtype, (first.shape[-2],), device)
+        check_sinks(sinks, first.shape[-2], device)
     refuse_gradients("merge_states", *outs, *lses, sinks)
     out, lse = cascade.merge_states_op(list(outs), list(lses), sinks)
     return out, lse

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention_backend.operators import readable
 from attention_backend.problem import (
     DESC_CHUNK,
     DESC_COLUMNS,
@@ -134,7 +135,7 @@ def decode(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Descriptor
         )
     rows = mask[:, 0, 0, :].expand(batch, columns)
     desc = rows[:, :DESC_COLUMNS].contiguous()
-    if _readable(desc):
+    if readable(desc):
         made_for = (int(desc[0, DESC_SEQLEN_Q]), int(desc[0, DESC_SEQLEN_K]))
         if made_for != (seqlen_q, seqlen_k):
             raise UnsupportedCallError(
@@ -149,11 +150,6 @@ def decode(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> Descriptor
 
 def hides_keys(desc: Tensor) -> bool:
     """Whether START and STOP leave keys out; known on the CPU only (elsewhere padding always brings a key mask)."""
-    if not _readable(desc):
+    if not readable(desc):
         return False
     return bool((desc[:, DESC_START] > 0).any() | (desc[:, DESC_STOP] < desc[:, DESC_SEQLEN_K]).any())
-
-
-def _readable(desc: Tensor) -> bool:
-    """Whether the host may look at values for free."""
-    return desc.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from attention_backend.operators import readable
 from models.patching import descriptor
 from models.patching.errors import UnsupportedCallError
+from models.patching.own_attention import REASON, is_bypassed_by
 from models.patching.rule import MaskFunction, MaskRule, classify, describe
 
 #: The longest sequence for which a pattern we cannot name is written out as an N x N mask (32 MiB of bf16 a row).
@@ -48,6 +50,8 @@ def longwave_mask(
     model_type = getattr(config, "model_type", "unknown")
     if model_type in MASK_EDITORS:
         raise UnsupportedCallError(f"{model_type} computes with its attention mask and needs it written out")
+    if is_bypassed_by(type(config)):  # and would add our descriptor to its scores
+        raise UnsupportedCallError(f"{model_type} {REASON}")
     if hints.keys() - _HINTS:
         raise UnsupportedCallError(f"{model_type}: mask options {sorted(hints.keys() - _HINTS)} are not known here")
     device = torch.device(device)
@@ -84,7 +88,7 @@ def _is_one_interval(desc: Tensor, key_mask: Tensor) -> bool:
     On a GPU the question would stop the host once a mask, so once a token in generate(); a byte a key costs the
     attention less than 1/100 of the key itself (head_dim 64, bf16).
     """
-    if key_mask.device.type != "cpu" or torch.compiler.is_compiling():
+    if not readable(key_mask):
         return False
     index = torch.arange(key_mask.shape[1], dtype=torch.int32)
     interval = (index >= desc[:, 0:1]) & (index < desc[:, 1:2])

@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from models.patching.errors import UnsupportedModelError
 from models.patching.mask import MASK_EDITORS
+from models.patching.own_attention import REASON, has_own_attention
 from models.towers import TOWERS
 
 #: Kinds of layers whose whole state is keys and values of tokens.
@@ -45,11 +46,8 @@ def check_config(config: PretrainedConfig) -> None:
 def check_class(cls: type[PreTrainedModel], model_type: str) -> None:
     """Before a model of it is made, which some families fail to with an attention that they do not know. Raises
     UnsupportedModelError."""
-    if not cls._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{model_type}: {cls.__name__} has attention code of its own and does not use transformers' "
-            "AttentionInterface, so the attention cannot be replaced"
-        )
+    if has_own_attention(cls):
+        raise UnsupportedModelError(f"{model_type}: {cls.__name__} {REASON}")
 
 
 def check_supported(model: PreTrainedModel) -> None:

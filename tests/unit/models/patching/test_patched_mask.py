@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
 from attention_backend.problem import FURTHEST
@@ -169,6 +170,17 @@ def test_families_that_compute_with_their_mask_are_refused() -> None:
     config = type("Config", (), {"model_type": "deepseek_v32"})()
     with pytest.raises(UnsupportedCallError, match="deepseek_v32 computes with its attention mask"):
         longwave_mask(1, 4, 4, config=config)
+
+
+def test_masks_without_values_are_made_and_read() -> None:
+    """Padding then always travels as a key mask, and nothing is compared."""
+    with FakeTensorMode():
+        padding = torch.ones(2, 12, dtype=torch.bool)
+        mask = longwave_mask(2, 12, 12, attention_mask=padding)
+        key_mask = decode(mask, 2, 12, 12).key_mask
+    assert mask.shape == (2, 1, 1, 8 + 3)
+    assert key_mask is not None
+    assert key_mask.shape == (2, 12)
 
 
 def test_a_mask_option_it_does_not_know_is_refused() -> None:

@@ -1,5 +1,7 @@
 """Families that would be wrong are refused at load, by name and with the reason."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from patching_families import BY_NAME, CAUSAL, ENCODERS, SEQ2SEQ, Family
@@ -21,9 +23,17 @@ from transformers import (
     PreTrainedConfig,
     SiglipVisionConfig,
     StableLmConfig,
+    XGLMConfig,
 )
 
-from models.patching import UnsupportedModelError, check_supported, check_supported_for_serving
+from models.patching import (
+    LONGWAVE,
+    UnsupportedCallError,
+    UnsupportedModelError,
+    check_supported,
+    check_supported_for_serving,
+)
+from models.patching.own_attention import is_bypassed_by
 
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 _LLAMA = {**_SIZES, "intermediate_size": 32, "num_key_value_heads": 2}
@@ -34,6 +44,7 @@ BYPASSING = {
     "gptj": GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=2, rotary_dim=8),
     "codegen": CodeGenConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=8),
     "mpt": MptConfig(vocab_size=64, d_model=32, n_layers=1, n_heads=2),
+    "xglm": XGLMConfig(vocab_size=64, d_model=32, ffn_dim=32, num_layers=1, attention_heads=2),
 }
 NOT_SERVED = {
     "nemotron": (NemotronConfig(**_LLAMA, head_dim=16), "drops the keyword arguments"),
@@ -53,6 +64,29 @@ def test_families_with_attention_code_of_their_own_are_refused(name: str) -> Non
     model = AutoModelForCausalLM.from_config(BYPASSING[name])
     with pytest.raises(UnsupportedModelError, match=f"^{name}: .*attention code of its own"):
         check_supported(model)
+
+
+@pytest.mark.parametrize("name", ["bloom", "codegen", "mpt", "xglm"])
+def test_a_refused_family_that_loads_all_the_same_is_refused_by_its_first_mask(name: str, tmp_path: Path) -> None:
+    """It would add the descriptor to its scores: at 8 keys, which is as wide, without an error."""
+    AutoModelForCausalLM.from_config(BYPASSING[name]).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=LONGWAVE)
+    refused = f"^{name} has attention code of its own"
+    with torch.no_grad():
+        with pytest.raises(UnsupportedCallError, match=refused):
+            model(torch.arange(3, 11)[None])
+        torch._dynamo.reset()
+        with pytest.raises(UnsupportedCallError, match=refused):
+            torch.compile(model, backend="eager")(torch.arange(3, 11)[None])
+
+
+def test_masks_ask_for_the_classes_of_a_configuration() -> None:
+    """Sub-configurations are asked for by their own layers; one whose model is not loaded, or none at all, passes."""
+    for family in (*CAUSAL, *ENCODERS, *SEQ2SEQ):
+        family.build()
+        assert not is_bypassed_by(type(family.config()))
+    assert not is_bypassed_by(type("Config", (PreTrainedConfig,), {}))
+    assert not is_bypassed_by(type(None))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # DeBERTa's own, in transformers 5.17
