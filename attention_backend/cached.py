@@ -11,6 +11,7 @@ from torch import Tensor
 from attention_backend import dispatch, paged_ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, check_caches, check_new, store_new
 from attention_backend.checks import check_args, check_tensor, check_window
+from attention_backend.host_checks import check_cached
 from attention_backend.interface import Window, checked_attention, default_scale, window_bounds
 from attention_backend.metadata import PagedMetadata
 from attention_backend.no_gradients import refuse_gradients, refuse_tangents
@@ -175,6 +176,7 @@ def flash_attn_with_kvcache(
     if rotary is not None:
         refuse_gradients("rotary of queries", q)
     check_args(args)
+    check_cached(lengths, k, k_cache, block_table)
     if k is not None and v is not None:
         args = replace(args, q=store_new(q, k, v, caches, lengths, block_table, rotary))
     out, lse = checked_attention(args)

@@ -17,6 +17,7 @@ from attention_backend.checks import (
     check_tensor,
     check_window_size,
 )
+from attention_backend.host_checks import check_lengths, check_page_numbers
 from attention_backend.problem import AttentionArgs
 
 Window = tuple[int, int]
@@ -124,29 +125,32 @@ def flash_attn_varlen_func(
         check_is_tensor("cu_seqlens_q", cu_seqlens_q)
         check_tensor("cu_seqlens_k", cu_seqlens_k, torch.int32, tuple(cu_seqlens_q.shape), q.device)
     window_left, window_right = window_bounds(causal, window_size)
-    out, lse = attention_with_lse(
-        AttentionArgs(
-            q,
-            k,
-            v,
-            default_scale(softmax_scale, q),
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k if block_table is None else None,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            seqused_k=None if block_table is None else cu_seqlens_k[1:] - cu_seqlens_k[:-1],
-            block_table=block_table,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            window_left=window_left,
-            window_right=window_right,
-            chunk_size=chunk_size,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, q),
-            deterministic=deterministic,
-        )
+    args = AttentionArgs(
+        q,
+        k,
+        v,
+        default_scale(softmax_scale, q),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k if block_table is None else None,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_k=None if block_table is None else cu_seqlens_k[1:] - cu_seqlens_k[:-1],
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        window_left=window_left,
+        window_right=window_right,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed(dropout_p, q),
+        deterministic=deterministic,
     )
+    check_args(args)
+    if block_table is not None and args.seqused_k is not None:
+        check_lengths("lengths in cu_seqlens_k", args.seqused_k, block_table.shape[1] * k.shape[1])
+        check_page_numbers(block_table, args.seqused_k, k)
+    out, lse = checked_attention(args)
     return (out, lse, None) if return_attn_probs else out
 
 

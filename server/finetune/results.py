@@ -33,7 +33,6 @@ def metrics_csv(steps: Iterable[Step]) -> bytes:
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(COLUMNS)
     for step in steps:
-        losses = (step.train_loss, step.train_mean_token_accuracy, step.valid_loss, step.valid_mean_token_accuracy)
-        values = (*losses, step.learning_rate)
-        rows.writerow([step.step, *("" if value is None else f"{value:.6g}" for value in values)])
+        values = (step.train_loss, step.train_mean_token_accuracy, step.valid_loss, step.valid_mean_token_accuracy)
+        rows.writerow([step.step, *("" if value is None else f"{value:.6g}" for value in values), step.learning_rate])
     return text.getvalue().encode()

@@ -5,14 +5,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from job_makers import REQUEST, step
+from job_makers import REQUEST
 
 from models.training import TrainingPlan
 from server.finetune.config import TrainerConfig
 from server.finetune.hyperparameters import TooManyStepsError, auto_batch_size, auto_epochs, make_plan, total_steps
 from server.finetune.messages import Validated
 from server.finetune.records import Hyperparameters, Job, JobRequest, Method, Status
-from server.finetune.results import metrics_csv
 from server.schemas.fine_tuning import FineTuningJobRequest
 from server.schemas.fine_tuning_reply import FineTuningJob
 from server.training.config import TrainingConfig
@@ -130,11 +129,6 @@ def test_what_the_reply_shows_of_a_job_makes_the_same_job_again(method: Method, 
             again = FineTuningJobRequest.model_validate({"model": "base", "training_file": "file-1", **place}).job()
             assert again.method == method
             assert plan(request=again, **asdict(again.hyperparameters)) == made
-
-
-def test_a_file_of_metrics_has_six_digits_of_every_number() -> None:
-    rows = metrics_csv([step(3, learning_rate=2e-4 / 3)]).decode().splitlines()
-    assert rows[1] == "3,0.666667,0.5,,,6.66667e-05"
 
 
 def test_steps_are_bounded() -> None:
