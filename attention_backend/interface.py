@@ -37,6 +37,9 @@ def attention(args: AttentionArgs) -> Tensor:
 def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """As `attention`, with the log of every row's softmax denominator, `args.lse_shape`."""
     check_args(args)
+    if args.block_table is not None and args.seqused_k is not None:
+        check_lengths("the number of keys", args.seqused_k, args.block_table.shape[1] * args.k.shape[1])
+        check_page_numbers(args.block_table, args.seqused_k, args.k)
     return checked_attention(args)
 
 
@@ -125,32 +128,29 @@ def flash_attn_varlen_func(
         check_is_tensor("cu_seqlens_q", cu_seqlens_q)
         check_tensor("cu_seqlens_k", cu_seqlens_k, torch.int32, tuple(cu_seqlens_q.shape), q.device)
     window_left, window_right = window_bounds(causal, window_size)
-    args = AttentionArgs(
-        q,
-        k,
-        v,
-        default_scale(softmax_scale, q),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k if block_table is None else None,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        seqused_k=None if block_table is None else cu_seqlens_k[1:] - cu_seqlens_k[:-1],
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        window_left=window_left,
-        window_right=window_right,
-        chunk_size=chunk_size,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed(dropout_p, q),
-        deterministic=deterministic,
+    out, lse = attention_with_lse(
+        AttentionArgs(
+            q,
+            k,
+            v,
+            default_scale(softmax_scale, q),
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k if block_table is None else None,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            seqused_k=None if block_table is None else cu_seqlens_k[1:] - cu_seqlens_k[:-1],
+            block_table=block_table,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            window_left=window_left,
+            window_right=window_right,
+            chunk_size=chunk_size,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, q),
+            deterministic=deterministic,
+        )
     )
-    check_args(args)
-    if block_table is not None and args.seqused_k is not None:
-        check_lengths("lengths in cu_seqlens_k", args.seqused_k, block_table.shape[1] * k.shape[1])
-        check_page_numbers(block_table, args.seqused_k, k)
-    out, lse = checked_attention(args)
     return (out, lse, None) if return_attn_probs else out
 
 
