@@ -121,7 +121,7 @@ def serve(
         check_writable(html)
         key = api_key or ClientSettings().key
         name = model or first_model(base_url, key)  # all flags make sense: from here on something is sent
-        target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, extra)
+        target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, extra, running_usage=True)
         found, outcomes = asyncio.run(
             drive(StreamClient(target), conversations, shape, warmups=[turns[0] for turns in warmups], goodput=limits)
         )

@@ -21,6 +21,8 @@ from server.bench.workload import Turn
 
 CONNECT_TIMEOUT = 30.0
 PATH = "/v1/completions"
+#: What servers say to a field that they do not know, and to much else.
+REFUSED = tuple(why.STATUS.format(status) for status in (400, 422))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,15 @@ class Target:
     temperature: float | None = 0.0  # None: the server's own
     timeout: float = 6 * 3600.0
     extra_body: dict[str, Any] = field(default_factory=dict)
+    running_usage: bool = False  # ask for the usage so far in every chunk, which says how many tokens it has
 
-    def body(self, turn: Turn) -> bytes:
+    def body(self, turn: Turn, *, running_usage: bool = False) -> bytes:
         fields: dict[str, Any] = {
             "model": self.model,
             "prompt": turn.prompt,
             "max_tokens": turn.max_tokens,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True} | ({"continuous_usage_stats": True} if running_usage else {}),
         }
         if self.temperature is not None:
             fields["temperature"] = self.temperature
@@ -67,13 +70,30 @@ class StreamClient:
             f"accept: text/event-stream\r\ncontent-type: application/json\r\n{key}content-length: "
         ).encode()
         self._idle: list[_Connection] = []
+        # Who gives stream_options of their own has said what they want.
+        self._running_usage = target.running_usage and "stream_options" not in target.extra_body
+        self._running_usage_taken = False
 
     async def complete(self, turn: Turn, planned: float | None = None) -> Outcome:
-        """Sends it now. Never raises: what goes wrong is in the outcome. `planned`: see Outcome."""
-        body = self.target.body(turn)
+        """Sends it now. Never raises: what goes wrong is in the outcome. `planned`: see Outcome.
+
+        A server that refuses a request with `running_usage` is asked again without it, until it has once taken it.
+        Latencies count from that second sending."""
+        planned = time.perf_counter() if planned is None else planned
+        asked = self._running_usage
+        outcome = await self._ask(turn, planned, running_usage=asked)
+        self._running_usage_taken |= asked and outcome.completed
+        if not asked or self._running_usage_taken or outcome.failure not in REFUSED:
+            return outcome
+        again = await self._ask(turn, planned, running_usage=False)
+        if again.completed:
+            self._running_usage = False
+        return again
+
+    async def _ask(self, turn: Turn, planned: float, *, running_usage: bool) -> Outcome:
+        body = self.target.body(turn, running_usage=running_usage)
         request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
-        now = time.perf_counter()
-        outcome = Outcome(turn.prompt_tokens, now if planned is None else planned)
+        outcome = Outcome(turn.prompt_tokens, planned)
         try:
             async with asyncio.timeout(self.target.timeout):
                 return await self._complete(request, turn, outcome)

@@ -39,6 +39,23 @@ def test_a_run_is_counted_and_saved(server: LiveServer, tmp_path: Path) -> None:
     assert all(25 <= token < 250 for prompt in prompts for token in prompt)
 
 
+def test_tokens_that_come_in_one_chunk_are_counted_where_the_server_is_asked_to_tell(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    """The first has two, one a byte."""
+    server.engine.script = Script(text="\u00e4".encode(), ends=False)
+    saved = ["--result-filename", str(tmp_path / "r.json")]
+    code, output = bench(server, *saved)
+    assert code == 0, output
+    assert "in chunks of several tokens" not in output
+    assert json.loads((tmp_path / "r.json").read_text())["requests_with_itl_by_chunk"] == 0
+    own = ["--extra-body", '{"stream_options": {"include_usage": true}}']
+    code, output = bench(server, *saved, *own)
+    assert code == 0, output
+    assert "6 answers came in chunks of several tokens" in " ".join(output.split())
+    assert json.loads((tmp_path / "r.json").read_text())["requests_with_itl_by_chunk"] == 6
+
+
 def test_warm_ups_are_not_measured_and_not_what_is_measured(server: LiveServer) -> None:
     server.engine.script = ENDLESS
     code, output = bench(server, "--num-warmups", "2", "--max-concurrency", "1")

@@ -195,6 +195,82 @@ def test_tokens_of_a_chunk_are_known_from_ids_logprobs_or_usage() -> None:
         assert outcome.chunks_are_tokens
 
 
+REFUSED = b'{"error": "no, never"}'
+REFUSAL = b"HTTP/1.1 %d No\r\ncontent-length: %d\r\n\r\n%b"
+
+
+def taking(bodies: list[Any], *, refuses: Callable[[Any], bool], status: int = 400) -> Answer:
+    """A server that keeps the connection, and refuses what it does not know; the usage so far where it is asked for."""
+    running = [usage(2) | token(" a b"), usage(3) | token("", finish="length")]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            bodies.append(msgspec.json.decode((await read_request(reader)).partition(b"\r\n\r\n")[2]))
+            asked = "continuous_usage_stats" in bodies[-1]["stream_options"]
+            events = running if asked else [token(), token(finish="length")]
+            refusal = REFUSAL % (status, len(REFUSED), REFUSED)
+            writer.write(refusal if refuses(bodies[-1]) else stream(*events, usage(3), DONE))
+            await writer.drain()
+
+    return answer
+
+
+def asked_for_running_usage(body: Any) -> bool:
+    return "continuous_usage_stats" in body["stream_options"]
+
+
+def test_the_usage_so_far_says_how_many_tokens_a_chunk_has() -> None:
+    bodies: list[Any] = []
+    for outcome in ask(taking(bodies, refuses=lambda _: False), count=2, running_usage=True):
+        assert outcome.failure is None
+        assert [count for _, count in outcome.chunks] == [2, 1]
+        assert outcome.chunks_are_tokens
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    assert [body["stream_options"] for body in bodies] == [asked] * 2
+
+
+@pytest.mark.parametrize("status", [400, 422])
+def test_who_refuses_to_tell_the_usage_so_far_is_asked_without_once_and_for_all(status: int) -> None:
+    bodies: list[Any] = []
+    outcomes = ask(taking(bodies, refuses=asked_for_running_usage, status=status), count=3, running_usage=True)
+    assert [outcome.failure for outcome in outcomes] == [None] * 3
+    assert not any(outcome.chunks_are_tokens for outcome in outcomes)  # nobody said, and the report tells
+    assert [asked_for_running_usage(body) for body in bodies] == [True, False, False, False]
+    assert all(outcome.planned < outcome.sent < outcome.chunks[0][0] for outcome in outcomes)
+
+
+def test_what_is_refused_either_way_is_a_refusal_and_says_nothing_of_the_usage_so_far() -> None:
+    bodies: list[Any] = []
+    (outcome,) = ask(taking(bodies, refuses=lambda _: True), running_usage=True)
+    assert (outcome.failure, outcome.detail) == ("the server replied 400", "no, never")
+    bodies.clear()
+    answers = taking(bodies, refuses=lambda _: len(bodies) < 3)
+    assert [outcome.completed for outcome in ask(answers, count=2, running_usage=True)] == [False, True]
+    assert [asked_for_running_usage(body) for body in bodies] == [True, False, True]
+
+
+def test_who_has_told_the_usage_so_far_refuses_for_another_reason() -> None:
+    bodies: list[Any] = []
+    answers = taking(bodies, refuses=lambda _: len(bodies) == 2)
+    assert [outcome.completed for outcome in ask(answers, count=3, running_usage=True)] == [True, False, True]
+    assert len(bodies) == 3
+
+
+def test_other_failures_are_not_asked_again() -> None:
+    bodies: list[Any] = []
+    (outcome,) = ask(taking(bodies, refuses=lambda _: True, status=503), running_usage=True)
+    assert outcome.failure == "the server replied 503"
+    assert len(bodies) == 1
+
+
+def test_stream_options_of_ones_own_stand_as_they_are() -> None:
+    bodies: list[Any] = []
+    own = {"stream_options": {"include_usage": True}}
+    outcomes = ask(taking(bodies, refuses=lambda _: True), running_usage=True, extra_body=own)
+    assert outcomes[0].failure == "the server replied 400"
+    assert [body["stream_options"] for body in bodies] == [{"include_usage": True}]
+
+
 def test_chunks_that_do_not_say_are_one_token_each_and_it_is_said() -> None:
     (outcome,) = ask(replying(stream(token(), token(finish="length"), usage(3), DONE)))
     assert [count for _, count in outcome.chunks] == [1, 1]
