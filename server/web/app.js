@@ -1,4 +1,5 @@
 // The playground: one conversation with this server over its public API. Text is only ever set as text, never as HTML.
+// Addresses are relative to the page's: a proxy may have the server under a path of its own.
 
 import { described as file, inFrontOf, putBack, take } from "./attachments.js";
 
@@ -43,6 +44,7 @@ async function failure(reply) {
   const body = await reply.json().catch(() => null);
   const error = new Error(body?.error?.message ?? `The server replied ${reply.status}.`);
   if ([502, 503, 504].includes(reply.status)) error.retryAfter = Number(reply.headers.get("retry-after")) || 2;
+  error.modelGone = body?.error?.code === "model_not_found";
   return error;
 }
 
@@ -82,7 +84,7 @@ async function look() {
 
 // Returns whether they are loaded.
 async function showModels(signal) {
-  const reply = await call("/v1/models", { signal });
+  const reply = await call("v1/models", { signal });
   if (!reply.ok) throw await failure(reply);
   const { data } = await reply.json();
   const chosen = $("model").value;
@@ -141,7 +143,7 @@ async function answer() {
     try {
       if (!$("model").value && !(await showModels(signal))) connect(); // nobody had given a key
       const body = JSON.stringify(request());
-      const reply = await call("/v1/chat/completions", { method: "POST", body, signal });
+      const reply = await call("v1/chat/completions", { method: "POST", body, signal });
       if (reply.ok) return reply;
       throw await failure(reply);
     } catch (error) {
@@ -214,7 +216,7 @@ async function send(text) {
     $("message").value ||= text;
     putBack(files);
   }
-  if (failed instanceof TypeError) connect();
+  if (failed instanceof TypeError || failed?.modelGone) connect();
   if (failed) addTurn("failed", described(failed)).scrollIntoView({ block: "nearest" });
   else if (stopped) $("measures").textContent = "Stopped.";
   else if (!turn.textContent) $("measures").textContent = "The model answered nothing.";

@@ -37,11 +37,14 @@ def visit(page: Page, server: LiveServer) -> None:
 
 
 class Proxy(ThreadingHTTPServer):
-    """Before a server: passes what is read, but refuses the API with a status of its own while it has one."""
+    """Before a server, which it has under a path of its own: passes what is asked, but refuses the API with a status of
+    its own while it has one."""
 
-    def __init__(self, server: LiveServer) -> None:
+    def __init__(self, server: LiveServer, path: str) -> None:
         super().__init__(("127.0.0.1", 0), Passing)
         self.behind = server
+        self.path = path
+        self.url = f"http://127.0.0.1:{self.server_port}{path}/"
         self.refusal: int | None = None
 
 
@@ -49,21 +52,29 @@ class Passing(BaseHTTPRequestHandler):
     server: Proxy
 
     def do_GET(self) -> None:
-        refusal = self.server.refusal if self.path.startswith("/v1") else None
+        path = self.path.removeprefix(self.server.path)
+        refusal = self.server.refusal if path.startswith("/v1") else None
+        if not self.path.startswith(self.server.path):
+            refusal = 404
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        headers = {"content-type": self.headers.get("content-type", "")}
         with self.server.behind.client() as client:
-            reply = client.get(self.path)
+            reply = client.request(self.command, path, content=body, headers=headers)
         self.send_response(refusal or reply.status_code)
         self.send_header("content-type", reply.headers["content-type"])
         self.end_headers()
         self.wfile.write(b"<html>no</html>" if refusal else reply.content)
+
+    def do_POST(self) -> None:
+        self.do_GET()
 
     def log_message(self, *_: object) -> None:
         pass
 
 
 @contextmanager
-def proxied(server: LiveServer) -> Iterator[Proxy]:
-    with Proxy(server) as proxy:
+def proxied(server: LiveServer, path: str = "") -> Iterator[Proxy]:
+    with Proxy(server, path) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, daemon=True)
         thread.start()
         try:
@@ -260,7 +271,7 @@ def test_a_question_that_waits_can_be_stopped(page: Page) -> None:
 def test_a_page_waits_for_a_server_behind_a_proxy_to_come_back(page: Page, server: LiveServer, status: int) -> None:
     with proxied(server) as proxy:
         proxy.refusal = status
-        page.command("Page.navigate", url=f"http://127.0.0.1:{proxy.server_port}/")
+        page.command("Page.navigate", url=proxy.url)
         wait_until(lambda: page.evaluate(STATUS) == f"The server replied {status}. Trying again…")
         proxy.refusal = None
         wait_until(lambda: page.evaluate(f"{STATUS}.startsWith('Ready')"))
@@ -268,12 +279,32 @@ def test_a_page_waits_for_a_server_behind_a_proxy_to_come_back(page: Page, serve
 
 def test_a_page_notices_a_server_that_went_away(page: Page, server: LiveServer) -> None:
     with proxied(server) as proxy:
-        page.command("Page.navigate", url=f"http://127.0.0.1:{proxy.server_port}/")
+        page.command("Page.navigate", url=proxy.url)
         wait_until(lambda: page.evaluate(f"{STATUS}?.startsWith('Ready')"))
     ask(page, "anybody?")
     wait_until(lambda: page.evaluate(f"{STATUS}.startsWith('The server cannot be reached')"))
     assert page.evaluate(TURNS) == [["failed", "The server cannot be reached."]]
     assert page.evaluate("document.querySelector('#message').value") == "anybody?"
+
+
+def test_a_page_may_lie_under_a_path_of_a_proxys_own(page: Page, server: LiveServer) -> None:
+    with proxied(server, "/models/small") as proxy:
+        page.command("Page.navigate", url=proxy.url)
+        wait_until(lambda: page.evaluate(f"{STATUS}?.startsWith('Ready')"))
+        ask(page, "hi")
+        wait_until(lambda: "generated" in page.evaluate(MEASURES))
+        assert page.evaluate("getComputedStyle(document.body).display") == "flex"
+
+
+def test_a_model_that_is_no_longer_served_is_no_longer_offered(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    page.evaluate("document.querySelector('#model').append(new Option('gone', 'gone', true, true))")
+    ask(page, "hi")
+    wait_until(lambda: page.evaluate("document.querySelector('#model').value") == "tiny")
+    [[who, said]] = page.evaluate(TURNS)
+    assert who == "failed"
+    assert "gone" in said
+    assert page.evaluate("document.querySelector('#message').value") == "hi"
 
 
 @pytest.fixture(scope="module")
