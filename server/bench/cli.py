@@ -86,7 +86,7 @@ def serve(
     html: Annotated[Path | None, Flag(help="Write a page with plots.")] = None,
 ) -> None:
     """Load on any OpenAI-compatible server's /v1/completions. Exit code 1 when a request failed."""
-    from server.bench.serve import LoadShape, UnreachableError, drive, first_model
+    from server.bench.serve import LoadShape, UnreachableError, checked_key, drive, first_model
     from server.bench.stream_client import StreamClient, Target
     from server.client_settings import ClientSettings
 
@@ -119,7 +119,7 @@ def serve(
         extra = parse_object(extra_body)
         check_writable(result)
         check_writable(html)
-        key = api_key or ClientSettings().key
+        key = checked_key(api_key or ClientSettings().key)
         name = model or first_model(base_url, key)  # all flags make sense: from here on something is sent
         target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, extra, running_usage=True)
         found, outcomes = asyncio.run(

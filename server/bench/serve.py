@@ -44,6 +44,13 @@ class LoadShape:
         return send_times(count, self.request_rate, self.arrival_process, self.burstiness, random_gaps)
 
 
+def checked_key(key: str | None) -> str | None:
+    """Raises ValueError for one that no header can hold."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ValueError("an API key is printable ASCII: it is sent in a header")
+    return key
+
+
 def first_model(base_url: str, api_key: str | None) -> str:
     """The server's first. Raises UnreachableError."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}

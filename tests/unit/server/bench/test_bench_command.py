@@ -122,6 +122,8 @@ def test_nobody_there_is_one_sentence() -> None:
         ["--percentile-metrics", "ttft,speed"],
         ["--metric-percentiles", "101"],
         ["--extra-body", "[1]"],
+        ["--api-key", "\u00e4"],
+        ["--api-key", "right\r\nx-more: 1"],
         ["--random-range-ratio", "0.5", "--random-sigma", "1"],
         ["--prompt-format", "text"],
         ["--dataset-name", "prefix_repetition", "--num-turns", "2"],
