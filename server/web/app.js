@@ -130,7 +130,7 @@ function request() {
     model: $("model").value,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     temperature: $("temperature").valueAsNumber || 0,
-    ...(Number.isInteger(maxTokens) ? { max_tokens: maxTokens } : {}),
+    ...(Number.isNaN(maxTokens) ? {} : { max_tokens: maxTokens }), // what is none is the server's to refuse
     stream: true,
     stream_options: { include_usage: true },
   };

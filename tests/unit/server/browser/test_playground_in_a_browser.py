@@ -267,6 +267,14 @@ def test_a_question_that_waits_can_be_stopped(page: Page) -> None:
         assert page.evaluate("document.querySelector('#message').value") == "early"
 
 
+def test_half_a_token_is_refused_and_not_passed_over(page: Page, server: LiveServer) -> None:
+    visit(page, server)
+    page.evaluate("document.querySelector('#max-tokens').value = '1.5'")
+    ask(page, "hi")
+    wait_until(lambda: page.evaluate("document.querySelector('.turn.failed')") is not None)
+    assert "max_tokens" in page.evaluate("document.querySelector('.turn.failed').textContent")
+
+
 @pytest.mark.parametrize("status", [502, 503])
 def test_a_page_waits_for_a_server_behind_a_proxy_to_come_back(page: Page, server: LiveServer, status: int) -> None:
     with proxied(server) as proxy:
