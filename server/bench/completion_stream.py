@@ -60,7 +60,7 @@ class CompletionStream:
         except msgspec.MsgspecError as error:
             self._fail(why.STREAM_ERROR, f"{error}: {data[:MAX_DETAIL]!r}")
             return
-        if event.error:
+        if event.error and bytes(event.error) != b"null":
             self._fail(why.STREAM_ERROR, _message(bytes(event.error)))
         if event.usage is not None and event.usage.completion_tokens is not None:
             self._usage = event.usage

@@ -321,6 +321,7 @@ def test_an_error_in_the_stream_is_never_a_success() -> None:
     assert failure_of(token(), error, usage(3), DONE) == (why.STREAM_ERROR, "out of memory")
     assert failure_of(token(), {"error": "short"}) == (why.STREAM_ERROR, "short")
     assert failure_of(token(), b"{nonsense")[0] == why.STREAM_ERROR
+    assert failure_of(*(one | {"error": None} for one in GOOD[:-1]), DONE) == (None, "")
 
 
 def test_a_refusal_says_its_status_and_message() -> None:
