@@ -114,7 +114,7 @@ def serve(
             workload = SharedDocuments(num_prompts, *documents, *sizes)
         draw = _drawing(vocab_size, tokenizer if prompt_format == "text" else None, prompt_format)
         conversations = draw(workload, seed)
-        warmups = draw(replace(workload, count=num_warmups), seed + 1)
+        warmups = draw(replace(workload, count=num_warmups), f"warm-ups of {seed}")  # of no number's run
         shape = LoadShape(request_rate, arrival_process, burstiness, max_concurrency, seed)
         extra = parse_object(extra_body)
         check_writable(result)
@@ -153,7 +153,7 @@ def check_workload_flags(dataset_name: str, asked: Mapping[str, Any]) -> None:
 
 def _drawing(
     vocab_size: int, tokenizer: str | None, prompt_format: str
-) -> Callable[[Workload, int], list[Conversation]]:
+) -> Callable[[Workload, int | str], list[Conversation]]:
     """How conversations are drawn: as token ids, or as texts of exact length. Raises ValueError."""
     if prompt_format == "token_ids":
         ids = range(vocab_size // 10, vocab_size)

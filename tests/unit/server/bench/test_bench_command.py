@@ -58,10 +58,11 @@ def test_tokens_that_come_in_one_chunk_are_counted_where_the_server_is_asked_to_
 
 def test_warm_ups_are_not_measured_and_not_what_is_measured(server: LiveServer) -> None:
     server.engine.script = ENDLESS
-    code, output = bench(server, "--num-warmups", "2", "--max-concurrency", "1")
-    assert code == 0, output
+    for seed in ("0", "1"):  # the next run's prompts are others, too: a prefix cache would know them
+        code, output = bench(server, "--num-warmups", "2", "--max-concurrency", "1", "--seed", seed)
+        assert code == 0, output
     prompts = [tuple(request.prompt_token_ids) for request in server.engine.requests]
-    assert len(set(prompts)) == len(prompts) == 8
+    assert len(set(prompts)) == len(prompts) == 16
 
 
 def test_an_answer_that_stops_early_fails_the_run_and_says_why(server: LiveServer) -> None:
