@@ -336,7 +336,7 @@ def test_first_weights_are_a_function_of_the_seed(session: TrainingSession) -> N
 
 
 def test_targets_that_the_layers_do_not_have_are_refused_with_those_they_have(session: TrainingSession) -> None:
-    with pytest.raises(PlanError, match=r"have no linear qkv; they have down_proj, gate_proj, k_proj"):
+    with pytest.raises(PlanError, match=r"have no linear qkv that LoRA could adapt; they have down_proj, gate_proj"):
         session.create("train-q", LoraSettings(target_modules=("qkv", "q_proj")), seed=0)
 
 
