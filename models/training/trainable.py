@@ -36,7 +36,7 @@ from models.training.head import ModelHead
 from models.training.logprobs import chunk_rows, token_logprobs
 from models.training.packing import PackedBatch
 from models.training.plan import LoraSettings, TrainingDType, TrainingPlan
-from models.training.size import check_memory
+from models.training.size import check_memory, check_plain
 from models.training.targets import peft_targets
 
 _log = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class TrainableModel:
         self.device = device
         dtype = _dtype(plan.dtype, device)
         if plan.lora is None and load_format == "auto":
+            check_plain(source)
             check_memory(source, device, dtype)
         self.base = load_for_training(source, dtype=dtype, device=device, load_format=load_format)
         self.config = self.base.config.get_text_config()

@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from quantized_folders import fp8
 from training_runs import SIZES, random_examples, tiny_plan, write_model
 from transformers import (
     AutoModelForCausalLM,
@@ -73,6 +74,14 @@ def test_chosen_targets_alone_are_trained(tiny_folder: Path) -> None:
 def test_targets_that_the_layers_do_not_have_are_refused_with_those_they_have(tiny_folder: Path) -> None:
     with pytest.raises(PlanError, match=r"no linear lm_head, qkv that LoRA could adapt; they have down_proj"):
         trainable(tiny_folder, lora=LoraSettings(4, 8, target_modules=("qkv", "q_proj", "lm_head")))
+
+
+def test_a_quantised_model_is_not_tuned_whole_though_its_weights_are_dequantised(tmp_path: Path) -> None:
+    """What transformers saves of one has names of weights and of their scales mixed up."""
+    source, _ = fp8(tmp_path)
+    assert source.folder is not None
+    with pytest.raises(PlanError, match="the base model is quantised: not all of its weights can be trained"):
+        trainable(source.folder, lora=None)
 
 
 def test_full_tuning_trains_every_parameter(tiny_folder: Path) -> None:
