@@ -51,9 +51,12 @@ def _without_prepend(state: dict[str, Any]) -> list[str]:
 def _without_space(state: dict[str, Any]) -> list[str]:
     """The same of what cuts texts into words, where that is the first to see them."""
     splitter = state["pre_tokenizer"] or {"type": "Sequence", "pretokenizers": []}
-    first = splitter if splitter["type"] != "Sequence" else next(iter(splitter["pretokenizers"]), {"type": "none"})
-    scheme = str(first.get("prepend_scheme", "never"))
-    if first["type"] == "Metaspace" and scheme != "never":
+    steps: list[dict[str, Any]] = splitter["pretokenizers"] if splitter["type"] == "Sequence" else [splitter]
+    if not steps:
+        return []
+    first = steps[0]
+    if first["type"] == "Metaspace" and first["prepend_scheme"] != "never":
+        scheme = str(first["prepend_scheme"])
         first["prepend_scheme"] = "never"
         return [scheme]
     if first["type"] == "ByteLevel" and first["add_prefix_space"]:
