@@ -63,6 +63,14 @@ def test_control_tokens_end_a_run_of_bytes_that_is_echoed() -> None:
     assert offsets(tokenizer, token_ids, "日a") == [0, 0, 0, 0, 1, 1]
 
 
+def test_a_space_that_decoding_leaves_out_is_in_the_echo() -> None:
+    tokenizer = sentencepiece_like()
+    start, hello, dot = (tokenizer.source.convert_tokens_to_ids(token) for token in ("<s>", "▁hello", "."))
+    assert offsets(tokenizer, [hello, dot], " hello.") == [0, 6]
+    assert offsets(tokenizer, [start, hello, dot], "<s> hello.") == [0, 3, 9]
+    assert offsets(tokenizer, [start, hello, dot], "hello.") == [0, 0, 5]
+
+
 def test_the_first_token_has_none_and_comes_once(tokenizer: TextTokenizer) -> None:
     details = PromptDetails(tokenizer, list(b"hello"), "hello")
     first, second = list(details.feed([])), list(details.feed([scores(1, 2), scores(3, 2)]))
