@@ -31,7 +31,7 @@ logger = logging.getLogger("longwave")
 
 HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung,
 LONGEST_TURNS = 3.0  # or so many times its longest step, if that is more
-WHOLE_MODELS = " (What was tuned with training_type full is served by `longwave serve --model` with its folder.)"
+WHOLE_MODELS = " (If a job made it with training_type full, `longwave serve --model` with its folder serves it.)"
 CHECKPOINTS = " (Checkpoints are not served, only the finished model is.)"
 CHECKPOINT = re.compile(r":ckpt-step-[0-9]+$")
 CUT_GRACE = 2.0  # seconds that cut answers get to send their error event
@@ -162,9 +162,11 @@ class Lifecycle:
         for info in self.adapters(owner):
             if info.name == model:
                 return info
-        hint = ""
-        if model.startswith(FINE_TUNED):
-            hint = CHECKPOINTS if CHECKPOINT.search(model) else WHOLE_MODELS
+        hint, settings = "", self.settings
+        if model.startswith(FINE_TUNED) and CHECKPOINT.search(model):
+            hint = CHECKPOINTS
+        elif model.startswith(FINE_TUNED) and settings.enable_fine_tuning and settings.fine_tuning_max_full_parameters:
+            hint = WHOLE_MODELS
         raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.{hint}", param="model")
 
     def adapter_name(self, model: str | None) -> str | None:

@@ -6,6 +6,7 @@ Fields and meanings: peft.LoraConfig. A field that is not known here may only sa
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +128,7 @@ def _rank(value: Any, name: str) -> int:
 
 
 def _alpha(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise AdapterError(f"{name} is {_shown(value)}, not a number")
     return float(value)
 

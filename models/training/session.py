@@ -90,6 +90,7 @@ class TrainingSession:
         assert self._base.adapter is not None
         self._peft = self._base.adapter
         unused: Any = self._peft.peft_config["default"]
+        self._unused = unused
         self._linears = frozenset(unused.target_modules)
         self._models: dict[str, _Model] = {}
 
@@ -106,8 +107,8 @@ class TrainingSession:
         targets = self._linears if lora.target_modules is None else frozenset(lora.target_modules)
         if unknown := sorted(targets - self._linears):
             raise PlanError(
-                f"target_modules: the decoder layers have no linear {', '.join(unknown)}; "
-                f"they have {', '.join(sorted(self._linears))}"
+                f"target_modules: the decoder layers have no linear {', '.join(unknown)} that LoRA could "
+                f"adapt; they have {', '.join(sorted(self._linears))}"
             )
         config = LoraConfig(
             task_type="CAUSAL_LM",
@@ -115,6 +116,8 @@ class TrainingSession:
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=sorted(targets),
+            exclude_modules=self._unused.exclude_modules,
+            fan_in_fan_out=self._unused.fan_in_fan_out,
         )
         with enough_memory(f"{self.device} has too little memory for another model: unload one, or lower its rank"):
             try:

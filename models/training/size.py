@@ -27,12 +27,18 @@ def num_parameters(source: ModelSource) -> int:
         raise ModelLoadError(f"{source.name} has no whole *.safetensors files: {error}") from error
 
 
-def check_size(source: ModelSource, most: int) -> None:
-    """Raises PlanError for a model of more than `most` parameters, and for a quantised one; ModelLoadError."""
+def check_plain(source: ModelSource) -> None:
+    """Raises PlanError for a quantised model, also one that is dequantised while it loads: what transformers would save
+    of it is neither. ModelLoadError."""
     from models import descriptions  # of transformers, seconds to import: not for those that ask nothing
 
     if getattr(descriptions.read_config(source.fetch(weights=False)), "quantization_config", None) is not None:
         raise PlanError("the base model is quantised: not all of its weights can be trained")
+
+
+def check_size(source: ModelSource, most: int) -> None:
+    """Raises PlanError for a model of more than `most` parameters, and for a quantised one; ModelLoadError."""
+    check_plain(source)
     parameters = num_parameters(source)
     if parameters > most:
         raise PlanError(

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from models.adapters import find_linears
 from models.loader import LoadFormat, load_for_training
 from models.patching import (
     UnsupportedModelError,
@@ -38,7 +36,8 @@ from models.training.head import ModelHead
 from models.training.logprobs import chunk_rows, token_logprobs
 from models.training.packing import PackedBatch
 from models.training.plan import LoraSettings, TrainingDType, TrainingPlan
-from models.training.size import check_memory
+from models.training.size import check_memory, check_plain
+from models.training.targets import peft_targets
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +56,7 @@ class TrainableModel:
         self.device = device
         dtype = _dtype(plan.dtype, device)
         if plan.lora is None and load_format == "auto":
+            check_plain(source)
             check_memory(source, device, dtype)
         self.base = load_for_training(source, dtype=dtype, device=device, load_format=load_format)
         self.config = self.base.config.get_text_config()
@@ -77,7 +77,7 @@ class TrainableModel:
         if plan.lora is not None:
             self.adapter = _with_lora(self.base, plan.lora, plan)
         self._checkpointing: Checkpointing | None = None
-        if plan.gradient_checkpointing:
+        if plan.gradient_checkpointing and self.base.supports_gradient_checkpointing:  # all families but JetMoE
             enable_checkpointing(self.base, recompute_attention=plan.recompute_attention)
             self._checkpointing = Checkpointing(self.base)
         self.parameters: dict[str, Parameter] = {
@@ -199,7 +199,7 @@ def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) ->
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        **_targets(base, lora.target_modules),
+        **peft_targets(base, lora.target_modules),
     )
     devices = [base.device] if base.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
@@ -211,31 +211,6 @@ def _with_lora(base: PreTrainedModel, lora: LoraSettings, plan: TrainingPlan) ->
     assert isinstance(adapter, PeftModel)
     adapter.peft_config["default"].base_model_name_or_path = plan.model  # PEFT has put the local folder there
     return adapter
-
-
-def _targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> dict[str, Any]:
-    """Which linears learn, in PEFT's terms: of those that the server can adapt, the ones of these (last) names.
-
-    Raises PlanError for a name that none of them has.
-    """
-    linears = find_linears(base)
-    names = {name.rpartition(".")[2] for name in linears}
-    if not names:
-        raise PlanError(f"{type(base).__name__} has no linear layers that LoRA could adapt: tune it fully")
-    unknown = sorted(set(wanted or ()) - names)
-    if unknown:
-        raise PlanError(
-            f"lora.target_modules: the decoder layers have no linear {', '.join(unknown)}; "
-            f"they have {', '.join(sorted(names))}"
-        )
-    chosen = names if wanted is None else set(wanted)
-    # PEFT goes by the ends of names, which experts and towers may share with the layers.
-    others = [name for name, _ in base.named_modules() if name.rpartition(".")[2] in chosen and name not in linears]
-    return {
-        "target_modules": sorted(chosen),
-        "exclude_modules": others or None,
-        "fan_in_fan_out": any(isinstance(layer.module, Conv1D) for layer in linears.values()),  # GPT-2
-    }
 
 
 def enable_checkpointing(model: PreTrainedModel, *, recompute_attention: bool) -> None:

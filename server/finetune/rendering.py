@@ -69,7 +69,8 @@ class _Sequence:
 
     def go_on(self, text: str, *, learnt: bool) -> None:
         """`text`: all of it, of which what is there already is the beginning."""
-        ids = encode_rendered(self._tokenizer, text[len(self.text) :], self._hidden)
+        after = self.tokens[-1] if self.tokens else None
+        ids = encode_rendered(self._tokenizer, text[len(self.text) :], self._hidden, after)
         self.text = text
         self.tokens += ids
         self.targets += [learnt] * len(ids)
@@ -116,7 +117,8 @@ def _render_pair(tokenizer: TextTokenizer, prompt: str, completion: str, max_len
     """The completion is learnt, and that it ends there."""
     before = tokenizer.encode(prompt, add_special_tokens=True)
     end = tokenizer.source.eos_token_id
-    after = [*tokenizer.encode_plain(completion), *([] if end is None else [end])]
+    said = tokenizer.encode_plain(completion, after=before[-1] if before else None)
+    after = [*said, *([] if end is None else [end])]
     return _example([*before, *after], [*(False for _ in before), *(True for _ in after)], max_length)
 
 

@@ -6,11 +6,11 @@ from pydantic import Field, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from server.errors import InvalidRequest
-from server.schemas.labels import UNUSED, CacheOptions
+from server.schemas.labels import CacheOptions
 from server.schemas.prompt_logprobs import PromptLogprobs
 from server.schemas.sampling import MAX_TOP_LOGPROBS, VLLM_UNSUPPORTED, SamplingFields, TokenCount
 from server.schemas.usage import UsageInfo
-from server.schemas.wire import UNSUPPORTED_PART, RequestModel, Text, WireModel
+from server.schemas.wire import UNSUPPORTED_PART, UNUSED, RequestModel, Text, WireModel
 from server.setting_types import TemplateVariables
 from server.text.chat_template import ChatPrompt, Message
 from server.text.choice import TextFinish

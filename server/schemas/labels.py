@@ -5,10 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from server.schemas.wire import RequestModel
+from server.schemas.wire import UNUSED, RequestModel
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's: pairs, characters
-UNUSED = "Accepted, and without effect."
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY, pattern=r"^[^\x00]+$")]
 MetadataValue = Annotated[str, Field(max_length=MAX_VALUE, pattern=r"^[^\x00]*$")]

@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from models.batch import SamplingParams
 from server.errors import InvalidRequest, UnsupportedParameter
-from server.schemas.labels import UNUSED, LabelFields
+from server.schemas.labels import LabelFields
 from server.schemas.sampling_defaults import (
     MinP,
     RepetitionPenalty,
@@ -16,7 +16,7 @@ from server.schemas.sampling_defaults import (
     TopP,
 )
 from server.schemas.usage import IncludeUsage
-from server.schemas.wire import ModelName, RequestModel, TokenId
+from server.schemas.wire import UNUSED, ModelName, RequestModel, TokenId
 from server.settings import MAX_MODEL_LEN
 
 MAX_N = 128  # OpenAI's; the server's own cap (settings.max_n) is lower

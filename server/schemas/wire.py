@@ -2,8 +2,16 @@
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest
@@ -14,6 +22,9 @@ MAX_TOKEN_IDS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
 # Types of errors; pydantic knows in which object, and their context has the field's name, and the kind of a part.
 UNSUPPORTED, UNSUPPORTED_PART = "unsupported_parameter", "unsupported_part"
+NEUTRAL = "Not served: accepted only where it asks for what happens anyway."
+UNUSED = "Accepted, and without effect."
+_JSON_TYPES: dict[type, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -64,6 +75,28 @@ class RequestModel(WireModel):
                 raise PydanticCustomError(UNSUPPORTED, "'{name}' is not served here", {"name": name})
         dropped = cls.harmless | cls.unsupported.keys()
         return {name: value for name, value in body.items() if name not in dropped}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """With the fields that are taken and not used: what is sent by a client that was made from it is accepted."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, neutrals in sorted(cls.unsupported.items()):
+            properties[name] = {"anyOf": [*map(_exactly, neutrals), {"type": "null"}], "description": NEUTRAL}
+        for name in sorted(cls.harmless):
+            properties[name] = {"description": UNUSED}
+        return schema
+
+
+def _exactly(value: Any) -> dict[str, Any]:
+    """The JSON schema of this value alone."""
+    if isinstance(value, dict):
+        fields = {name: _exactly(one) for name, one in value.items()}
+        return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    if isinstance(value, list):
+        items = {"items": {"enum": value}} if value else {"items": {}}
+        return {"type": "array", **items, "minItems": len(value), "maxItems": len(value)}
+    return {"type": _JSON_TYPES[type(value)], "const": value}
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -115,13 +115,16 @@ class HiddenTexts:
                 yield self._mark + other, False
 
 
-def encode_rendered(tokenizer: TextTokenizer, rendered: str, hidden: HiddenTexts) -> list[int]:
-    """A rendered conversation, or a piece of one, with the text that `hide_control_text` took out back in its place."""
-    return [
-        token_id
-        for piece, was_hidden in hidden.pieces(rendered)
-        for token_id in (tokenizer.encode_plain(piece) if was_hidden else tokenizer.encode(piece))
-    ]
+def encode_rendered(
+    tokenizer: TextTokenizer, rendered: str, hidden: HiddenTexts, after: int | None = None
+) -> list[int]:
+    """A rendered conversation, or a piece of one behind the token `after`, with the text that `hide_control_text` took
+    out back in its place."""
+    ids: list[int] = []
+    for piece, was_hidden in hidden.pieces(rendered):
+        encode = tokenizer.encode_plain if was_hidden else tokenizer.encode
+        ids += encode(piece, after=ids[-1] if ids else after)
+    return ids
 
 
 def hide_control_text(tokenizer: TextTokenizer, message: Message, hidden: HiddenTexts) -> Message:

@@ -86,7 +86,7 @@ class ChoiceText:
             is_text = at < num_texts
             # Behind an echoed prompt's, every token has its log-probability: callers count from the end.
             if delta.logprobs is not None and (is_text or self._echoed_logprobs is not None):
-                details.append(self._detail(token_id, delta.logprobs[at]))
+                details.append(self._detail(token_id, delta.logprobs[at], is_text=is_text))
             if not is_text:  # the token that stopped it: counted, never shown
                 break
             text, stopped = self._text_of(token_id)
@@ -115,10 +115,11 @@ class ChoiceText:
         result = self._stop.feed(self._detokenizer.finish())
         return (result.text, True) if result.stopped else (result.text + self._stop.finish(), False)
 
-    def _detail(self, token_id: int, logprobs: TokenLogprobs) -> TokenDetail:
+    def _detail(self, token_id: int, logprobs: TokenLogprobs, *, is_text: bool) -> TokenDetail:
         top = Candidate.likeliest(self._tokenizer, logprobs.top)
         chosen = Candidate.of(self._tokenizer, token_id, logprobs.logprob, logprobs.rank)
-        return TokenDetail(chosen, top, self._num_echoed + self._num_characters)
+        before = self._num_characters + self._detokenizer.num_held_before(token_id if is_text else None)
+        return TokenDetail(chosen, top, self._num_echoed + before)
 
 
 def _with_top(details: Sequence[TokenDetail], count: int | None) -> list[TokenDetail]:

@@ -75,9 +75,17 @@ class PromptDetails:
         token_id = self._token_ids[self._num_tokens]
         self._num_tokens += 1
         chosen = Candidate.of(self._tokenizer, token_id, logprob, rank)
-        detail = TokenDetail(chosen, top, min(self._num_characters, len(self._echo)), is_first)
-        text = self._detokenizer.feed((token_id,))
-        if token_id in self._tokenizer.special_ids and self._echo.startswith(chosen.text, self._num_characters):
-            text = chosen.text  # a text is echoed as it was written
-        self._num_characters += len(text)
-        return detail
+        is_special = token_id in self._tokenizer.special_ids
+        begin = self._num_characters + self._detokenizer.num_held_before(None if is_special else token_id)
+        if is_special and self._echo.startswith(chosen.text, begin):  # a text is echoed as it was written
+            self._pass(self._detokenizer.finish() + chosen.text)
+        else:
+            self._pass(self._detokenizer.feed((token_id,)))
+        return TokenDetail(chosen, top, min(begin, len(self._echo)), is_first)
+
+    def _pass(self, text: str) -> None:
+        """The echo goes on with `text`, perhaps behind a space that decoding leaves out: SentencePiece's first."""
+        at = self._num_characters
+        if text and not self._echo.startswith(text, at) and self._echo.startswith(f" {text}", at):
+            at += 1
+        self._num_characters = at + len(text)

@@ -24,6 +24,11 @@ class Detokenizer(Protocol):
         """What is held back although it may be whole: it is text if nothing follows."""
         ...
 
+    def num_held_before(self, token_id: int | None) -> int:
+        """How many characters of what is held back stand in front of the token that follows (None: of the end): not
+        the one that it goes on with."""
+        ...
+
 
 class ByteDetokenizer:
     """For byte-level vocabularies: every token is some bytes, so text is one incremental UTF-8 decoding of them."""
@@ -42,6 +47,14 @@ class ByteDetokenizer:
 
     def held(self) -> str:
         return ""
+
+    def num_held_before(self, token_id: int | None) -> int:
+        unfinished, _ = self._decoder.getstate()
+        if not unfinished or token_id in self._tokenizer.special_ids:
+            return 0
+        first = b"" if token_id is None else self._tokenizer.token_bytes(token_id)[:1]
+        # The byte that follows is in the last of these, whether that goes on or begins with it.
+        return len((unfinished + first).decode("utf-8", errors="replace")) - len(first)
 
 
 class WindowDetokenizer:
@@ -66,7 +79,23 @@ class WindowDetokenizer:
     def held(self) -> str:
         end = len(self._window)
         may_be_whole = end > self._num_shown and self._tokenizer.is_byte_fallback(self._window[-1])
-        return self._text(end) if may_be_whole and self._num_whole(self._window) == end else ""
+        return self._text(self._window) if may_be_whole and self._num_whole(self._window) == end else ""
+
+    def num_held_before(self, token_id: int | None) -> int:
+        """Of a run of bytes that a later one will break, as if it stayed whole: that is not foreseen."""
+        held = self._window
+        if len(held) == self._num_shown or token_id in self._tokenizer.special_ids:
+            return 0
+        text = self._text(held)
+        if token_id is None:
+            return len(text)
+        with_it = [*held, token_id]
+        if all(map(self._tokenizer.is_byte_fallback, with_it[-2:])):
+            breaks = self._num_unfinished(with_it) is None
+            return len(self._text(with_it)) - 1 if breaks else len(self._text(held[: self._num_whole(held)]))
+        longer = self._text(with_it)
+        stays = longer.startswith(text) and len(longer) > len(text)
+        return len(text if stays else text.rstrip(REPLACEMENT))
 
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -80,14 +109,14 @@ class WindowDetokenizer:
         return is_byte or self._tokenizer.decode(self._window).endswith(REPLACEMENT)
 
     def _show(self, end: int) -> str:
-        text = self._text(end)
+        text = self._text(self._window[:end])
         self._window, self._num_shown = self._window[self._num_shown :], end - self._num_shown
         return text
 
-    def _text(self, end: int) -> str:
-        """Of the window's tokens up to `end` that are not shown."""
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Of those that are not shown: `tokens` begin as the window does."""
         before = self._tokenizer.decode(self._window[: self._num_shown])
-        text = self._tokenizer.decode(self._window[:end])
+        text = self._tokenizer.decode(tokens)
         if not text.startswith(before):  # what follows broke the run that was shown: it is U+FFFD for each byte now
             run = self._run_start(self._window, self._num_shown)
             before = self._tokenizer.decode(self._window[:run]) + REPLACEMENT * (self._num_shown - run)
@@ -111,13 +140,17 @@ class WindowDetokenizer:
     def _num_whole(self, tokens: Sequence[int]) -> int:
         """How many of them come before the unfinished character of a run of bytes that ends them: all, if it has none,
         or is broken."""
+        return len(tokens) - (self._num_unfinished(tokens) or 0)
+
+    def _num_unfinished(self, tokens: Sequence[int]) -> int | None:
+        """How many bytes of a run that ends them are the beginning of a character. None: the run is broken."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             for token in tokens[self._run_start(tokens, len(tokens)) :]:
                 decoder.decode(self._tokenizer.token_bytes(token))
         except UnicodeDecodeError:
-            return len(tokens)
-        return len(tokens) - len(decoder.getstate()[0])
+            return None
+        return len(decoder.getstate()[0])
 
     def _continues_character(self, token_id: int) -> bool:
         return self._tokenizer.is_byte_fallback(token_id) and self._tokenizer.token_bytes(token_id)[0] & 0xC0 == 0x80

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from server.text.operators_template import NOTHING_SAID, OperatorsTemplate
+from server.text.prefixes import GoingOn
 
 INLINE_CHARACTERS = 4096  # a text this short costs less on the event loop (about a millisecond) than a thread hop
 SAMPLE_CHARACTERS, SAMPLE_EVERY = 2**10, 2**15  # of a text whose tokens are estimated: one part in 32
@@ -41,24 +42,34 @@ class TextTokenizer:
         # A second copy reads special tokens as plain text. (The switch is state of the tokenizer, hence two objects.)
         self._plain: Tokenizer = Tokenizer.from_str(self._tokens.to_str())
         self._plain.encode_special_tokens = True
-        self.is_byte_level = _decodes_bytes(json.loads(self._tokens.to_str()).get("decoder"))
+        state = json.loads(self._tokens.to_str())
+        self._going_on, self._plain_going_on = GoingOn(self._tokens, state), GoingOn(self._plain, state)
+        self.is_byte_level = _decodes_bytes(state.get("decoder"))
         added = self._tokens.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)  # never shown
         self.control_ids = self._control_ids()
         self._control_texts = self._control_texts_by_start()
         self._lacking = [byte for text, byte in BYTE_OF_CHARACTER.items() if self._tokens.token_to_id(text) is None]
-        self._longest = self._longest_token()
+        self._longest = self._longest_token(state)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         self._patient = ThreadPoolExecutor(1, thread_name_prefix="patient-tokenizer")
         self._bytes: dict[int, bytes] = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Special tokens written in `text` become their ids: for templates, and prompts that are all the caller's."""
+    def encode(self, text: str, *, add_special_tokens: bool = False, after: int | None = None) -> list[int]:
+        """Special tokens written in `text` become their ids: for templates, and prompts that are all the caller's.
+        `after`: the token behind which it goes on, without special tokens of its own."""
+        if after is not None:
+            return self._going_on.encode(text, after)
         # The batch call is the one that releases the GIL.
         return list(self._tokens.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """No part of `text` becomes a control token, whatever it spells; decoding gives `text` back."""
+    def encode_plain(self, text: str, *, after: int | None = None) -> list[int]:
+        """No part of `text` becomes a control token, whatever it spells; decoding gives `text` back. `after`: the token
+        behind which it goes on."""
+        if after is not None:
+            ids = self._plain_going_on.encode(text, after)
+            if self.control_ids.isdisjoint(ids):
+                return ids
         parts: list[str | list[int]] = [text]
         while texts := [part for part in parts if isinstance(part, str)]:
             encodings = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
@@ -134,11 +145,10 @@ class TextTokenizer:
         for threads in (self._threads, self._patient):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _longest_token(self) -> int | None:
+    def _longest_token(self, state: dict[str, Any]) -> int | None:
         """The bytes of the longest token (a character has one or more). None where text may have fewer tokens than that
         says: no bytes are spelled, or characters are left out, a normaliser shortens it, added tokens take spaces
         along, or it is dropped between words."""
-        state = json.loads(self._tokens.to_str())
         greedy = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"])
         lacking = any(0x80 <= byte < 0xC0 for byte in self._lacking)  # every character beyond ASCII ends in one
         exact = self.is_byte_level and state["normalizer"] is None and _keeps_text(state["pre_tokenizer"])

@@ -4,12 +4,17 @@ import dataclasses
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from server.app import create_app
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, EngineStats, TokenDelta
 from server.lifecycle import Lifecycle
+from server.schemas.chat import ChatCompletionRequest, ChatMessage
+from server.schemas.completions import CompletionRequest
+from server.schemas.training import CreateModelRequest
+from server.schemas.wire import RequestModel
 from server.settings import Settings
 
 REQUESTS = (
@@ -156,3 +161,16 @@ def test_request_objects_take_no_unknown_fields(schema: dict[str, Any]) -> None:
     closed = {name: model.get("additionalProperties") for name, model in schema["components"]["schemas"].items()}
     for name in (*REQUESTS, "ChatMessage", "TextPart", "StreamOptions"):
         assert closed[name] is False, name
+
+
+@pytest.mark.parametrize("model", [ChatCompletionRequest, CompletionRequest, ChatMessage, CreateModelRequest])
+def test_fields_that_ask_for_nothing_are_described_with_the_values_that_are_accepted(
+    schema: dict[str, Any], model: type[RequestModel]
+) -> None:
+    fields = schema["components"]["schemas"][model.__name__]["properties"]
+    for name, neutrals in model.unsupported.items():
+        assert fields[name]["description"].startswith("Not served"), name
+        assert all(jsonschema_rs.is_valid(fields[name], value) for value in (None, *neutrals)), name
+        assert not jsonschema_rs.is_valid(fields[name], "what nobody ever said"), name
+    for name in model.harmless:
+        assert fields[name] == {"description": "Accepted, and without effect."}

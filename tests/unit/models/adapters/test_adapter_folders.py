@@ -97,6 +97,7 @@ def test_missing_pieces_are_named(batch: PackedBatch, folder: Path, tmp_path: Pa
         ({"r": "8"}, 'r is "8", not a rank'),
         ({"lora_alpha": None}, "lora_alpha is null"),
         ({"lora_alpha": 1e400}, "lora_alpha is Infinity"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
         ({"lora_alpha": 1e41}, "are not finite in float32"),
         ({"use_rslora": "yes"}, "use_rslora is"),
         ({"rank_pattern": [1]}, "rank_pattern is [1], not an object"),

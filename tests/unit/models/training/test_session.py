@@ -10,7 +10,8 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from training_runs import SIZES, VOCABULARY, write_model
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
 from models import registry
 from models.training import (
@@ -335,8 +336,25 @@ def test_first_weights_are_a_function_of_the_seed(session: TrainingSession) -> N
     assert not torch.equal(answers[0], answers[2])
 
 
+def test_modules_that_share_a_linear_layer_s_name_are_left_alone(tmp_path: Path) -> None:
+    """Gemma 3n's linear layers are called q_proj, ..., and 0: as its first decoder layer is."""
+    sizes: dict[str, Any] = {**SIZES, "intermediate_size": [48, 48], "head_dim": 16, "sliding_window": 8}
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4}
+    config = Gemma3nTextConfig(
+        **sizes,
+        **per_layer,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    session = make_session(write_model(tmp_path, config))
+    session.create("train-gemma", LORA, seed=1)
+    learn(session, "train-gemma", 1)
+    assert session.steps("train-gemma") == 1
+
+
 def test_targets_that_the_layers_do_not_have_are_refused_with_those_they_have(session: TrainingSession) -> None:
-    with pytest.raises(PlanError, match=r"have no linear qkv; they have down_proj, gate_proj, k_proj"):
+    with pytest.raises(PlanError, match=r"have no linear qkv that LoRA could adapt; they have down_proj, gate_proj"):
         session.create("train-q", LoraSettings(target_modules=("qkv", "q_proj")), seed=0)
 
 

@@ -7,13 +7,16 @@ from typing import Any
 import peft
 import pytest
 import torch
+from quantized_folders import fp8
 from training_runs import SIZES, random_examples, tiny_plan, write_model
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     Gemma2Config,
+    Glm4MoeConfig,
     GPT2Config,
     GraniteConfig,
+    JetMoeConfig,
     Llama4TextConfig,
     MistralConfig,
     Phi3Config,
@@ -69,8 +72,16 @@ def test_chosen_targets_alone_are_trained(tiny_folder: Path) -> None:
 
 
 def test_targets_that_the_layers_do_not_have_are_refused_with_those_they_have(tiny_folder: Path) -> None:
-    with pytest.raises(PlanError, match=r"no linear lm_head, qkv; they have down_proj, gate_proj"):
+    with pytest.raises(PlanError, match=r"no linear lm_head, qkv that LoRA could adapt; they have down_proj"):
         trainable(tiny_folder, lora=LoraSettings(4, 8, target_modules=("qkv", "q_proj", "lm_head")))
+
+
+def test_a_quantised_model_is_not_tuned_whole_though_its_weights_are_dequantised(tmp_path: Path) -> None:
+    """What transformers saves of one has names of weights and of their scales mixed up."""
+    source, _ = fp8(tmp_path)
+    assert source.folder is not None
+    with pytest.raises(PlanError, match="the base model is quantised: not all of its weights can be trained"):
+        trainable(source.folder, lora=None)
 
 
 def test_full_tuning_trains_every_parameter(tiny_folder: Path) -> None:
@@ -209,6 +220,35 @@ def test_routers_and_experts_keep_their_weights(tmp_path: Path) -> None:
     assert not [name for name in model.parameters if ".experts." in name or "router" in name]
     assert [name for name in model.parameters if ".shared_expert." in name]
     check_packed_path(model)
+
+
+def test_what_peft_means_experts_by_is_no_target(tmp_path: Path) -> None:
+    """It would train parameters of experts in the place of the dense layer and the shared expert of these names."""
+    sizes: dict[str, Any] = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = Glm4MoeConfig(**DECODER, **sizes, n_group=1, topk_group=1, first_k_dense_replace=1)
+    folder = write_model(tmp_path / "model", config)
+    model = trainable(folder)
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in model.parameters}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    check_packed_path(model)
+    (tmp_path / "adapter").mkdir()
+    model.save_adapter(tmp_path / "adapter")
+    limits = LoraLimits(max_loras=1, max_lora_rank=8)
+    linears = find_linears(trainable(folder, lora=None).base)
+    slots = AdapterSlots(linears, limits, max_num_batched_tokens=8, dtype=torch.float32, device=CPU)
+    assert slots.read(7, str(tmp_path / "adapter")).num_layers == 8
+    for wanted in ("down_proj", "gate_proj"):
+        with pytest.raises(PlanError, match=f"no linear {wanted} that LoRA could adapt; they have k_proj, o_proj"):
+            trainable(folder, lora=LoraSettings(4, 8, target_modules=(wanted,)))
+
+
+def test_a_family_that_recomputes_no_layers_keeps_them_and_its_routers(tmp_path: Path) -> None:
+    config = JetMoeConfig(**DECODER, kv_channels=16, num_local_experts=3, num_experts_per_tok=2)
+    model = trainable(write_model(tmp_path, config))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in model.parameters} == {"kv_proj"}
+    check_packed_path(model)
+    model.logprobs(build(random_examples(3), (0, 1, 2), CPU))[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters.values())
 
 
 def test_the_engine_s_slots_give_the_trained_logits(tiny_folder: Path, tmp_path: Path) -> None:

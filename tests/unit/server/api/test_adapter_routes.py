@@ -197,11 +197,27 @@ def test_only_models_that_were_fine_tuned_here_are_deleted(lora_server: LiveServ
             assert error(client.delete(f"/v1/models/{name}")) == (400, None, "model")
         assert error(client.delete("/v1/models/nothing")) == (404, "model_not_found", "model")
         assert error(client.delete("/v1/models/ft:tiny:x:1")) == (404, "model_not_found", "model")
-        told = client.get("/v1/models/ft:tiny:x:1").json()["error"]["message"]
-        assert "training_type full is served by `longwave serve --model` with its folder" in told
         told = client.get("/v1/models/ft:tiny:x:1:ckpt-step-4").json()["error"]["message"]
         assert told.endswith("(Checkpoints are not served, only the finished model is.)")
     assert "fr" in lora_server.engine.infos
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({}, "(If a job made it with training_type full, `longwave serve --model` with its folder serves it.)"),
+        ({"fine_tuning_max_full_parameters": 0}, "access to it."),
+        ({"enable_fine_tuning": False}, "access to it."),
+    ],
+)
+def test_a_fine_tuned_model_that_is_not_here_may_be_a_whole_one_where_jobs_make_them(
+    settings: dict[str, Any], hint: str, tmp_path: Path
+) -> None:
+    with (
+        live_server(data_dir=tmp_path, **{"enable_fine_tuning": True, **settings}) as server,
+        server.client() as client,
+    ):
+        assert client.get("/v1/models/ft:tiny:x:1").json()["error"]["message"].endswith(hint)
 
 
 def test_adapters_of_the_settings_are_loaded_before_the_server_is_ready(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from unittest.mock import Mock
 
 import pytest
 from scripted_engine import EOS, tiny_tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from models.training import Example, Preference
 from server.finetune.rendering import CannotLearnError, render_example
@@ -46,6 +48,44 @@ def test_the_tokens_before_an_answer_are_those_of_a_request(tokenizer: TextToken
     assert list(example.tokens[: len(asked)]) == asked
     assert example.targets[: len(asked)] == (False,) * len(asked)
     assert all(example.targets[len(asked) :])
+
+
+def prefixing(normalizer: Any, splitter: Any) -> TextTokenizer:
+    """SentencePiece's kind: ▁ in front of a text."""
+    characters = ["<s>", "</s>", "▁", *map(chr, range(33, 127)), "\n"]
+    tokens = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(characters)}, merges=[]))
+    tokens.normalizer, tokens.pre_tokenizer = normalizer, splitter
+    tokens.add_special_tokens(["<s>", "</s>"])
+    source = PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>")
+    source.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    return TextTokenizer(source)
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "splitter"),
+    [
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+        (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+        (None, pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+    ],
+)
+def test_no_answer_is_learnt_with_a_space_that_the_tokenizer_puts_in_front_of_texts(
+    normalizer: Any, splitter: Any
+) -> None:
+    tokenizer = prefixing(normalizer, splitter)
+    said = [{"role": role, "content": "hi </s>" if role == "user" else "yes"} for role in ("user", "assistant") * 2]
+    example = render(tokenizer, *said)
+    asked = prompt(tokenizer, *said[:3])
+    assert list(example.tokens[: len(asked)]) == asked
+    answer = [tokenizer.vocabulary_piece(token) for token in example.tokens[len(asked) :]]
+    assert answer == ["y", "e", "s", "</s>"]
+    assert list(example.tokens).count(tokenizer.encode("</s>", after=0)[0]) == 4  # those of the template alone
+    (pair,) = render_example(tokenizer, {"prompt": "a", "completion": " b"}, LIMIT)
+    assert isinstance(pair, Example)
+    assert [tokenizer.vocabulary_piece(token) for token in pair.tokens] == ["▁", "a", "▁", "b", "</s>"]
 
 
 def test_the_answer_and_its_end_are_learnt_and_nothing_after(tokenizer: TextTokenizer) -> None:

@@ -45,9 +45,30 @@ def test_control_tokens_take_room_where_they_are_shown(tokenizer: TextTokenizer,
 def test_a_vocabulary_of_pieces_is_spelled_too() -> None:
     tokenizer = sentencepiece_like()
     text = "日a"
-    found = offsets(tokenizer, [3 + byte for byte in text.encode()], text)
-    assert found == sorted(found)
-    assert (found[0], found[-1]) in ((0, 0), (0, 1))  # bytes are held back until their run ends
+    assert offsets(tokenizer, [3 + byte for byte in text.encode()], text) == [0, 0, 0, 1]
+
+
+def test_bytes_that_are_no_character_take_room(tokenizer: TextTokenizer) -> None:
+    token_ids = [*b"a\xe2", *b"b\xe2\x82", *b"\xe2\x82\xac\xff", *b"c"]
+    echo = tokenizer.decode(token_ids)
+    assert echo == "a\ufffdb\ufffd€\ufffdc"
+    assert offsets(tokenizer, token_ids, echo) == [0, 1, 2, 3, 3, 4, 4, 4, 5, 6]
+
+
+def test_control_tokens_end_a_run_of_bytes_that_is_echoed() -> None:
+    tokenizer = sentencepiece_like()
+    start, end = (tokenizer.source.convert_tokens_to_ids(token) for token in ("<s>", "</s>"))
+    token_ids = [start, *(3 + byte for byte in "日".encode()), end, 3 + ord("a")]
+    assert offsets(tokenizer, token_ids, "<s>日</s>a") == [0, 3, 3, 3, 4, 8]
+    assert offsets(tokenizer, token_ids, "日a") == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_space_that_decoding_leaves_out_is_in_the_echo() -> None:
+    tokenizer = sentencepiece_like()
+    start, hello, dot = (tokenizer.source.convert_tokens_to_ids(token) for token in ("<s>", "▁hello", "."))
+    assert offsets(tokenizer, [hello, dot], " hello.") == [0, 6]
+    assert offsets(tokenizer, [start, hello, dot], "<s> hello.") == [0, 3, 9]
+    assert offsets(tokenizer, [start, hello, dot], "hello.") == [0, 0, 5]
 
 
 def test_the_first_token_has_none_and_comes_once(tokenizer: TextTokenizer) -> None:

@@ -139,3 +139,36 @@ def test_endless_broken_bytes_are_not_held_for_ever() -> None:
 @pytest.mark.parametrize("special", [258, 259, 260])
 def test_control_tokens_are_never_text(tokenizer: TextTokenizer, special: int) -> None:
     assert detokenizer_for(tokenizer, ()).feed([104, special, 105]) == "hi"
+
+
+def places(detokenizer: Detokenizer, tokens: list[int]) -> list[int]:
+    """Of each token's first character in the text of all of them."""
+    found, shown = [], 0
+    for token in tokens:
+        found.append(shown + detokenizer.num_held_before(token))
+        shown += len(detokenizer.feed([token]))
+    assert shown + detokenizer.num_held_before(None) == shown + len(detokenizer.finish())
+    return found
+
+
+def characters_of(data: bytes) -> list[int]:
+    """For each byte, the place of the character that it is of."""
+    return [len((data[: at + 1]).decode(errors="replace")) - 1 for at in range(len(data))]
+
+
+def test_what_is_held_back_has_its_place_before_the_token_that_follows(tokenizer: TextTokenizer) -> None:
+    for tokens in sequences(5, 2000, 256):
+        assert places(ByteDetokenizer(tokenizer), tokens) == characters_of(bytes(tokens)), tokens
+
+
+def test_a_run_of_bytes_has_a_place_for_each_character_or_for_each_byte() -> None:
+    tokenizer = sentencepiece_like()
+    hello, dot = (tokenizer.source.convert_tokens_to_ids(piece) for piece in ("hello", "."))
+
+    def found(*tokens: bytes | int) -> list[int]:
+        ids = [[token] if isinstance(token, int) else [3 + byte for byte in token] for token in tokens]
+        return places(WindowDetokenizer(tokenizer, [hello]), [one for some in ids for one in some])
+
+    assert found("é日".encode(), dot, dot) == [0, 0, 1, 1, 1, 2, 3]
+    assert found(b"\xe6\x97", dot, dot) == [0, 0, 2, 3]
+    assert found("日".encode() + b"\xff", b"\xe6", dot) == [0, 0, 0, 3, 4, 5]  # that it breaks is not foreseen

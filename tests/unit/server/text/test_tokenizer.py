@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from scripted_engine import tiny_tokenizer
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from server.text.tokenizer import INLINE_CHARACTERS, PIECE_CHARACTERS, SAMPLE_EVERY, TextTokenizer
@@ -78,3 +78,37 @@ def test_characters_that_a_vocabulary_leaves_out_are_no_tokens() -> None:
     assert lacking.encode(left_out) == []
     assert lacking.fewest_tokens(left_out * 10**6) == 0
     assert lacking.fewest_tokens(left_out * 10**6 + "x") == 1
+
+
+def with_prefix(scheme: str) -> TextTokenizer:
+    """SentencePiece's kind: ▁ in front of a text, by a normalizer as Llama 2's or where words are cut."""
+    vocabulary = {"<s>": 0, "</s>": 1, "▁": 2, "▁▁": 3, "a": 4, "▁a": 5, "b": 6, "▁b": 7, "\n": 8}
+    tokens = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "▁"), ("▁", "a"), ("▁", "b")]))
+    if scheme == "normalizer":
+        tokens.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokens.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokens.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokens.add_special_tokens(["<s>", "</s>"])
+    source = PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>")
+    return TextTokenizer(source)
+
+
+@pytest.mark.parametrize("scheme", ["normalizer", "first", "always", "never"])
+@pytest.mark.parametrize(
+    "pieces", [("a\n", "a"), ("a", " b"), ("<s>", "a b"), ("a</s>", "\n", "b</s>a"), ("a\n", "b</s>a</s>", "<s>b")]
+)
+def test_a_text_that_goes_on_has_the_tokens_that_it_has_together_with_what_is_in_front(
+    scheme: str, pieces: tuple[str, ...]
+) -> None:
+    tokenizer = with_prefix(scheme)
+    ids: list[int] = []
+    for piece in pieces:
+        ids += tokenizer.encode(piece, after=ids[-1] if ids else None)
+    assert ids == tokenizer.encode("".join(pieces))
+
+
+def test_plain_text_goes_on_without_a_prefix_either() -> None:
+    tokenizer = with_prefix("always")
+    first = tokenizer.encode_plain("b\n")
+    assert tokenizer.encode_plain("a b", after=first[-1]) == tokenizer.encode("b\na b")[len(first) :]
