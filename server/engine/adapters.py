@@ -10,7 +10,7 @@ from itertools import count
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """Mutable; only the table writes to it, and the core to `is_placed`."""
+    """Mutable; only the table writes to it, and the executor to `is_placed`."""
 
     number: int  # what the runner knows it by; never used again
     name: str

@@ -145,7 +145,7 @@ class Drafter:
                     num_sorted += request.num_tokens
                     history = self._histories[request] = _History(request, self.limits)
                 token_ids, expected = history.guess(request.num_in_flight)
-                del token_ids[max(0, request.max_length - request.num_tokens - 1) :]
+                del token_ids[max(0, min(spare, request.max_length - request.num_tokens - 1)) :]
                 if token_ids:
                     candidates.append((min(expected, len(token_ids)), token_ids, request))
         candidates.sort(key=lambda candidate: -candidate[0])

@@ -40,7 +40,8 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def match(self, request: Request) -> list[Entry]:
-        """The longest cached prefix that it may have, in full blocks. Takes nothing."""
+        """The longest cached prefix that it may have, in full blocks. Takes nothing. All of its blocks have their
+        hashes then, for others may wait for what it computes."""
         if not self.enable_prefix_caching:
             return []
         usable = request.num_reusable // self.block_size
@@ -58,7 +59,7 @@ class KVCache:
                 hashes.append(entry.hash)
             hits.append(entry)
             parent = entry.serial
-        self._hash_blocks(request, usable)
+        self._hash_blocks(request, (len(request.token_ids) - 1) // self.block_size)
         return hits
 
     def blocks_to_admit(self, num_blocks: int, hits: Sequence[Entry]) -> int:

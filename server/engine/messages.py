@@ -88,7 +88,8 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """Pushed after each step (at most 10 a second) and once a second when idle: also the engine's heartbeat."""
+    """Pushed after steps (at most 10 a second), with the last of an engine's work, and once a second when idle: also
+    the engine's heartbeat."""
 
     num_running: int
     num_waiting: int

@@ -58,7 +58,7 @@ def urgency(request: Request, num_computed: int, model: StepTimeModel) -> Urgenc
     """Short prompts first; then by the seconds of work that are left, and by when it came: an order that stays the same
     while a request waits. Time is that of the engine, predicted: it stands still when nothing runs, and is right in
     proportion on any device."""
-    seconds = model.prompt_seconds(num_computed, request.num_tokens - num_computed)
+    seconds = model.prompt_seconds(num_computed, request.num_tokens - num_computed, is_scored=request.is_to_be_scored)
     return seconds > SHORT, seconds + AGEING * request.entered_at
 
 
@@ -124,10 +124,11 @@ class PrefillPlan:
             if other is oldest:
                 reserved_tokens, reserved_seconds = 0, 0.0
             tokens -= other.num_remaining
-            work = work.with_chunk(other.num_computed, other.num_remaining)
+            work = work.with_chunk(other.num_computed, other.num_remaining, is_scored=other.is_to_be_scored)
         if tokens - reserved_tokens < min(remaining, MIN_CHUNK):
             return False
-        work = work.with_chunk(num_computed, min(remaining, self._min_timed_chunk))
+        count = min(remaining, self._min_timed_chunk)
+        work = work.with_chunk(num_computed, count, is_scored=newcomer.is_to_be_scored)
         return self._limit == inf or self.model.predict(work) <= self._limit - reserved_seconds
 
     def shares(self) -> tuple[list[tuple[Request, int]], StepWork]:
@@ -151,7 +152,7 @@ class PrefillPlan:
                 continue
             shares.append((request, count))
             tokens -= count
-            work = work.with_chunk(request.num_computed, count)
+            work = work.with_chunk(request.num_computed, count, is_scored=request.is_to_be_scored)
         return shares, work
 
     def _turn(self, request: Request, num_computed: int) -> Turn:
@@ -167,7 +168,7 @@ class PrefillPlan:
         limit = max(longest * target, reading / WEIGHTS_SHARE, keys / KEYS_SHARE)
         limit = min(limit, max(LONGEST_WAIT, 2 * target))
         in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
-        if model.prompt_seconds(prompt.num_computed, prompt.num_remaining) <= target:
+        if self._seconds(prompt) <= target:
             limit = self._patience(prompt, target, in_burst)  # its first token comes soon, if nothing is in the way
         if self._oldest is None:  # the first prompt: once a step
             for request in self._running:
@@ -195,12 +196,16 @@ class PrefillPlan:
         if self._limit == inf:
             return tokens, 0.0
         spare = max(0.0, self._limit - self.model.predict(self._decodes))
-        return tokens, min(spare / OLDEST_SHARE, self.model.prompt_seconds(oldest.num_computed, oldest.num_remaining))
+        return tokens, min(spare / OLDEST_SHARE, self._seconds(oldest))
+
+    def _seconds(self, prompt: Request) -> float:
+        """What is left of it, in large steps."""
+        return self.model.prompt_seconds(prompt.num_computed, prompt.num_remaining, is_scored=prompt.is_to_be_scored)
 
     def _chunk(self, work: StepWork, request: Request, most: int, limit: float) -> int:
         if limit == inf:
             return most
-        count = self.model.largest_chunk(work, request.num_computed, limit, most)
+        count = self.model.largest_chunk(work, request.num_computed, limit, most, is_scored=request.is_to_be_scored)
         return count if count == most else _whole_tiles(work.rows, count)
 
 

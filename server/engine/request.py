@@ -132,13 +132,17 @@ class Request:
     def num_reusable(self) -> int:
         """Tokens that may be found in the prefix cache: one at least is to be computed, and so is each after which a
         token of the prompt is still to be scored, for what follows from it is not in the cache."""
-        is_scored = not self.wants_scores or self.num_scored == self.num_prompt_tokens - 1
-        return len(self.token_ids) - 1 if is_scored else self.num_scored
+        return self.num_scored if self.is_to_be_scored else len(self.token_ids) - 1
 
     @property
     def wants_scores(self) -> bool:
         """Log-probabilities of the prompt's tokens."""
         return self.sampling.prompt_logprobs is not None
+
+    @property
+    def is_to_be_scored(self) -> bool:
+        """Whether some of them have not come back yet."""
+        return self.wants_scores and self.num_scored < self.num_prompt_tokens - 1
 
     def to_score(self, count: int) -> TokenIds:
         """Tokens of the prompt that follow the next `count` ones to run, if some of them were not scored before."""

@@ -137,8 +137,8 @@ class Scheduler:
 
     def observe(self, step: ScheduledStep, seconds: float) -> None:
         """The step took so long. One with drafts may take longer than its work says, which is for the drafter to learn;
-        one with prompts takes long for other reasons than drafts, and one that scores them for longer than others."""
-        if not step.drafts and not step.scored:
+        one with prompts takes long for other reasons than drafts."""
+        if not step.drafts:
             self.step_time.observe(step.work, seconds)
         if self.drafter is not None and not step.has_prompts:
             self.drafter.observe(len(step.requests), sum(map(len, step.drafts.values())), seconds)

@@ -65,14 +65,15 @@ class ScheduledStep:
         """Some rows alone, before the launch. Who shares with whom is forgotten: such steps are rare."""
         requests, num_tokens = list(compress(self.requests, wanted)), list(compress(self.num_tokens, wanted))
         contexts = (request.num_computed for request in requests)
+        scored = {request: self.scored[request] for request in requests if request in self.scored}
         return replace(
             self,
             requests=requests,
             num_tokens=num_tokens,
-            work=work_of(zip(contexts, num_tokens, strict=True)),
+            work=_scoring(work_of(zip(contexts, num_tokens, strict=True)), scored),
             sharing=NOT_SHARED,
             drafts={request: self.drafts[request] for request in requests if request in self.drafts},
-            scored={request: self.scored[request] for request in requests if request in self.scored},
+            scored=scored,
         )
 
 
@@ -136,10 +137,15 @@ class StepAssembly:
         num_tokens = [1] * len(single) + [counts[request] for request in several]
         wanted = {request: request.to_score(count) for request, count in shares if request.wants_scores}
         scored = {request: token_ids for request, token_ids in wanted.items() if token_ids}
+        work = _scoring(work, scored)
         return ScheduledStep(single + several, num_tokens, admitted, work, sharing, drafts, has_prompts, scored)
 
     def _keys_read(self, keys: int) -> int:
         return round(self._read_share * keys)
+
+
+def _scoring(work: StepWork, scored: dict[Request, TokenIds]) -> StepWork:
+    return work._replace(scored=sum(map(len, scored.values())))
 
 
 def _keys(decodes: Iterable[Request]) -> int:

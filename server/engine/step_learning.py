@@ -31,8 +31,9 @@ class LearningStepTime(StepTimeModel):
         predicted = self.predict(work)
         if seconds <= 0:
             return
-        self._remember(StepSample(work, seconds))
-        if abs(seconds - predicted) > LARGEST_ERROR * predicted:
+        if not work.scored:
+            self._remember(StepSample(work, seconds))
+        if not work.scored and abs(seconds - predicted) > LARGEST_ERROR * predicted:
             self._fit_again()
         else:
             super().observe(work, seconds)

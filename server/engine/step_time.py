@@ -1,12 +1,13 @@
 """How long a step takes, predicted from what runs in it: fitted to measured steps, corrected by every further one. Pure
 arithmetic: no clock, no requests, no device.
 
-    seconds = linear(rows) + attention * pairs + chunk_read * chunk_keys + kv_read * kv_tokens
+    seconds = linear(rows) + attention * pairs + chunk_read * chunk_keys + kv_read * kv_tokens + scoring * scored
 
 linear() is piecewise linear and never falls: flat while a step does little but read weights, then one slope or another
 for each size of the matrix products. chunk_read is what a chunk costs whatever its rows: next to nothing where its keys
-are read while their products are computed, much where float8 pages are copied first. The form, without that and the
-steps of the first part, is that of Sarathi-Serve and of Vidur (arXiv 2403.02310, 2405.05465)."""
+are read while their products are computed, much where float8 pages are copied first. scoring is what the logits of a
+prompt's row take, where they are asked for. The form, without those two and the steps of the first part, is that of
+Sarathi-Serve and of Vidur (arXiv 2403.02310, 2405.05465)."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,9 @@ LARGEST_ERROR = 0.25  # that is believed at once: a step that was disturbed teac
 #: Of its distance from the others a part's correction gives up in a step. Steps of a kind cannot tell the parts apart:
 #: without it their errors would move time from one part to another, for ever.
 RETURN = 0.02
+#: Rows' time that scoring a row takes, until it was measured, and at most: where a large vocabulary is nearly all of a
+#: model, or few rows are scored in a step that no graph serves.
+SCORING, MOST_SCORING = 1.0, 8.0
 
 
 class StepWork(NamedTuple):
@@ -41,15 +45,16 @@ class StepWork(NamedTuple):
     kv_tokens: int = 0  # keys that rows of decodes read
     chunk_keys: int = 0  # keys that chunks read, each once, however many rows see it
     few_pairs: int = 0  # pairs of chunks of so few rows that a GPU only reads keys for them: not among `pairs`
+    scored: int = 0  # rows of prompts that are scored
 
-    def with_chunk(self, context: int, count: int) -> "StepWork":
+    def with_chunk(self, context: int, count: int, *, is_scored: bool = False) -> "StepWork":
         """`count` tokens of one sequence more, after `context` that are in the cache."""
         rows, keys = self.rows + count, context + count
-        pairs = causal_pairs(context, count)
+        pairs, scored = causal_pairs(context, count), self.scored + is_scored * count
         if count < MEMORY_BOUND_ROWS:
             few_pairs = self.few_pairs + (pairs if count > 1 else 0)
-            return self._replace(rows=rows, kv_tokens=self.kv_tokens + keys, few_pairs=few_pairs)
-        return self._replace(rows=rows, pairs=self.pairs + pairs, chunk_keys=self.chunk_keys + keys)
+            return self._replace(rows=rows, kv_tokens=self.kv_tokens + keys, few_pairs=few_pairs, scored=scored)
+        return self._replace(rows=rows, pairs=self.pairs + pairs, chunk_keys=self.chunk_keys + keys, scored=scored)
 
 
 def causal_pairs(context: int, count: int) -> int:
@@ -116,6 +121,7 @@ class StepTimeModel:
         self._chunk_read = chunk_read
         self.hides_reading = hides_reading
         self._factors = [1.0, 1.0, 1.0, 1.0]  # corrections of the four parts
+        self._scoring = SCORING  # in rows of many
 
     @classmethod
     def fit(
@@ -163,37 +169,42 @@ class StepTimeModel:
 
     def predict(self, work: StepWork) -> float:
         """Seconds."""
-        return sum(self._parts(work))
+        seconds = sum(self._parts(work))
+        return seconds + self._scoring * self._row_of_many * work.scored if work.scored else seconds
 
-    def prompt_seconds(self, context: int, count: int) -> float:
+    def prompt_seconds(self, context: int, count: int, *, is_scored: bool = False) -> float:
         """What `count` further tokens of a prompt cost in large steps, that share the reading of weights and keys."""
-        whole = self.linear(LARGE_STEP) / LARGE_STEP
+        whole = self._row_of_many * (1 + is_scored * self._scoring)
         steps = -(-count // LARGE_STEP)
         keys = steps * context + count * (steps + 1) // 2  # of `steps` equal chunks
         pairs = self._factors[1] * self._attention * causal_pairs(context, count)
         return whole * count + pairs + self.keys_read(keys)
 
-    def largest_chunk(self, work: StepWork, context: int, seconds: float, most: int) -> int:
+    def largest_chunk(self, work: StepWork, context: int, seconds: float, most: int, *, is_scored: bool = False) -> int:
         """The largest chunk after `context` tokens, of at most `most`, with which a step that does `work` already stays
         within `seconds`; 0 when there is none."""
         low, high = 0, most
         while low < high:
             middle = most if high == most and low == 0 else (low + high + 1) // 2
-            if self.predict(work.with_chunk(context, middle)) <= seconds:
+            if self.predict(work.with_chunk(context, middle, is_scored=is_scored)) <= seconds:
                 low = middle
             else:
                 high = middle - 1
         return low
 
     def take_over(self, other: "StepTimeModel") -> None:
-        """All that the other predicts from."""
-        self.__dict__.update(other.__dict__)
+        """All that the other predicts from but for scoring, which no fit knows."""
+        self.__dict__.update(other.__dict__ | {"_scoring": self._scoring})
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Takes a measured step: every part of the prediction is corrected as far as it had a share in it."""
+        """Takes a measured step: every part of the prediction is corrected as far as it had a share in it. What one
+        that scores takes besides its other work is the scoring's, and teaches nothing else: no graph serves it."""
         parts = self._parts(work)
         predicted = sum(parts)
         if predicted <= 0 or seconds <= 0:
+            return
+        if work.scored:
+            self._learn_scoring(self._row_of_many * work.scored, seconds - predicted)
             return
         error = min(LARGEST_ERROR, max(-LARGEST_ERROR, seconds / predicted - 1))
         moved = [
@@ -203,7 +214,19 @@ class StepTimeModel:
         mean = sum(moved) / len(moved)
         self._factors = [factor + RETURN * (mean - factor) for factor in moved]
 
+    def _learn_scoring(self, row_seconds: float, seconds: float) -> None:
+        """It took `seconds`, where the rows of a large step would have taken `row_seconds`."""
+        if row_seconds > 0:  # all of a step may have been taken for attention
+            measured = min(max(seconds / row_seconds, 0.0), MOST_SCORING)
+            self._scoring += CORRECTION * (measured - self._scoring)
+
+    @property
+    def _row_of_many(self) -> float:
+        """Seconds of linear() for a row of a large step."""
+        return self.linear(LARGE_STEP) / LARGE_STEP
+
     def _parts(self, work: StepWork) -> tuple[float, ...]:
+        """Without scoring."""
         _, attention, kv_read, _ = self._factors
         pairs, keys = attention * self._attention * self._pairs(work), kv_read * self._kv_read * work.kv_tokens
         return self.linear(work.rows), pairs, keys, self.keys_read(work.chunk_keys)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import deque
+from typing import TypeVar
 
-from models.batch import PromptLogprobs
 from server.engine.messages import TokenDelta
 from server.errors import LongwaveError, RequestFailedError
 
@@ -11,6 +11,8 @@ MAX_EVENTS = 256  # then new deltas are merged into the last one
 #: Tokens and logprobs entries: a reader that far behind is not reading. Those of prompts are packed, no more than the
 #: prompt's length and far faster there than read: whoever asks for them has room for all.
 MAX_BUFFERED = 65_536
+
+T = TypeVar("T")
 
 
 class TokenStream:
@@ -64,13 +66,10 @@ def _weight(delta: TokenDelta) -> int:
 def _merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
     """One delta for both. The lists of `first` are this stream's own and grow in place."""
     first.token_ids.extend(second.token_ids)
-    logprobs = first.logprobs
-    if logprobs is not None:
-        logprobs.extend(second.logprobs or ())
     return TokenDelta(
         first.request_id,
         first.token_ids,
-        logprobs,
+        _both(first.logprobs, second.logprobs),
         second.finish_reason,
         second.stop_token_id,
         second.num_cached_tokens,
@@ -78,7 +77,8 @@ def _merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
     )
 
 
-def _both(first: list[PromptLogprobs] | None, second: list[PromptLogprobs] | None) -> list[PromptLogprobs] | None:
+def _both(first: list[T] | None, second: list[T] | None) -> list[T] | None:
+    """Of one request: a delta of its prompt's scores alone has no tokens, and so no log-probabilities of any."""
     if first is None or second is None:
         return second if first is None else first
     first.extend(second)

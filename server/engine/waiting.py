@@ -251,11 +251,12 @@ class WaitingQueue:
     def _twin_is_ahead(self, request: Request, computing: Sequence[Request]) -> bool:
         """Whether an older prompt is just computing a block that this one needs too: then waiting for it is cheaper
         than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
+        usable = min(request.num_reusable // self.cache.block_size, len(request.block_hashes))
         for twin in computing:
             block = twin.num_filled // self.cache.block_size
             if (
                 twin.sequence_number < request.sequence_number
-                and request.last_hits <= block < min(len(twin.block_hashes), len(request.block_hashes))
+                and request.last_hits <= block < min(len(twin.block_hashes), usable)
                 and twin.block_hashes[block] == request.block_hashes[block]
             ):
                 progress = twin.num_computed + twin.num_filled  # a step in flight is progress too

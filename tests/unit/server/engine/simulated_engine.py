@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from simulated_device import MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, h200_seconds, rehearsed
 
-from models.batch import SamplingParams, StepOutput
+from models.batch import PromptLogprobs, SamplingParams, StepOutput
 from models.shared_runs import SharingLimits
 from server.engine.kv_cache import KVCache
 from server.engine.limits import SchedulerConfig
@@ -76,11 +76,13 @@ class SimulatedEngine:
         self._arrivals: list[tuple[float, str, AddRequest]] = []
         self._random = random.Random(0)
 
-    def ask(self, name: str, at: float, prompt: int | list[int], out: int, tenant: bytes = b"") -> None:
+    def ask(
+        self, name: str, at: float, prompt: int | list[int], out: int, tenant: bytes = b"", *, scored: bool = False
+    ) -> None:
         """`prompt`: token ids, or how many random ones."""
         if isinstance(prompt, int):
             prompt = self._random.choices(range(1, 120_000), k=prompt)
-        sampling = SamplingParams(max_tokens=out, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=out, ignore_eos=True, prompt_logprobs=0 if scored else None)
         message = AddRequest(name, TokenIds(prompt), sampling, tenant)
         insort(self._arrivals, (at, name, message), key=lambda item: item[:2])
         self.answers[name] = Answer(at)
@@ -125,10 +127,17 @@ class SimulatedEngine:
 
     def _collect(self, rows: list[LaunchedRow]) -> None:
         count = sum(row.samples for row in rows)
-        for event in self.scheduler.postprocess(rows, StepOutput([5] * count, [None] * count, [True] * count)):
+        scores = [_scores(row) for row in rows if row.first_scored]
+        for event in self.scheduler.postprocess(rows, StepOutput([5] * count, [None] * count, [True] * count, scores)):
             if isinstance(event, TokenDelta):
                 self.answers[event.request_id].token_times += [self.now] * len(event.token_ids)
         self.scheduler.running.take_released_slots()
+
+
+def _scores(row: LaunchedRow) -> PromptLogprobs:
+    last = row.request.num_prompt_tokens - 1
+    zeros = bytes(4 * (min(row.end, last) - row.first_scored + 1))
+    return PromptLogprobs(0, zeros, zeros, b"", b"")
 
 
 def poisson(rng: random.Random, rate: float, begin: float, end: float) -> Iterator[float]:

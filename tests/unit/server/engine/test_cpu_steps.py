@@ -80,6 +80,20 @@ def test_chats_beside_a_long_prompt_have_half_of_their_tokens_a_second(device: D
     assert max(mine.ttfts("chat")) < max(LONGEST_WAIT, 2 * mine.model.floor / WEIGHTS_SHARE)
 
 
+def scoring_seconds(work: StepWork) -> float:
+    """A prompt's row that is scored takes about as long again."""
+    return cpu_seconds(work) + 0.9e-3 * work.scored
+
+
+def test_chats_beside_a_prompt_that_is_scored_have_about_as_many() -> None:
+    alone, mine = scoring_seconds(StepWork(1, 0, 15)), engine(scoring_seconds)
+    mine.ask("long", mine.now, LONG, 2, scored=True)
+    mine.ask("chat", mine.now + 0.3, 10, 20)
+    mine.run()
+    assert len(mine.gaps("chat")) == 19
+    assert max(mine.gaps("chat")) < 2.4 * alone
+
+
 @pytest.mark.parametrize(("device", "most"), [(cpu_seconds, 1.03), (amx_seconds, 0.95)])
 @pytest.mark.parametrize("length", [655, LONG])
 def test_a_prompt_alone_loses_nothing(device: Device, most: float, length: int) -> None:
@@ -90,10 +104,11 @@ def test_a_prompt_alone_loses_nothing(device: Device, most: float, length: int) 
     assert mine.answers["alone"].ttft < most * before.answers["alone"].ttft
 
 
-@pytest.mark.parametrize("device", [cpu_seconds, amx_seconds, eight_billion])
-def test_no_step_keeps_a_newcomer_or_a_cancellation_waiting_for_long(device: Device) -> None:
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("device", [cpu_seconds, amx_seconds, eight_billion, scoring_seconds])
+def test_no_step_keeps_a_newcomer_or_a_cancellation_waiting_for_long(device: Device, scored: bool) -> None:
     mine = engine(device)
-    mine.ask("long", mine.now, 8000, 2)
+    mine.ask("long", mine.now, 8000, 2, scored=scored)
     mine.run()
     floor = device(StepWork(1))
     assert max(mine.step_seconds) < 1.25 * min(floor / WEIGHTS_SHARE, max(LONGEST_WAIT, 2 * TARGET.of(floor)))

@@ -61,6 +61,13 @@ def test_a_step_has_no_more_rows_than_are_cheap() -> None:
     assert not any(proposed(Drafter(replace(LIMITS, max_rows=19)), *many))
 
 
+def test_more_guesses_than_a_step_has_rows_for_are_cut_and_not_all_left_out() -> None:
+    quotes = [*TEXT, 1, 120, 121, 122, 123]
+    assert proposed(Drafter(replace(LIMITS, max_rows=4)), request(quotes)) == [[124, 125, 126]]
+    drafts = proposed(Drafter(replace(LIMITS, max_rows=5)), request(quotes), request([*TEXT, 1, 2]))
+    assert drafts == [[124, 125, 126], None]
+
+
 def test_guesses_that_are_wrong_end_and_come_back_when_they_would_have_been_right() -> None:
     drafter = Drafter(replace(LIMITS, step_cost=0.5))
     one = request([*TEXT, 1, 120, 121, 122, 123])

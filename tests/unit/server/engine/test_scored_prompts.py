@@ -114,6 +114,32 @@ def test_a_prompt_that_gives_up_its_blocks_half_way_is_scored_on_from_there(cach
     assert 399 <= engine.runner.num_scored < 399 + 32
 
 
+def test_choices_that_are_not_scored_wait_for_the_one_that_is() -> None:
+    """Of n choices with prompt_logprobs the first is scored, and computes the prompt for all."""
+    prompt = tokens(random.Random(0), 1600)
+    engine = Engine(budget=2048)
+    engine.runner.keep_batches = True
+    for name in "abcd":
+        engine.add(name, prompt, prompt_logprobs=1 if name == "a" else None)
+    engine.run()
+    assert all(engine.tokens[name] == expected(prompt, 8) for name in "abcd")
+    assert engine.scores == {"a": expected_scores(prompt)}
+    computed = sum(len(seq.token_ids) for batch in engine.runner.batches for seq in batch.seqs)
+    assert computed < 1600 + 4 * 30
+
+
+def test_a_prompt_that_is_scored_waits_for_no_other() -> None:
+    """It would take nothing from it."""
+    prompt = tokens(random.Random(0), 1600)
+    engine = Engine(budget=4096)
+    engine.add("first", prompt)
+    engine.add("scored", prompt, prompt_logprobs=1)
+    engine.run(until=lambda: "scored" in engine.tokens)
+    assert engine.num_turns <= 3
+    engine.run()
+    assert engine.scores == {"scored": expected_scores(prompt)}
+
+
 def test_a_prompt_of_one_token_has_no_scores() -> None:
     engine = Engine()
     engine.add("r", [5], max_tokens=3, prompt_logprobs=2, ignore_eos=True)

@@ -57,6 +57,18 @@ def test_of_steps_of_one_kind_the_newest_counts() -> None:
         assert model.predict(work_of([(1000, 400)])) == pytest.approx(seconds, rel=0.05)
 
 
+def test_steps_that_score_teach_what_scoring_takes_and_a_new_fit_forgets_nothing_of_it() -> None:
+    model = started(cpu_seconds)
+    scored = StepWork().with_chunk(500, 300, is_scored=True)
+    plain = model.predict(scored._replace(scored=0))
+    for _ in range(30):
+        model.observe(scored, 3 * plain)
+    assert model.predict(scored) == pytest.approx(3 * plain, rel=0.1)
+    assert model.predict(scored._replace(scored=0)) == plain
+    model.observe(StepWork(100), 2 * model.predict(StepWork(100)))  # quite another time: all is fitted again
+    assert model.predict(scored) > 2 * model.predict(scored._replace(scored=0))
+
+
 def test_a_machine_that_has_become_slower_is_learned_anew() -> None:
     model = started(cpu_seconds)
     rng = random.Random(0)
@@ -98,6 +110,7 @@ def test_a_step_that_was_to_take_no_time_at_all_is_learned_from_too() -> None:
     for keys in (100, 400, 1600, 6400, 25_600, 102_400):
         model.observe(StepWork(1, 0, keys), 1e-8 * keys * keys)
     assert model.predict(StepWork(1)) == 0
+    model.observe(StepWork(100, 0, 100, scored=100), 0.1)  # in how many rows' time, nobody can say
     for _ in range(3):
         model.observe(StepWork(100), 0.1)
     assert model.predict(StepWork(100)) == pytest.approx(0.1, rel=0.25)

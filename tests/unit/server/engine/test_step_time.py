@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_device import COPY, copying_seconds, h200_seconds
+from simulated_device import COPY, copying_seconds, h200_seconds, rehearsed
 
 from server.engine.step_time import (
     LARGE_STEP,
@@ -49,8 +49,9 @@ def test_pairs_are_counted_as_causal_attention_sees_them() -> None:
     assert causal_pairs(0, 4) == 1 + 2 + 3 + 4
     assert causal_pairs(10, 2) == 11 + 12
     wide = work_of([(100, 1), (50, MEMORY_BOUND_ROWS)])
-    assert wide == (1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS), 101, 50 + MEMORY_BOUND_ROWS, 0)
-    assert work_of([(100, 1), (50, 2)]) == (3, 0, 101 + 52, 0, causal_pairs(50, 2))
+    rows, pairs = 1 + MEMORY_BOUND_ROWS, causal_pairs(50, MEMORY_BOUND_ROWS)
+    assert wide == StepWork(rows, pairs, kv_tokens=101, chunk_keys=50 + MEMORY_BOUND_ROWS)
+    assert work_of([(100, 1), (50, 2)]) == StepWork(3, kv_tokens=101 + 52, few_pairs=causal_pairs(50, 2))
 
 
 def test_pairs_of_few_rows_take_time_where_the_model_is_told_so() -> None:
@@ -217,3 +218,32 @@ def test_rehearsals_stay_within_the_runners_limits(tokens: int, seqs: int, lengt
         assert len(chunks) <= seqs
         assert 1 <= sum(count for _, count in chunks) <= tokens
         assert all(context >= 0 and count >= 1 and context + count <= length for context, count in chunks)
+
+
+@pytest.mark.parametrize("scoring", [0.0, 0.3, 3.0])
+def test_what_scoring_takes_is_learned_and_changes_no_other_prediction(scoring: float) -> None:
+    """In the time of as many rows. Where no graph serves a step, it takes longer for that, too."""
+    model = rehearsed()
+    row = h200_seconds(StepWork(LARGE_STEP)) / LARGE_STEP
+    others = [work_of([(1000, 1)] * 16), work_of([(5000, 2048)])]
+    before = [model.predict(work) for work in others]
+    for number in range(40):
+        work = work_of([(1000, 1)] * 16).with_chunk(100 * number, 512, is_scored=True)
+        assert work.scored == 512
+        model.observe(work, h200_seconds(work) + scoring * row * work.scored)
+    assert [model.predict(work) for work in others] == before
+    work = StepWork().with_chunk(2000, 1500, is_scored=True)
+    assert model.predict(work) == pytest.approx(h200_seconds(work) + scoring * row * work.scored, rel=0.1)
+    plain, scored = (model.prompt_seconds(0, LARGE_STEP, is_scored=is_scored) for is_scored in (False, True))
+    assert scored - plain == pytest.approx(scoring * row * LARGE_STEP, rel=0.1, abs=1e-4)
+    count = model.largest_chunk(StepWork(), 0, 0.05, 8192, is_scored=True)
+    assert model.predict(StepWork().with_chunk(0, count, is_scored=True)) <= 0.05
+    assert model.predict(StepWork().with_chunk(0, count + 1, is_scored=True)) > 0.05
+
+
+def test_a_disturbed_step_that_scores_is_not_believed_to_the_end() -> None:
+    model = rehearsed()
+    work = StepWork().with_chunk(0, 512, is_scored=True)
+    before = model.predict(work)
+    model.observe(work, 100.0)
+    assert before < model.predict(work) < 5 * before
