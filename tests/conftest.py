@@ -52,6 +52,16 @@ def _one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _no_proxy() -> Iterator[None]:
+    """For servers of this machine, which are all that a test asks: HTTP clients, in child processes too, would go to
+    the one that the caller's environment names."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "127.0.0.1,localhost,::1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _byte_code() -> Iterator[None]:
     """Child processes keep the byte code of what they import, and find that of the ones before, whatever the caller's
     environment says: a server and its engine take 12 s of a CPU to start, and 26 s where nothing has any."""

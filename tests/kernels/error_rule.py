@@ -66,13 +66,14 @@ def bound(truth: Tensor, same_dtype: Tensor, rtol: float) -> float:
 
 
 def assert_out_close(out: Tensor, truth: Tensor, same_dtype: Tensor, rtol: float = 2.0, noise: float = 0.0) -> None:
-    """`noise` is allowed besides: where numbers of size 1 cancel, plain torch may have no error at all. So is, of so
-    few numbers that plain torch may be lucky with all of them, one unit in the last place of the largest."""
+    """`noise` is allowed besides: where numbers of size 1 cancel, plain torch may have no error at all. So is one unit
+    in the last place of the largest, of so few numbers that plain torch may be lucky with all of them, and of float32,
+    where both errors are some of those units, of sums in another order: one seed in 3,800 had refused a right one."""
     if out.numel() == 0:
         return
-    if out.numel() < _MEAN_FROM:
-        noise += torch.finfo(out.dtype).eps * truth.abs().max().item()
     allowed = bound(truth, same_dtype, rtol) + noise
+    if out.numel() < _MEAN_FROM or out.dtype == torch.float32:
+        allowed += torch.finfo(out.dtype).eps * truth.abs().max().item()
     difference = (out - truth).abs()
     error = difference.max().item()
     assert error <= allowed, f"max error {error:.3e}, allowed {allowed:.3e} at {_worst(difference)}"  # NaN fails too

@@ -233,7 +233,9 @@ def test_the_example_environment_holds_no_secret_and_names_every_required_variab
 def test_the_example_environment_names_every_variable() -> None:
     compose = (DOCKER / "compose.yaml").read_text()
 
-    for name in re.findall(r"(?<!\$)\$\{(\w+)", compose):
+    names = re.findall(r"(?<!\$)\$\{(\w+)", compose)
+    assert names
+    for name in names:
         assert re.search(rf"^(# )?{name}=", (DOCKER / ".env.example").read_text(), re.MULTILINE), name
 
 

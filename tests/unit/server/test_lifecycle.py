@@ -154,7 +154,7 @@ from server import process
 from server.app import create_app
 from server.lifecycle import Lifecycle
 engine = fake.ScriptedEngine()
-engine.script = fake.Script(text=b"x" * 300, ends={ends})
+engine.script = fake.Script(text=b"x" * 300, hold_after=None if {ends} else 300)
 engine.load_failure = {failure}
 engine.uses_all_time = {folder!r} is not None
 process.CLOSE_GRACE = {grace}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -79,5 +80,4 @@ def test_a_ready_server_says_where_its_time_went(caplog: pytest.LogCaptureFixtur
     with live_server(engine=TimedEngine()):
         said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ready in ")]
     assert len(said) == 1
-    assert ": before the engine 0." in said[0]
-    assert ", imports 0.3, weights 1.5, after it " in said[0]
+    assert re.search(r": before the engine \d+\.\d, imports 0\.3, weights 1\.5, after it ", said[0])

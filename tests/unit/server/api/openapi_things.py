@@ -88,6 +88,16 @@ class Things:
         _until(ended)
         return results[-1]
 
+    def end(self, future: Any) -> None:
+        """However it does: where a call is wrong, its result is a refusal."""
+        ask = {"request_id": future["request_id"]}
+
+        def ended() -> bool:
+            reply = self._client.post(f"{TRAINING}/retrieve_future", json=ask)
+            return reply.status_code != 200 or reply.json().get("type") != "try_again"
+
+        _until(ended)
+
     def ended_calls(self) -> list[str]:
         """The request ids of one of every kind."""
         model = self.live_model()

@@ -137,6 +137,8 @@ def test_the_page_is_self_contained_and_may_fetch_nothing_else(server: LiveServe
 def test_every_field_of_the_page_has_a_label(server: LiveServer) -> None:
     with server.client() as client:
         page = client.get("/").text
-    for field in re.findall(r'<(?:input|select|textarea) id="([^"]+)"', page):
+    fields = re.findall(r'<(?:input|select|textarea) id="([^"]+)"', page)
+    assert len(fields) == len(re.findall(r"<(?:input|select|textarea)\b", page)) > 0
+    for field in fields:
         labelled = re.search(rf'<label[^>]*>[^<]*<(?:input|select|textarea) id="{field}"', page)
         assert labelled or f'for="{field}"' in page, field

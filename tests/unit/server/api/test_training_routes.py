@@ -12,7 +12,7 @@ from scripted_engine import MAX_MODEL_LEN, MODEL, LiveServer, live_server
 
 sys.path.append(str(Path(__file__).parent.parent / "training"))  # the process follows the room's own tests' script
 
-from served_training import DATUM, create, error, follow, post, retrieve, training_client, training_server
+from served_training import DATUM, create, ended, error, follow, post, retrieve, training_client, training_server
 
 KEYS = {"me": {"authorization": "Bearer key-1"}, "you": {"authorization": "Bearer key-2"}}
 
@@ -141,10 +141,11 @@ def test_a_failed_call_has_openais_error_shape(client: httpx.Client, model: str,
     follow(folder, fail="Compute", kind="diverged")
     try:
         future = post(client, "forward_backward", model_id=model, data=[DATUM])
-        told = error(client, "retrieve_future", 400, request_id=future["request_id"])
+        reply = ended(client, future["request_id"])
     finally:
         follow(folder)
-    assert told == {
+    assert reply.status_code == 400
+    assert reply.json()["error"] == {
         "message": "It is so.", "type": "invalid_request_error", "param": None, "code": "training_diverged",
     }  # fmt: skip
 

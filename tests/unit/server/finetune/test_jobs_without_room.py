@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from job_makers import MODEL, create, leases, messages, opened, step, training
-from working import Run, Work
+from working import Run, Work, write_script
 
 from server.answering import AnsweringSign
 from server.errors import InvalidJobStatus
@@ -84,7 +84,7 @@ def test_a_full_disk_lets_a_job_be_cancelled_and_its_model_be_deleted(
 
 
 def make_room(work: Work) -> None:
-    (work.folder / "script.json").write_text("{}")
+    write_script(work.folder, {})
 
 
 NO_ROOM = {

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from working import Run, Work, is_running
 
+from models.patching import UnsupportedModelError
 from server.finetune import Job
 from server.finetune.attempt import _ended as ended_by
 from server.finetune.messages import MAX_FRAME_BYTES, Stepped
@@ -73,6 +74,8 @@ def test_a_job_that_kills_every_trainer_fails_with_the_reason(run: Run) -> None:
     ],
 )
 def test_what_a_trainer_says_of_its_end_is_the_jobs_reason(run: Run, error: str, code: str, told: str) -> None:
+    assert issubclass(UnsupportedModelError, NotImplementedError)  # which the scripted trainer raises
+
     async def main(work: Work) -> None:
         failed = await work.failed(await work.create())
         assert failed.failure.code == code

@@ -132,10 +132,15 @@ def is_running(pid: int) -> bool:
 
 def script(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: Any) -> Path:
     """What trainers of this test do from now on; the returned file lets those that hold go on."""
-    path = folder / "script.json"
-    path.write_text(json.dumps(what))
-    monkeypatch.setenv("FINE_TUNING_SCRIPT", str(path))
+    monkeypatch.setenv("FINE_TUNING_SCRIPT", str(write_script(folder, what)))
     return folder / "go"
+
+
+def write_script(folder: Path, what: dict[str, Any]) -> Path:
+    """At once: a trainer that starts meanwhile reads the one or the other, and never half of one."""
+    new = folder / "script.new"
+    new.write_text(json.dumps(what))
+    return new.replace(folder / "script.json")
 
 
 @asynccontextmanager

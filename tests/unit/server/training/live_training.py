@@ -127,10 +127,15 @@ async def until(condition: Any) -> None:
 
 def script(folder: Path, monkeypatch: pytest.MonkeyPatch, **what: Any) -> Path:
     """What the process of this test does from now on; the returned file lets it go on where it holds."""
-    path = folder / "script.json"
-    path.write_text(json.dumps(what))
-    monkeypatch.setenv("TRAINING_SCRIPT", str(path))
+    monkeypatch.setenv("TRAINING_SCRIPT", str(write_script(folder, what)))
     return folder / "go"
+
+
+def write_script(folder: Path, what: dict[str, Any]) -> Path:
+    """At once: a process that reads it meanwhile reads the one or the other, and never half of one."""
+    new = folder / "script.new"
+    new.write_text(json.dumps(what))
+    return new.replace(folder / "script.json")
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """/v1/training on a real socket, over a process that follows the script in its folder, and a caller of it."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from live_training import write_script
 from scripted_engine import MODEL, LiveServer, live_server
 
 from server.api import training as routes
@@ -36,7 +36,7 @@ def training_server(folder: Path, **flags: Any) -> Iterator[LiveServer]:
 
 
 def follow(folder: Path, **script: Any) -> None:
-    (folder / "script.json").write_text(json.dumps(script))
+    write_script(folder, script)
 
 
 def training_client(server: LiveServer, **options: Any) -> httpx.Client:
