@@ -7,7 +7,8 @@ threads, each with a core of its own, wait for nobody. The kernel counts how lon
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _TASKS = Path("/proc/self/task")
 LOOK_SECONDS = 0.2  # between two looks
-BREAK_SECONDS = 1.0  # without a step: what was counted meanwhile says nothing of steps
+BREAK_SECONDS = 1.0  # between two steps: what was counted meanwhile says nothing of them
 CROWDED, CALM = 0.2, 0.05  # of the time: how long the threads, all together, stood without a core
 FIRST_REST, LONGEST_REST = 1.0, 60.0  # seconds before one more thread is tried, twice as long after each failure
 
@@ -36,7 +37,8 @@ def waited_seconds(tasks: Path = _TASKS) -> float | None:
 
 
 class CpuThreads:
-    """Between 1 and `most` of them, as many as have cores. Call `look` before each step, in the thread that runs it."""
+    """Between 1 and `most` of them, as many as have cores. Where two threads wait for each other's cores, a step of
+    milliseconds takes seconds, so one looks between its layers, too."""
 
     def __init__(
         self,
@@ -53,25 +55,38 @@ class CpuThreads:
         self._set_threads = set_threads
         self._rest = FIRST_REST
         self._next_try = 0.0
-        self._last_step = float("-inf")
-        self._last_look: tuple[float, float] | None = None  # when, and what had been waited by then
+        self._last_end = float("-inf")  # of a step
+        self._last_look = 0.0, 0.0  # when, and what had been waited by then
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step, in the thread that runs it."""
+        now = self._clock()
+        if self._most > 1 and now - self._last_end >= BREAK_SECONDS:
+            self._begin(now)
+        try:
+            yield
+        finally:
+            self.look()
+            self._last_end = self._clock()
 
     def look(self) -> None:
-        """Takes fewer threads where they stood without a core, and tries one more from time to time."""
+        """Within a step, as often as one likes: takes fewer threads where they stood without a core, and tries one more
+        from time to time."""
         if self._most == 1:
             return
-        now, last_step = self._clock(), self._last_step
-        self._last_step = now
-        if self._last_look is not None and now - last_step < BREAK_SECONDS and now - self._last_look[0] < LOOK_SECONDS:
+        now, (then, before) = self._clock(), self._last_look
+        if now - then < LOOK_SECONDS:
             return
+        self._begin(now)
+        self._judge((self._last_look[1] - before) / (now - then), now)
+
+    def _begin(self, now: float) -> None:
         waited = self._waited()
         if waited is None:
             self._most = 1  # there is nothing to go by
-            return
-        if self._last_look is not None and now - last_step < BREAK_SECONDS:
-            then, before = self._last_look
-            self._judge((waited - before) / (now - then), now)
-        self._last_look = now, waited
+        else:
+            self._last_look = now, waited
 
     def _judge(self, share: float, now: float) -> None:
         """`share`: cores that were missing."""

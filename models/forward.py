@@ -1,7 +1,7 @@
 """One forward of a Hugging Face decoder over a flattened batch and a paged cache. Knows no sampling and no requests."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from attention_backend.jit import KernelVariant
 from attention_backend.preparation import chain_kernels, layer_kernels, linear_kernels
+from models.decoder_layers import decoder_layers
 from models.fusing import FusedDecoder, FusionReport, NotFusedError, fuse, report
 from models.inputs import StepTensors
 from models.kv_pool import KVCaches
@@ -56,6 +57,14 @@ class PagedForward:
         if self._decoder is None:
             return FusionReport(unfused={"model": self._reason})
         return report(self._decoder, self._model.device)
+
+    def call_between_layers(self, call: Callable[[], None]) -> None:
+        """In each forward from now on, in front of every decoder layer."""
+        if self._decoder is not None:
+            self._decoder.between_layers = call
+        else:
+            for layer in decoder_layers(self._model):
+                layer.register_forward_pre_hook(lambda *_: call())
 
     def sampled_rows(self, step: StepTensors, kv_caches: KVCaches) -> Tensor:
         """Logits of `step.sample_rows` (None: of every row): `[num_samples, vocab_size]`, in the model's dtype."""

@@ -2,6 +2,7 @@
 it (runner.py)."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class StepLauncher:
         self._kv_caches: KVCaches = []  # whoever makes the launcher ready allocates them,
         self._graphs: StepGraphs | None = None  # and decides on these
         self._threads = CpuThreads(torch.get_num_threads()) if on_cpu else None
+        if self._threads is not None:
+            forward.call_between_layers(self._threads.look)
 
     def add_request(self, slot: int, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         """Raises ValueError for sampling parameters that name tokens outside of the vocabulary."""
@@ -59,8 +62,10 @@ class StepLauncher:
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> LaunchedSample:
         """Queues the step on the device and waits for nothing, unless this CPU is the device."""
-        if self._threads is not None:
-            self._threads.look()
+        with nullcontext() if self._threads is None else self._threads.step():
+            return self._launch(batch)
+
+    def _launch(self, batch: StepBatch) -> LaunchedSample:
         rows = StepRows.of(batch)
         try:
             key = None if self._graphs is None or batch.scored else self._graphs.key_of(batch, rows)

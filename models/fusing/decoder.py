@@ -71,6 +71,7 @@ class FusedDecoder:
             for layer, next_of in zip(self.layers, [*following, (self.norm, head, None)], strict=True)
         ]
         self._softcap = model.config.final_logit_softcapping if family.softcap else None
+        self.between_layers: Callable[[], None] | None = None  # called in front of each layer
         self._structure = [model, self._inner, *(m for layer in self.layers for m in layer.structure)]
 
     @property
@@ -122,6 +123,8 @@ class FusedDecoder:
         queries: Queries | None = None  # of the next attention, where a chain gave them
         last, metadata = len(self.layers) - 1, step.metadata
         for i, (layer, chain, pages) in enumerate(zip(self.layers, self.chains, kv_caches, strict=True)):
+            if self.between_layers is not None:
+                self.between_layers()
             if queries is None:
                 normed, residual = self._before_attention(layer, block, residual)
                 projected = layer.attention.projections(normed)

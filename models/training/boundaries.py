@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.decoder_layers import decoder_layers
 from models.training.pacing import Pacer
 from models.training.trainable import TrainableModel
 
@@ -58,16 +59,6 @@ def rest_between_layers(model: TrainableModel, pacer: Pacer) -> None:
     for layer in decoder_layers(model.decoder):
         _watch(next(layer.children(), layer), boundary)
     _watch(model.head.linear, boundary)
-
-
-def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The members of the decoder's lists, and not those of lists within them (experts, for example)."""
-    found = []
-    for name, module in decoder.named_modules():
-        *parents, last = name.split(".")
-        if last.isdecimal() and not any(part.isdecimal() for part in parents):
-            found.append(module)
-    return found
 
 
 def _watch(module: nn.Module, boundary: Callable[[], None]) -> None:

@@ -8,19 +8,25 @@ from models.cpu_threads import LONGEST_REST, LOOK_SECONDS, CpuThreads, waited_se
 
 
 class Machine:
-    """`free`: cores that nobody else uses. Steps take a millisecond."""
+    """`free`: cores that nobody else uses. Steps of `layers` take so many times `layer_seconds`."""
 
-    def __init__(self, most: int, free: float) -> None:
+    def __init__(self, most: int, free: float, *, layers: int = 1, layer_seconds: float = 0.001) -> None:
         self.free, self.now, self.waited = free, 0.0, 0.0
+        self.layers, self.layer_seconds = layers, layer_seconds
         self.set: list[int] = []
         self.threads = CpuThreads(most, waited=lambda: self.waited, clock=lambda: self.now, set_threads=self.set.append)
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
         while self.now < end:
-            self.threads.look()
-            self.now += 0.001
-            self.waited += 0.001 * max(0.0, self.threads.count - self.free)
+            self.step()
+
+    def step(self) -> None:
+        with self.threads.step():
+            for _ in range(self.layers):
+                self.threads.look()
+                self.now += self.layer_seconds
+                self.waited += self.layer_seconds * max(0.0, self.threads.count - self.free)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,20 @@ def test_what_was_counted_between_requests_says_nothing() -> None:
     assert machine.set == []
 
 
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 60.0])
+def test_a_step_that_takes_long_is_no_break_between_steps(seconds: float) -> None:
+    machine = Machine(2, free=1, layer_seconds=seconds)
+    machine.step()
+    assert machine.threads.count == 1
+
+
+def test_a_long_step_goes_on_with_fewer_threads() -> None:
+    machine = Machine(2, free=1, layers=8, layer_seconds=LOOK_SECONDS / 2)
+    machine.step()
+    assert machine.threads.count == 1
+    assert machine.waited == pytest.approx(LOOK_SECONDS)
+
+
 def test_one_thread_and_a_kernel_that_does_not_count_are_left_alone() -> None:
     alone = Machine(1, free=0)
     alone.run(3.0)
@@ -70,7 +90,8 @@ def test_one_thread_and_a_kernel_that_does_not_count_are_left_alone() -> None:
     set_to: list[int] = []
     blind = CpuThreads(2, waited=lambda: None, set_threads=set_to.append)
     for _ in range(3):
-        blind.look()
+        with blind.step():
+            blind.look()
     assert set_to == []
 
 

@@ -104,3 +104,16 @@ def test_the_last_layers_attention_is_of_the_sampled_rows_alone(monkeypatch: pyt
     assert rows == [row for counts in STEPS for row in (sum(counts), sum(counts), 2)]
     ends = torch.tensor(STEPS).flatten().cumsum(0) - 1
     torch.testing.assert_close(ours, expected[ends], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_somebody_is_called_between_layers(fused: bool) -> None:
+    """And nothing else changes: fused layers stay fused."""
+    model, calls = made("llama"), []
+    sites = find_attention_sites(model)
+    forward = PagedForward(model, fused=fused)
+    expected = logits(model, forward, sites=sites)
+    forward.call_between_layers(lambda: calls.append(None))
+    assert torch.equal(logits(model, forward, sites=sites), expected)
+    assert len(calls) == len(STEPS) * model.config.num_hidden_layers
+    assert ("model" in forward.fused.unfused) != fused

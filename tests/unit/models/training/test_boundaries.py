@@ -13,8 +13,9 @@ from training_runs import SIZES, Reports, random_examples, random_preferences, t
 from transformers import GPT2Config, MixtralConfig, Qwen3Config
 
 from models import registry
+from models.decoder_layers import decoder_layers
 from models.training import Datum, LoraSettings, Pacer, SessionSettings, Trainer, TrainingSession
-from models.training.boundaries import AHEAD, RunAhead, decoder_layers, rest_between_layers
+from models.training.boundaries import AHEAD, RunAhead, rest_between_layers
 from models.training.packing import build
 from models.training.trainable import TrainableModel
 
