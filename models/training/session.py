@@ -32,6 +32,7 @@ from models.training.plan import LoraSettings, TrainingPlan
 from models.training.seeding import seeded
 from models.training.self_check import check_packed_path
 from models.training.session_weights import WeightsFolder
+from models.training.targets import chosen_targets
 from models.training.trainable import TrainableModel
 
 _log = logging.getLogger(__name__)
@@ -89,9 +90,7 @@ class TrainingSession:
             rest_between_layers(self._base, pacer)
         assert self._base.adapter is not None
         self._peft = self._base.adapter
-        unused: Any = self._peft.peft_config["default"]
-        self._unused = unused
-        self._linears = frozenset(unused.target_modules)
+        self._unused: Any = self._peft.peft_config["default"]
         self._models: dict[str, _Model] = {}
 
     @property
@@ -104,12 +103,7 @@ class TrainingSession:
 
         Its first weights are a function of `lora` and `seed`.
         """
-        targets = self._linears if lora.target_modules is None else frozenset(lora.target_modules)
-        if unknown := sorted(targets - self._linears):
-            raise PlanError(
-                f"target_modules: the decoder layers have no linear {', '.join(unknown)} that LoRA could "
-                f"adapt; they have {', '.join(sorted(self._linears))}"
-            )
+        targets = chosen_targets("target_modules", lora.target_modules, self._unused.target_modules)
         config = LoraConfig(
             task_type="CAUSAL_LM",
             r=lora.rank,

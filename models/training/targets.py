@@ -1,6 +1,6 @@
 """Which linear layers of a model LoRA learns, in PEFT's terms. Knows no rank and no plan."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Any
 
 from peft import LoraConfig
@@ -24,13 +24,7 @@ def peft_targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> dict[
     names -= set(_names_of_experts(base, names))
     if not names:
         raise PlanError(f"{type(base).__name__} has no linear layers that LoRA could adapt: tune it fully")
-    unknown = sorted(set(wanted or ()) - names)
-    if unknown:
-        raise PlanError(
-            f"lora.target_modules: the decoder layers have no linear {', '.join(unknown)} that LoRA could adapt; "
-            f"they have {', '.join(sorted(names))}"
-        )
-    chosen = names if wanted is None else set(wanted)
+    chosen = chosen_targets("lora.target_modules", wanted, names)
     # PEFT goes by the ends of names, which experts and towers may share with the layers.
     others = [name for name, _ in base.named_modules() if name.rpartition(".")[2] in chosen and name not in linears]
     return {
@@ -38,6 +32,16 @@ def peft_targets(base: PreTrainedModel, wanted: tuple[str, ...] | None) -> dict[
         "exclude_modules": others or None,
         "fan_in_fan_out": any(isinstance(layer.module, Conv1D) for layer in linears.values()),  # GPT-2
     }
+
+
+def chosen_targets(field: str, wanted: Collection[str] | None, names: Set[str]) -> Set[str]:
+    """Those of `names` that are wanted, all of them with None. Raises PlanError for others; `field` says where."""
+    if unknown := sorted(set(wanted or ()) - names):
+        raise PlanError(
+            f"{field}: the decoder layers have no linear {', '.join(unknown)} that LoRA could adapt; "
+            f"they have {', '.join(sorted(names))}"
+        )
+    return names if wanted is None else set(wanted)
 
 
 def _names_of_experts(base: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
