@@ -40,6 +40,7 @@ class BackwardTile:
     kept_k: int = 0  # slices of 16 columns of keys and of values that consumers keep in registers
     kept_v: int = 0
     apart: bool = False  # a warpgroup of its own computes dQ
+    turns: bool = False  # of a tile of rows one warpgroup computes all of it, of the next one the other
     terms_first: bool = False  # scores and dP are added to what would be taken from them
     key_stages: int = 1  # tiles of keys and values: with two, the next ones are loaded while the last rows are computed
     finishes: bool = False  # dQ of sections in front, on the way, where registers are left for it
@@ -48,7 +49,8 @@ class BackwardTile:
     def __str__(self) -> str:
         if self.is_pair:
             return "pair"
-        how = ("apart" if self.apart else "joint") + ("-terms" if self.terms_first else "")
+        how = "apart" if self.apart else "turns" if self.turns else "joint"
+        how += "-terms" if self.terms_first else ""
         return f"{how}-kept{self.kept_k}+{self.kept_v}"
 
     @property
@@ -110,17 +112,21 @@ class BackwardTile:
         return max(keys, values) + terms + barriers
 
 
-def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False) -> BackwardTile:
+def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False, deterministic: bool = False) -> BackwardTile:
     """The tile that is used where no other is asked for.
 
     `extras`: scores are changed, masked by more than an interval of keys or dropped, which costs registers.
     """
-    return backward_tiles(head_dim, head_dim_v)[-1 if extras else 0]
+    tiles = backward_tiles(head_dim, head_dim_v)
+    if deterministic and not extras:
+        return next((tile for tile in tiles if tile.turns), tiles[0])
+    return tiles[-1 if extras else 0]
 
 
 def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
-    """The tiles that serve a head_dim: the default first; last what serves extras, where that is another.
-    `benchmarks/backward_tiles.py` times them beside each other.
+    """The tiles that serve a head_dim: the default first; last what serves extras, where that is another; one with
+    turns at dQ, where there is any, serves the deterministic mode. `benchmarks/backward_tiles.py` times them beside
+    each other.
 
     Both widths are padded to the larger one's tile, but for MIXED_TILES.
     """
@@ -134,8 +140,9 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
         joint = replace(joint, block_m=128, kept_k=4, kept_v=4)
         return replace(joint, apart=True, key_stages=2, finishes=True), joint
     if tile == 96:
-        return (replace(joint, kept_k=4, finishes=True),)
-    return replace(joint, terms_first=True, finishes=True), replace(joint, kept_k=2)
+        return (replace(joint, turns=True, kept_k=4, finishes=True),)
+    plain = replace(joint, terms_first=True, finishes=True)
+    return replace(plain, kept_k=4), replace(plain, turns=True), replace(joint, kept_k=2)
 
 
 def section_lines(

@@ -11,7 +11,8 @@
 // With APART a third warpgroup computes dQ from what the consumers leave in shared memory: they never wait for each other
 // then, and while one of them computes probabilities the tensor cores have the products of the other. At HEAD_DIM 128 there
 // are no registers for it, so both consumers compute dQ, and meet in every step, when their sums of dV and dK are on their
-// way.
+// way. Or, with TURNS, one computes all of a tile of rows' dQ, and the other only leaves its dS and goes on: so they are
+// never at the same place, and again one computes probabilities while the tensor cores have the other's products.
 //
 // A warpgroup whose 64 keys none of a step's rows see, the second one in a tile's first step under a causal mask, leaves
 // zeros for dS and multiplies for nobody but dQ.
@@ -20,7 +21,7 @@
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
 // HEAD_DIM 64), BLOCK_N (128), CLUSTER (1), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
-// (2), APART, PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
+// (2), APART, TURNS (BLOCK_M 64), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
 // and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not with SOFTCAP,
 // ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI,
 // DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's synccheck: warpgroups
@@ -37,6 +38,7 @@
 
 static_assert(BLOCK_N == 64 * kConsumers && HANDOVER == 2, "a warpgroup has 64 keys");
 static_assert(kTileChunks * kSlabsK == 2, "dQ of a tile of rows is two chunks");
+static_assert(!TURNS || !APART && kTileChunks == 1 && DS_STAGES == kConsumers, "a stage of dS is one warpgroup's turn");
 
 class Consumer {
  public:
@@ -141,7 +143,7 @@ class Consumer {
   // it writes no other sequence's keys, from shared memory that nobody reads anymore: these keys' values with APART, else
   // where their dS was and what has been added to dQ. (In deterministic mode that would be to wait for others.)
   __device__ __forceinline__ void store(const Sums& sums, const SeenKeyTile& tile, const Rings& rings) const {
-    if (!APART) named_sync(3, 128 * kConsumers);  // nobody reads dS
+    if (!APART) named_sync(kConsumersMeet, 128 * kConsumers);  // nobody reads dS
 #if !PARTS
     const bool whole = !p.sequence.cu_seqlens_k || tile.seqlen_k - tile.first_key >= group * 64 + 64;
     if (uniform(whole)) {
@@ -247,7 +249,6 @@ class Consumer {
   template <int PART, class StartSums>
   __device__ __forceinline__ void hand_on(const uint32 (&ds)[kRows / 16][4], bool last, Rings& rings,
                                           StartSums start_sums) const {
-    constexpr bool kEnds = PART == kTileSteps - 1;
 #if APART
     rings.ds.wait_empty(shared.empty_ds);
     store_ds(shared.ds + rings.ds.at * kBytesDs, ds, group * 64);
@@ -256,22 +257,47 @@ class Consumer {
     rings.ds.next();
     start_sums();
     wgmma_wait<0>();
-    if (kEnds && first_thread()) release(rings);
+    if (PART == kTileSteps - 1 && first_thread()) release(rings);
 #else
-    const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs;
+    const uint32 tile_ds = shared.ds + rings.ds.at * kBytesDs, keys = shared.k + rings.keys.at * kBytesK;
     store_ds(tile_ds + PART * kSlabKv, ds, group * 64);
+#if TURNS
+    if (const int turn = uniform(rings.ds.at); turn != group) {
+      named_arrive(kDsWhole + turn, 128 * kConsumers);
+      start_sums();
+      wgmma_wait<0>();
+      if (first_thread()) release(rings);
+    } else {
+      start_sums();
+      named_sync(kDsWhole + turn, 128 * kConsumers);
+      fence_async_proxy();
+      wgmma_wait<1>();  // dV: what it read leaves registers for dQ
+      float dq[kSlabsK * 32];
+      start_dq<kSlabsK>(dq, tile_ds, keys);
+      wgmma_wait<1>();  // dK
+      if (first_thread()) release(rings);
+      for (int c = 0; c < kSlabsK; c++) rings.dq.wait_empty(shared.free_space + 8 * c);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int c = 0; c < kSlabsK; c++) hand_over_dq(dq + c * 32, shared, c);
+    }
+    if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
+#else
     start_sums();
-    if (!kEnds) return;
+    if (PART < kTileSteps - 1) return;
     float dq[32];
-    named_sync(3, 128 * kConsumers);
+    named_sync(kConsumersMeet, 128 * kConsumers);
     fence_async_proxy();
-    start_dq(dq, tile_ds + (kTileChunks == 2 ? group * kSlabKv : 0), shared.k + rings.keys.at * kBytesK, group);
+    // Of 128 rows the group's 64, else of 64 rows its columns.
+    constexpr bool kRowsEach = kTileChunks == 2;
+    start_dq<1>(dq, tile_ds + (kRowsEach ? group * kSlabKv : 0), keys + (kRowsEach ? 0 : group * kSlabKv));
     wgmma_wait<1>();  // dV and dK
     if (first_thread()) release(rings);
     rings.dq.wait_empty(shared.free_space + 8 * group);
     wgmma_wait<0>();
     if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
     hand_over_dq(dq, shared, group);
+#endif
     rings.ds.next();
     rings.dq.next();
 #endif

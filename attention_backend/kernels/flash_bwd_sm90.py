@@ -12,7 +12,6 @@ from torch import Tensor
 from attention_backend.heuristics.sm90_backward import (
     HEAD_DIM_TILES,
     BackwardTile,
-    backward_tile,
     held_units,
     query_parts,
     section_lines,
@@ -66,7 +65,7 @@ def backward(
     tile: BackwardTile | None = None,
 ) -> Gradients:
     """Gradients on a Hopper GPU; `out` and `lse` are forward's, `grad_lse` is like lse, `grad_out` like out. `tile` is
-    one of the problem's `backward_tiles`, by default `backward_tile`.
+    one of the problem's `backward_tiles`, by default `BackwardOptions.tile`.
 
     Extra memory is linear: float32 dQ of query rows (padded to 64 columns and, a sequence, 128 rows), of as many heads
     as `held_units` says or of all, two floats a row, and where key tiles are too few to fill the GPU, float32 dK and
@@ -101,7 +100,7 @@ def _launch(
     index = args.q.device.index
     group, lines = args.num_heads // args.num_kv_heads, args.num_kv_heads * args.batch
     options = BackwardOptions.of(args, deterministic=args.deterministic)
-    tile = tile or backward_tile(args.head_dim, args.head_dim_v, extras=options.extras)
+    tile = tile or options.tile
     key_tiles = -(-seqlen_k // tile.block_n)
     workers = device.num_sms(index) // tile.cluster
     parts = query_parts(

@@ -53,6 +53,11 @@ class BackwardOptions:
     def extras(self) -> bool:
         return self.key_mask or self.softcap or self.alibi or self.dropout
 
+    @property
+    def tile(self) -> BackwardTile:
+        """The one that is used where no other is asked for."""
+        return backward_tile(self.head_dim, self.head_dim_v, extras=self.extras, deterministic=self.deterministic)
+
     def can_finish(self, tile: BackwardTile) -> bool:
         """Whether a kernel of the tile can finish dQ on the way."""
         return tile.finishes and not self.parts and not self.deterministic
@@ -61,7 +66,7 @@ class BackwardOptions:
 @cache
 def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None) -> tuple[KernelVariant, BackwardTile]:
     """Of the tile that is given, one of `backward_tiles`, or of the default; and the tile."""
-    default = backward_tile(options.head_dim, options.head_dim_v, extras=options.extras)
+    default = options.tile
     tile = tile or default
     if options.extras and tile != default:
         raise ValueError(f"tile {tile} does not serve {options}; {default} does")
@@ -84,6 +89,7 @@ def backward_variant(options: BackwardOptions, tile: BackwardTile | None = None)
         ("KEPT_K", tile.kept_k),
         ("KEPT_V", tile.kept_v),
         ("APART", int(tile.apart)),
+        ("TURNS", int(tile.turns)),
         ("FINISHES", int(options.finishes)),
         ("TERMS_FIRST", int(tile.terms_first)),
         ("PRODUCER_REGISTERS", producer),
@@ -133,11 +139,15 @@ def covering_set() -> Iterator[KernelVariant]:
 def other_tiles() -> Iterator[KernelVariant]:
     """What of the tiles that are not the default must not spill: no call selects them, benchmarks do."""
     for width in HEAD_DIM_TILES:
-        for tile in backward_tiles(width, width)[1:]:
-            plain = BackwardOptions(torch.bfloat16, width, width)
-            for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
-                options = replace(plain, dtype=dtype, deterministic=deterministic)
+        plain = BackwardOptions(torch.bfloat16, width, width)
+        kinds = [
+            replace(plain, dtype=dtype, deterministic=deterministic)
+            for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True))
+        ]
+        for tile in backward_tiles(width, width):
+            for options in (*kinds, replace(plain, parts=True)):
+                if tile == options.tile:
+                    continue
                 yield backward_variant(options, tile)[0]
                 if options.can_finish(tile):
                     yield backward_variant(replace(options, finishes=True), tile)[0]
-            yield backward_variant(replace(plain, parts=True), tile)[0]

@@ -6,18 +6,18 @@
 #include "parts/rows_of_dq.cuh"
 #include "parts/uniform.cuh"
 
-// A chunk of 64 x 64: of 128 rows these 64, else of 64 rows these columns. `ds`: dS^T of 64 rows, by all keys, `k`: those.
-__device__ __forceinline__ void start_dq(float (&dq)[32], uint32 ds, uint32 k, int chunk) {
-  const uint64 a = wgmma_descriptor(uniform(ds), kSlabKv);
-  const uint64 b = wgmma_descriptor(uniform(k + (kTileChunks == 2 ? 0 : chunk * kSlabKv)), kSlabKv);
+// 64 rows, by SLABS x 64 columns: as many chunks. `ds`: dS^T of the rows, by all keys; `k`: the columns of those.
+template <int SLABS>
+__device__ __forceinline__ void start_dq(float (&dq)[SLABS * 32], uint32 ds, uint32 k) {
+  const uint64 a = wgmma_descriptor(uniform(ds), kSlabKv), b = wgmma_descriptor(uniform(k), kSlabKv);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++) wgmma_transposed(dq, a + i * 128, b + i * 128, i != 0);
   wgmma_commit();
 }
 
-// As sums lie in memory, to the warp that adds it; the chunk's space is free.
-__device__ __forceinline__ void hand_over_dq(const float (&dq)[32], const Shared& shared, int chunk) {
+// A chunk, as sums lie in memory, to the warp that adds it; the chunk's space is free.
+__device__ __forceinline__ void hand_over_dq(const float* dq, const Shared& shared, int chunk) {
   const uint32 space = shared.handover + (chunk * kChunk + first_in_chunk()) * 4;
 #pragma unroll
   for (int j = 0; j < 8; j++)
@@ -26,7 +26,8 @@ __device__ __forceinline__ void hand_over_dq(const float (&dq)[32], const Shared
 }
 
 #if APART
-// All of dQ, in one warpgroup: both chunks of a tile of rows, of one step each or of the same.
+static_assert(kTileChunks == 2, "a step's dQ is one chunk");
+// All of dQ, in one warpgroup.
 __device__ __forceinline__ void sum_dq(const Shared& shared) {
   RingPlace<TILE_SLOTS> slot;
   RingPlace<DS_STAGES> ds;
@@ -43,17 +44,13 @@ __device__ __forceinline__ void sum_dq(const Shared& shared) {
     for (int left = tiles; left > 0; left--) {
 #pragma unroll 1
       for (int chunk = 0; chunk < HANDOVER; chunk++) {
-        if (kTileChunks == 2 || chunk == 0) {
-          ds.wait_full(shared.full_ds);
-          fence_async_proxy();  // here, where nobody waits for it, instead of behind the stores
-        }
+        ds.wait_full(shared.full_ds);
+        fence_async_proxy();  // here, where nobody waits for it, instead of behind the stores
         float dq[32];
-        start_dq(dq, shared.ds + ds.at * kBytesDs, shared.k + keys.at * kBytesK, chunk);
+        start_dq<1>(dq, shared.ds + ds.at * kBytesDs, shared.k + keys.at * kBytesK);
         wgmma_wait<0>();
-        if (kTileChunks == 2 || chunk == HANDOVER - 1) {
-          if (first_thread) barrier_arrive(shared.empty_ds + 8 * ds.at);
-          ds.next();
-        }
+        if (first_thread) barrier_arrive(shared.empty_ds + 8 * ds.at);
+        ds.next();
         if (left == 1 && chunk == HANDOVER - 1 && first_thread) barrier_arrive(shared.empty_k + 8 * keys.at);
         space.wait_empty(shared.free_space + 8 * chunk);
         hand_over_dq(dq, shared, chunk);

@@ -10,6 +10,8 @@ constexpr int kReadersOfTiles = 4 * kConsumers + 3 + 4 * APART;  // warps
 constexpr int kSpaces = 2;                             // that consumers write: chunks of dQ
 constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
 constexpr int kZerosPerChunk = 4, kZerosBytes = FINISHES * kChunk * 4 / kZerosPerChunk;
+// Named barriers: 1 and 2 are the consumers', each its own; 4 and 5 tell of a chunk of dQ, 6 and 7 of a stage of dS.
+constexpr int kConsumersMeet = 3, kDsWhole = 6;
 
 struct Shared {
   uint32 k, v, q, o, ds, handover;  // all but the last are rings

@@ -1,4 +1,4 @@
-// The product of the Hopper backward with another layout than the forward's, dQ = dS K from dS^T; waits between blocks.
+// The products of the Hopper backward with another layout than the forward's, dQ = dS K from dS^T; waits between blocks.
 #pragma once
 
 #include "parts/wgmma_sm90.cuh"
@@ -9,6 +9,15 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[32], uint64 a, uint6
   asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" LIST_4 "}, %32, %33, p, 1, 1, 1, 1;}"
                : OUT_4 : "l"(a), "l"(b), "r"(accumulate));
+  // clang-format on
+}
+
+// The same of m64 n128 k16, `b` in slabs of 64 columns.
+__device__ __forceinline__ void wgmma_transposed(float (&d)[64], uint64 a, uint64 b, int accumulate) {
+  // clang-format off
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES " {" LIST_8 "}, %64, %65, p, 1, 1, 1, 1;}"
+               : OUT_8 : "l"(a), "l"(b), "r"(accumulate));
   // clang-format on
 }
 

@@ -76,15 +76,24 @@ def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
         tiles = backward_tiles(*widths)
         assert backward_tile(*widths) == tiles[0]
         assert backward_tile(*widths, extras=True) == tiles[-1]
+        assert backward_tile(*widths, extras=True, deterministic=True) == tiles[-1]
         assert not tiles[-1].apart
         assert not tiles[-1].terms_first
         assert all((x.kernel, x.head_dim, x.head_dim_v) == (tiles[0].kernel, *widths) for x in tiles)
 
 
+def test_the_deterministic_mode_has_turns_where_there_are_any() -> None:
+    for widths in _TILES:
+        tiles, tile = backward_tiles(*widths), backward_tile(*widths, deterministic=True)
+        assert tile.turns if any(other.turns for other in tiles) else tile == tiles[0]
+        assert BackwardOptions(torch.bfloat16, *widths, deterministic=True).tile == tile
+    assert str(backward_tile(128, 128, deterministic=True)) == "turns-terms-kept0+0"
+
+
 def test_tiles_are_told_apart_by_their_names() -> None:
     names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
     assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
-    assert names[128, 128] == ["joint-terms-kept0+0", "joint-kept2+0"]
+    assert names[128, 128] == ["joint-terms-kept4+0", "turns-terms-kept0+0", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
 
 
@@ -214,6 +223,7 @@ def test_options_that_need_registers_have_a_tile_of_their_own(option: str, width
     for tile in backward_tiles(width, width):
         defines = dict(backward_variant(plain, tile)[0].defines)
         assert (defines["APART"], defines["TERMS_FIRST"]) == (tile.apart, tile.terms_first)
+        assert (defines["TURNS"], defines["KEPT_K"], defines["KEPT_V"]) == (tile.turns, tile.kept_k, tile.kept_v)
     assert backward_variant(plain)[1] == backward_tile(width, width)
     first, *_, last = backward_tiles(width, width)
     extras = replace(plain, **{option: True})
@@ -229,10 +239,10 @@ def test_the_covering_set_has_the_default_tiles_and_the_other_set_all_others() -
     assert not others & set(covering_set())
     assert all(variant.hot for variant in others)
     for width in sm90_backward.HEAD_DIM_TILES:
-        for tile in backward_tiles(width, width)[1:]:
+        for tile in backward_tiles(width, width):
             for dtype, deterministic in product((torch.bfloat16, torch.float16), (False, True)):
                 options = BackwardOptions(dtype, width, width, deterministic)
-                assert backward_variant(options, tile)[0] in others
+                assert (backward_variant(options, tile)[0] in others) == (tile != options.tile)
 
 
 def test_the_covering_set_has_every_kernel_and_option() -> None:
