@@ -98,6 +98,13 @@ RECORDINGS = (
     Recording("attention_forward_fa4", "attention", 150, ("forward", "--only", "longwave,fa2,fa4"), "fa4"),
     Recording("attention_backward", "attention", 400, ("backward", "--slow", "--rounds", "6"), "fa3"),
     Recording("attention_backward_64k", "attention", 60, ("backward", "--slow", "--seqlens", "65536"), "fa3"),
+    Recording(
+        "attention_backward_128",
+        "attention",
+        120,
+        ("backward", "--head-dims", "128", "--only", "longwave,longwave-deterministic,cudnn,fa4", "--rounds", "4"),
+        "fa4",
+    ),
     # Beside one peer: how fast a card is depends on what else takes turns on it.
     Recording("attention_forward_16k", "attention", 60, ("forward", "--seqlens", "16384", *_CUDNN)),
     Recording(
