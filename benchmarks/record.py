@@ -140,6 +140,7 @@ RECORDINGS = (
     Recording("linear_attention", "linear_attention", 120),
     Recording("few_rows", "few_rows", 120),
     Recording("shared_keys", "shared_keys", 150),
+    Recording("power", "power", 120, ("backward", "--head-dims", "128")),
     Recording("roofline", "roofline", 300),
     Recording("ladder", "ladder", 60),
     Recording("quick_start", "cpu_decode", 300, devices=CPU),
