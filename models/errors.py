@@ -1,7 +1,7 @@
 """Why a model cannot be loaded. Messages are written for the person who started the server."""
 
 #: What transformers' classes raise for a config.json that makes no model.
-WRONG_CONFIG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, ArithmeticError)
+WRONG_CONFIG = (ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError)
 
 
 class ModelLoadError(RuntimeError):

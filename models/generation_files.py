@@ -1,6 +1,5 @@
 """What a model's files say of generating: the tokens that end an answer, and the sampling its authors ask for."""
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from models.config_file import read_object
 from models.errors import ModelLoadError
 
 FILE = "generation_config.json"
@@ -26,15 +26,7 @@ logger = logging.getLogger(__name__)
 def read_generation(folder: Path) -> dict[str, Any]:
     """Of generation_config.json; empty without one. Raises ModelLoadError."""
     path = folder / FILE
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds no object")
-    return content
+    return read_object(path) if path.is_file() else {}
 
 
 def warn_of_rest(generation: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from models import patching, placing, quantization
+from models import config_file, patching, placing, quantization
 from models.adapters.folder import CONFIG as ADAPTER
 from models.descriptions import positions_of, read_config
 from models.errors import WRONG_CONFIG, ModelLoadError
@@ -256,10 +256,12 @@ def _refuse_other_weights(folder: Path, model: PreTrainedModel, report: Mapping[
 
 
 def _config_error(folder: Path, config: PretrainedConfig, error: Exception) -> ModelLoadError:
-    path = folder / "config.json"
-    return ModelLoadError(
-        f"transformers cannot make a {config.model_type} language model of {path}: {type(error).__name__}: {error}"
-    )
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    word = error.args[0] if isinstance(error, KeyError) and error.args else None  # that a table of theirs lacks
+    if isinstance(word, str) and (fields := [*config_file.fields_with(config_file.read(folder), word)]):
+        reason = f"{' or '.join(fields)} is {word!r}, which it does not know"
+    path = folder / config_file.FILE
+    return ModelLoadError(f"transformers cannot make a {config.model_type} language model of {path}: {reason}")
 
 
 def _random_weights(
@@ -268,7 +270,7 @@ def _random_weights(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    except WRONG_CONFIG as error:
+    except (*WRONG_CONFIG, RuntimeError) as error:  # what has no memory does not run out of it
         raise _config_error(folder, config, error) from error
     model.to_empty(device=device)
     with _seeded(device), torch.no_grad():

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from models import bundled
+from models import bundled, config_file
 from models.errors import ModelLoadError, ModelNotFoundError
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,15 @@ def resolve(model: str, *, cache_dir: Path | None = None, image_dir: Path | None
     """`model`: the bundled model's name, a folder, or a hub id (`owner/name`, or `owner/name@revision`). Touches no
     network.
 
-    Raises ModelNotFoundError when it is none of these.
+    Raises ModelNotFoundError when it is none of these, ModelLoadError for a folder whose config.json is no model's.
     """
     if model in _BUNDLED_NAMES:
         return ModelSource(name=bundled.NAME, bundled=True, cache_dir=cache_dir, image_dir=image_dir)
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / config_file.FILE).is_file():
             raise ModelNotFoundError(f"{path} has no config.json: it is not a Hugging Face model folder")
+        config_file.read(path)
         return ModelSource(name=path.resolve().name, folder=path)
     if path.is_file():
         raise ModelLoadError(f"{path} is a file: name the folder that holds config.json and the *.safetensors files")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from models import config_file
 from models.errors import ModelLoadError
 
 INDEX = "model.safetensors.index.json"
@@ -105,12 +106,11 @@ def readable(folder: Path) -> list[StoredTensor] | None:
     """The tensors, when they are dense weights in 16 bits of a family whose checkpoints need no conversion; None: they
     are transformers' to read, or to refuse."""
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        known = isinstance(config, dict) and str(config.get("model_type")) in FAMILIES
-        if not known or config.get("quantization_config") is not None:
+        config = config_file.read(folder)
+        if config["model_type"] not in FAMILIES or config.get("quantization_config") is not None:
             return None
         tensors = stored_tensors(folder)
-    except (OSError, ValueError):
+    except (ModelLoadError, OSError, ValueError):
         return None
     one_name_each = len({tensor.name for tensor in tensors}) == len(tensors)
     half = {tensor.dtype for tensor in tensors} in ({"BF16"}, {"F16"})

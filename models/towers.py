@@ -1,10 +1,9 @@
 """A checkpoint with a tower for images or sound is told by its config.json, before its weights are downloaded. Imports
 transformers for such checkpoints alone: of others, weights are read before it is there."""
 
-import json
 from pathlib import Path
-from typing import Any
 
+from models import config_file
 from models.registry import ModelSource
 
 #: What a tower is for; its part of a configuration is `<kind>_config`.
@@ -12,7 +11,7 @@ TOWERS = ("vision", "audio")
 
 
 def fetch_text_model(source: ModelSource) -> Path:
-    """The folder of a model and its weights, which are not downloaded for one that would be refused for its towers.
+    """The folder of a model and its weights, which are not downloaded for one whose config.json will be refused.
 
     Raises what `ModelSource.fetch` raises, ModelLoadError for a configuration that cannot be read, and
     models.patching.UnsupportedModelError.
@@ -23,11 +22,8 @@ def fetch_text_model(source: ModelSource) -> Path:
 
 
 def _refuse_towers(folder: Path) -> None:
-    try:
-        config: Any = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return  # whoever reads all of it says what is wrong
-    if not isinstance(config, dict) or not any(config.get(f"{kind}_config") for kind in TOWERS):
+    config = config_file.read(folder)
+    if not any(config.get(f"{kind}_config") for kind in TOWERS):
         return
     from models.descriptions import read_config
     from models.patching import check_config

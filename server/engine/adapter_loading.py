@@ -16,13 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterLoading:
-    """One file is read at a time, in the order of the commands."""
+    """One adapter is read at a time, in the order of the commands, and registered before the next: what takes the place
+    of others never lies beside all of them."""
 
     def __init__(self, slots: AdapterSlots | None, table: AdapterTable) -> None:
         self._slots = slots
         self._table = table
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-reader")
-        self._pending: list[tuple[LoadAdapter, int, Future[AdapterFacts]]] = []
+        self._pending: list[LoadAdapter] = []  # the first one is being read
+        self._reading: tuple[int, Future[AdapterFacts]] | None = None
         self._numbers = count()
 
     @property
@@ -36,9 +38,9 @@ class AdapterLoading:
         refusal = self._refusal(command)
         if refusal is not None:
             return [refusal]
-        number = next(self._numbers)
-        future = self._reader.submit(self._slots.read, number, command.folder, command.within)
-        self._pending.append((command, number, future))
+        self._pending.append(command)
+        if self._reading is None:
+            self._read(self._slots)
         return []
 
     def unload(self, command: UnloadAdapter) -> FromEngine:
@@ -50,19 +52,27 @@ class AdapterLoading:
     def finished(self) -> list[FromEngine]:
         """Replies to the loads that have ended since the last call."""
         replies: list[FromEngine] = []
-        while self._pending and self._pending[0][2].done():
-            command, number, future = self._pending.pop(0)
-            replies.append(self._finish(command, number, future))
+        while self._slots is not None and self._reading is not None and self._reading[1].done():
+            replies.append(self._finish(self._pending.pop(0), *self._reading))
+            self._reading = None
+            if self._pending:
+                self._read(self._slots)
         return replies
 
+    def _read(self, slots: AdapterSlots) -> None:
+        """Begins with the first one that is pending."""
+        command, number = self._pending[0], next(self._numbers)
+        self._reading = number, self._reader.submit(slots.read, number, command.folder, command.within)
+
     def _refusal(self, command: LoadAdapter) -> CommandFailed | None:
-        pending = {other.name for other, _, _ in self._pending}
+        """As if all that are pending had been loaded."""
+        pending = [other.name for other in self._pending]
         replaces = self._table.find(command.name) is not None
         if command.name in pending or (replaces and not command.replace):
             return CommandFailed(
                 command.command_id, "adapter_exists", f"The adapter `{command.name}` has already been loaded."
             )
-        if self._table.num_kept - replaces + len(pending) >= self._table.max_registered:
+        if self._table.num_kept_with(pending) - replaces >= self._table.max_registered:
             return CommandFailed(
                 command.command_id,
                 "insufficient_quota",

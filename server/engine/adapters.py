@@ -4,6 +4,7 @@ knows no weights and no files.
 Few are resident (a slot each), many are registered. A running request keeps its adapter in its slot; of the others,
 the least recently used gives up its slot when one is wanted."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -37,6 +38,12 @@ class AdapterTable:
     def num_kept(self) -> int:
         """Adapters whose weights are kept, retired ones included."""
         return len(self._by_name) + len(self._retired)
+
+    def num_kept_with(self, names: Iterable[str]) -> int:
+        """The same once these names, all different, have been registered: one that takes the place of an adapter takes
+        nothing more, unless requests keep the old one."""
+        before = map(self._by_name.get, names)
+        return self.num_kept + sum(adapter is None or adapter.num_open > 0 for adapter in before)
 
     def find(self, name: str) -> Adapter | None:
         return self._by_name.get(name)

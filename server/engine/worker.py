@@ -176,6 +176,7 @@ def main() -> None:
     try:
         serve(arguments.config, link, ToldStages(arguments.spawned, lambda loading: link.send([loading])))
     except CannotServeError as error:
+        logger.debug("where that was found", exc_info=True)
         link.send([EngineFailed(str(error))])  # the API process logs it
         status = 1
     except BaseException as error:

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import random_model, tiny_config
-from transformers import Llama4TextConfig, MistralConfig, PhimoeConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    MistralConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+)
 
 from models.attention_sites import find_attention_sites
 from models.patching import UnsupportedModelError
@@ -67,3 +74,11 @@ def test_a_mask_that_pages_would_not_follow_is_refused(name: str) -> None:
     config, reason = MISLED[name]
     with pytest.raises(UnsupportedModelError, match=reason):
         find_attention_sites(random_model(config))
+
+
+def test_a_window_that_is_missing_where_layers_have_one_is_refused_in_words() -> None:
+    model = random_model(Gemma3TextConfig(**_SIZES, head_dim=16, num_hidden_layers=1, sliding_window=None))
+    with pytest.raises(
+        UnsupportedModelError, match=r"Gemma3ForCausalLM does not run as its config\.json .*sliding_win"
+    ):
+        find_attention_sites(model)

@@ -22,7 +22,7 @@ def test_the_bundled_model_is_looked_for_where_it_was_said_to_be(tmp_path: Path)
 def test_a_folder_is_named_after_itself(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     source = resolve(str(folder))
     assert (source.name, source.folder, source.fetch()) == ("my-model", folder, folder)
 

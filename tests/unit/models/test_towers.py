@@ -121,13 +121,21 @@ def test_what_transformers_makes_a_text_model_of_is_fetched_with_its_weights(
     assert "*.safetensors" in downloads[-1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "llama", "vision_config": null}'])
-def test_a_config_that_says_nothing_of_towers_is_for_its_reader(
+def test_a_config_whose_tower_is_null_has_none(downloads: list[list[str]], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vision_config": null}')
+    assert fetch_text_model(ModelSource(name="owner/other", hub_id="owner/other")) == tmp_path
+    assert "*.safetensors" in downloads[-1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": "llama", "vocab_size": 0}'])
+def test_the_hub_is_not_asked_for_weights_of_a_config_that_is_none(
     downloads: list[list[str]], tmp_path: Path, text: str
 ) -> None:
     (tmp_path / "config.json").write_text(text)
-    assert fetch_text_model(ModelSource(name="owner/other", hub_id="owner/other")) == tmp_path
-    assert "*.safetensors" in downloads[-1]
+    with pytest.raises(CannotServeError, match=r"config\.json"):
+        loading.load(engine_config("owner/other"), Stages())
+    assert len(downloads) == 1
+    assert "*.safetensors" not in downloads[0]
 
 
 def test_a_config_with_towers_that_nobody_knows_is_refused_in_words(downloads: list[list[str]], tmp_path: Path) -> None:
@@ -137,7 +145,7 @@ def test_a_config_with_towers_that_nobody_knows_is_refused_in_words(downloads: l
     assert len(downloads) == 1
 
 
-def test_models_without_towers_need_no_transformers_to_be_fetched() -> None:
+def test_models_without_towers_need_no_transformers_to_be_fetched(tmp_path: Path) -> None:
     """In a process of its own: weights are read before that is imported."""
     import subprocess
 
@@ -146,5 +154,5 @@ def test_models_without_towers_need_no_transformers_to_be_fetched() -> None:
         "folder = Path(sys.argv[1]); registry._download = lambda *_: folder\n"
         "towers.fetch_text_model(registry.resolve('owner/model')); sys.exit('transformers' in sys.modules)"
     )
-    here = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code, str(here)], check=True, cwd=here)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=Path(__file__).parents[3])

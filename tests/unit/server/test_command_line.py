@@ -32,6 +32,30 @@ def test_a_model_that_does_not_exist_exits_3() -> None:
     assert "no-such-model" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "{path} is no JSON: "),
+        ("[]", "{path} holds no object, but []"),
+        ('{"hidden_size": 64}', "{path}: model_type is missing, and has to be the name of a family"),
+        (
+            '{"model_type": "llama", "hidden_size": "abc"}',
+            '{path}: hidden_size is "abc", and has to be a whole number above 0',
+        ),
+    ],
+)
+def test_a_model_whose_config_is_nonsense_is_one_line_and_exits_3(tmp_path: Path, config: str, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(config)
+    result = runner.invoke(app, ["serve", str(tmp_path)])
+    assert result.exit_code == 3
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("longwave: " + said.replace("{path}", str(path)))
+    found = runner.invoke(app, ["doctor", "--model", str(tmp_path), "--json"])
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["problems"][-1] == line.removeprefix("longwave: ")
+
+
 def test_a_chat_template_that_is_none_exits_3_beside_what_else_is_wrong(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }}")

@@ -228,6 +228,57 @@ def test_commands_that_cannot_be_followed_change_nothing(tmp_path: Path) -> None
     assert isinstance(engine.load("a3", str(tmp_path / "a3")), AdapterLoaded)
 
 
+def test_adapters_that_are_replaced_at_once_need_no_more_room_than_one_by_one(tmp_path: Path) -> None:
+    engine = Engine(max_loras=1, max_cpu_loras=3)
+    with_adapters(engine, tmp_path, 3)
+    folder = make_adapter(tmp_path / "new", 7)
+    gate = tmp_path / "open"
+    (tmp_path / "new" / GATE).write_text(str(gate))
+    for number, name in enumerate(("a1", "a2", "a3"), 10):
+        engine.begin(LoadAdapter(number, name, folder, replace=True))
+    full = engine.command(LoadAdapter(13, "a4", folder))
+    assert isinstance(full, CommandFailed)
+    assert full.code == "insufficient_quota"
+    assert not engine.replies.keys() & {10, 11, 12}, "none is refused, none is there yet"
+    gate.touch()
+    engine.core.loading._reader.submit(int).result()  # behind all that it was told to read
+    assert len(slots(engine).on_host) == 4, "the next is read when this one has taken its place"
+    engine.run(until=lambda: {10, 11, 12} <= engine.replies.keys())
+    assert all(isinstance(engine.replies[number], AdapterLoaded) for number in (10, 11, 12))
+    assert list(slots(engine).on_host.values()) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_adapters_loaded_at_once_are_refused_as_one_by_one(tmp_path: Path, seed: int) -> None:
+    """New ones and others' successors, of which requests still use some."""
+    rng = random.Random(seed)
+    most, used = rng.choice([4, 5, 6]), [f"a{key}" for key in range(1, 5) if rng.random() < 0.4]
+    folder = make_adapter(tmp_path / "new", 9)
+    commands = [
+        LoadAdapter(number, f"a{key}", folder, replace=rng.random() < 0.8)
+        for number, key in enumerate(rng.sample(range(1, 8), 6), 10)
+    ]
+    refused = []
+    for at_once in (True, False):
+        engine = Engine(max_loras=1, max_cpu_loras=most)
+        with_adapters(engine, tmp_path, 4)
+        for name in used:
+            adapter = engine.adapters.find(name)
+            assert adapter is not None
+            engine.adapters.open(adapter)
+        for command in commands:
+            if at_once:
+                engine.begin(command)
+            else:
+                engine.command(command)
+        while len(engine.replies) < 4 + len(commands):
+            engine.turn()
+        replies = engine.replies.values()
+        refused.append({reply.command_id: reply.code for reply in replies if isinstance(reply, CommandFailed)})
+        assert engine.adapters.num_kept <= most + 1
+    assert refused[0] == refused[1]
+
+
 def test_an_engine_without_adapters_refuses_them_and_their_requests(tmp_path: Path) -> None:
     engine = Engine()
     reply = engine.load("x", make_adapter(tmp_path / "x", 1))
