@@ -1,15 +1,14 @@
-"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with logprobs spelled out: those of the
-prompt in front of them where it is echoed with them, and apart where they are asked for on their own.
+"""One choice of an answer: the engine's tokens -> text, cut at stop strings, with their logprobs spelled out.
 Must not know the wire format, the other choices or the engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from models.batch import TokenLogprobs
 from server.engine.messages import TokenDelta
 from server.errors import RequestFailedError
-from server.text.details import Candidate, PromptDetails, TokenDetail
+from server.text.details import Candidate, TokenDetail
 from server.text.detokenizer import detokenizer_for
 from server.text.stop import StopMatcher
 from server.text.tokenizer import TextTokenizer
@@ -43,13 +42,11 @@ class ChoiceText:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         echo: str = "",
-        echoed_logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
+        follows_details: bool = False,
         prompt_only: bool = False,
     ) -> None:
-        """`echo`: what is shown in front of the text, by others. `echoed_logprobs`: the details begin with those of the
-        prompt's tokens, which have so many alternatives each; `prompt_logprobs`: these are told apart. `prompt_only`:
-        what is generated is neither shown nor counted."""
+        """`echo`: what is shown in front of the text, by others. `follows_details`: so are the details of its tokens.
+        `prompt_only`: what is generated is neither shown nor counted."""
         self.index = index
         self.num_tokens = 0
         self._tokenizer = tokenizer
@@ -57,10 +54,7 @@ class ChoiceText:
         self._stop = StopMatcher(stop)
         self._has_stop = bool(stop)
         self._min_tokens = min_tokens
-        self._echoed_logprobs = echoed_logprobs
-        self._prompt_logprobs = prompt_logprobs
-        is_scored = echoed_logprobs is not None or prompt_logprobs is not None
-        self._prompt = PromptDetails(tokenizer, prompt_token_ids, echo) if is_scored else None
+        self._follows_details = follows_details
         self._prompt_only = prompt_only
         self._num_echoed = len(echo)
         self._num_characters = 0  # whole ones, of the tokens so far, also those that may begin a stop string
@@ -68,24 +62,16 @@ class ChoiceText:
     def feed(self, delta: TokenDelta) -> TextDelta:
         if delta.finish_reason in ("abort", "error"):
             raise RequestFailedError("The engine gave this request up.")
-        if self._prompt is None:
-            return self._answer(delta, [])
-        of_prompt = tuple(self._prompt.feed(delta.prompt_logprobs or ()))
-        answer = self._answer(delta, _with_top(of_prompt, self._echoed_logprobs))
-        return replace(answer, prompt_details=tuple(_with_top(of_prompt, self._prompt_logprobs)))
-
-    def _answer(self, delta: TokenDelta, details: list[TokenDetail]) -> TextDelta:
-        """`details`: what stands in front of its tokens' own; the list is taken."""
         if self._prompt_only:
-            end: TextFinish | None = None if delta.finish_reason is None else "length"
-            return TextDelta(self.index, "", tuple(details), end)
+            return TextDelta(self.index, "", finish_reason=None if delta.finish_reason is None else "length")
         num_texts = len(delta.token_ids) - (delta.stop_token_id is not None)
         pieces: list[str] = []
+        details: list[TokenDetail] = []
         for at, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
             is_text = at < num_texts
             # Behind an echoed prompt's, every token has its log-probability: callers count from the end.
-            if delta.logprobs is not None and (is_text or self._echoed_logprobs is not None):
+            if delta.logprobs is not None and (is_text or self._follows_details):
                 details.append(self._detail(token_id, delta.logprobs[at], is_text=is_text))
             if not is_text:  # the token that stopped it: counted, never shown
                 break
@@ -120,8 +106,3 @@ class ChoiceText:
         chosen = Candidate.of(self._tokenizer, token_id, logprobs.logprob, logprobs.rank)
         before = self._num_characters + self._detokenizer.num_held_before(token_id if is_text else None)
         return TokenDetail(chosen, top, self._num_echoed + before)
-
-
-def _with_top(details: Sequence[TokenDetail], count: int | None) -> list[TokenDetail]:
-    """With so many alternatives each; None: nobody asked for them."""
-    return [] if count is None else [detail.of_top(count) for detail in details]

@@ -19,7 +19,9 @@ from server.metrics import Metrics
 from server.patience import Patience
 from server.text.chat_template import ChatPrompt
 from server.text.choice import ChoiceText, TextDelta, TextFinish
+from server.text.details import PromptDetails
 from server.text.pieces import in_pieces
+from server.text.scored_prompt import ScoredPrompt
 from server.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("longwave")
@@ -67,13 +69,10 @@ class Job:
         """Alternatives of prompts' tokens that are shown with their log-probabilities, as those of generated ones."""
         return self.sampling.logprobs if self.echo else None
 
-    def told_apart(self, choice: int) -> int | None:
-        """With the first of the choices alone: all of them have the same prompt."""
-        return None if choice % self.n else self.prompt_logprobs
-
     def num_scored(self, choice: int) -> int | None:
-        """Alternatives of its prompt's tokens that the engine scores for a choice; None: it scores no prompt."""
-        wanted = self.echoed_logprobs, self.told_apart(choice)
+        """Alternatives of its prompt's tokens that the engine scores with a choice; None: it scores no prompt. One is
+        scored with the first of its choices alone."""
+        wanted = () if choice % self.n else (self.echoed_logprobs, self.prompt_logprobs)
         return max((count for count in wanted if count is not None), default=None)
 
 
@@ -113,11 +112,20 @@ class Generation:
                 stop=job.stop,
                 min_tokens=job.sampling.min_tokens,
                 echo=self.echoes[index],
-                echoed_logprobs=job.echoed_logprobs,
-                prompt_logprobs=job.told_apart(index),
+                follows_details=job.echoed_logprobs is not None,
                 prompt_only=job.max_tokens == 0,
             )
             for index, request in enumerate(requests)
+        ]
+        self._prompts = [
+            ScoredPrompt(
+                PromptDetails(tokenizer, requests[first].prompt_token_ids, self.echoes[first]),
+                range(first, first + job.n),
+                echoed=job.echoed_logprobs,
+                told_apart=job.prompt_logprobs,
+            )
+            for first in range(0, len(requests), job.n)
+            if job.num_scored(first) is not None  # of all prompts or of none
         ]
         self._cached = [0] * len(requests)
         self._unread: asyncio.Queue[TextDelta | LongwaveError | None] = asyncio.Queue()
@@ -191,32 +199,45 @@ class Generation:
             self.fail(RequestFailedError("The server failed to answer this request."))
 
     async def _read_engine(self, index: int) -> None:
-        choice = self._choices[index]
         arrival = last = self.job.arrival_time
         async with aclosing(self._engine.generate(self.requests[index])) as deltas:
             async for delta in deltas:
                 now = time.monotonic()
                 if delta.token_ids:
-                    self._latency(choice).observe(now - last)
+                    self._latency(self._choices[index]).observe(now - last)
                     last = now
                 self._cached[index] = max(self._cached[index], delta.num_cached_tokens)
-                finish_reason = await self._spell(choice, delta)
+                finish_reason = await self._spell(index, delta)
                 if finish_reason is not None:
                     break
             else:
                 raise RequestFailedError("The engine ended this request without a result.")
         self._finished(index, finish_reason, time.monotonic() - arrival)
 
-    async def _spell(self, choice: ChoiceText, delta: TokenDelta) -> TextFinish | None:
+    async def _spell(self, index: int, delta: TokenDelta) -> TextFinish | None:
         """Why the choice has ended, if it has."""
         for at, piece in enumerate(in_pieces(delta)):
             if at:  # others have their turn
                 await asyncio.sleep(0)
-            text = choice.feed(piece)
-            await self._put(text)
+            text = self._choices[index].feed(piece)
+            if self._prompts:
+                await self._tell(self._prompts[index // self.job.n], index, piece)
+            if not piece.prompt_logprobs:
+                await self._put(text)
             if text.finish_reason is not None:
                 return text.finish_reason
         return None
+
+    async def _tell(self, prompt: ScoredPrompt, index: int, piece: TokenDelta) -> None:
+        """Returns when that choice may say what it has of its own: whichever is first to have it, the prompt's details
+        stand in front."""
+        if index != prompt.choices[0]:
+            await prompt.was_told.wait()
+            return
+        for said in prompt.feed(piece.prompt_logprobs or ()):
+            await self._put(said)
+        if not piece.prompt_logprobs:
+            prompt.was_told.set()
 
     def _latency(self, choice: ChoiceText) -> Histogram:
         return self._metrics.inter_token_latency if choice.num_tokens else self._metrics.time_to_first_token

@@ -26,9 +26,8 @@ class PromptMemory:
         num_bytes = NUMBER_BYTES * sum(count * (2 + 2 * num_top) for count, num_top in prompts)
         if num_bytes > ONE_BYTES:
             raise InvalidRequest(
-                f"The log-probabilities of {num_tokens} tokens of prompts (where they are echoed, each of n choices "
-                f"has its own) take {num_bytes / 2**20:.0f} MiB of memory; at most {ONE_BYTES >> 20} MiB are served in "
-                "one request. Ask for fewer prompts, choices or alternatives.",
+                f"The log-probabilities of {num_tokens} tokens of prompts take {num_bytes / 2**20:.0f} MiB of memory; "
+                f"at most {ONE_BYTES >> 20} MiB are served in one request. Ask for fewer prompts or alternatives.",
                 param=param,
             )
         if not self._held.has_room(tenant, num_bytes):

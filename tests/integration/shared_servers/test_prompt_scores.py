@@ -144,6 +144,20 @@ def test_a_stream_says_the_same(server: ServerProcess) -> None:
     assert logprobs[1:] == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=TOLERANCE)
 
 
+def test_every_choice_of_a_cached_prompt_shows_its_scores(server: ServerProcess) -> None:
+    """Those that are not scored are done first: their prompt is in the cache."""
+    (alone,) = scores(server, LONG_QUESTION, max_tokens=4)
+
+    choices = scores(server, LONG_QUESTION, max_tokens=4, n=3)
+
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for choice in choices:
+        assert choice["text"] == alone["text"]
+        found, expected = choice["logprobs"], alone["logprobs"]
+        assert (found["tokens"], found["text_offset"]) == (expected["tokens"], expected["text_offset"])
+        assert found["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=TOLERANCE)
+
+
 def test_usage_of_a_prompt_alone(server: ServerProcess, eager: EagerAnswers) -> None:
     body = {"model": MODEL, "prompt": TEXTS[0], "echo": True, "logprobs": 1, "max_tokens": 0}
 

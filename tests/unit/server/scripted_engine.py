@@ -266,3 +266,11 @@ def _what_is_waited_for(thread: threading.Thread, loop: asyncio.AbstractEventLoo
         print("the server's thread:" if ident == thread.ident else "another thread:", file=text)
         traceback.print_stack(frame, file=text)
     return text.getvalue()
+
+
+def scored(server: LiveServer) -> list[int | None]:
+    """What the engine was asked for with each choice of the last request."""
+    last = server.engine.requests[-1].request_id.rpartition("-")[0]
+    asked = [request for request in server.engine.requests if request.request_id.startswith(last)]
+    asked.sort(key=lambda request: int(request.request_id.rpartition("-")[2]))
+    return [request.sampling.prompt_logprobs for request in asked]

@@ -2,12 +2,13 @@
 compare likelihoods read them."""
 
 import json
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
 import httpx
 import pytest
-from scripted_engine import LiveServer, Script, wait_until
+from scripted_engine import LiveServer, Script, scored, wait_until
 
 from server.api import reply_memory
 from server.equal_parts import EqualParts
@@ -96,6 +97,45 @@ def test_every_choice_of_every_prompt_has_its_prompt_s(server: LiveServer) -> No
     assert [choice["logprobs"]["token_logprobs"] for choice in choices[::2]] == [[None, -1, -0.5], [None, -1, -2, -0.5]]
 
 
+def in_order(replies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choices of prompts that were asked one by one, as one request for all of them has them."""
+    return [choice | {"index": index} for index, choice in enumerate(c for reply in replies for c in reply["choices"])]
+
+
+CHOICES = [{"n": 1}, {"n": 3}, {"n": 3, "best_of": 3}]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("fields", CHOICES)
+def test_a_prompt_is_scored_once_for_all_of_its_choices(
+    server: LiveServer, fields: dict[str, int], max_tokens: int
+) -> None:
+    prompts, n = ["hi", [104], HELLO], fields["n"]
+    for prompt in prompts:
+        choices = post(server, prompt=prompt, max_tokens=max_tokens, **fields)["choices"]
+        assert scored(server) == [1] + [None] * (n - 1)
+        (alone,) = post(server, prompt=prompt, max_tokens=max_tokens)["choices"]
+        assert choices == [alone | {"index": index} for index in range(n)]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("fields", CHOICES)
+def test_each_choice_of_a_stream_says_what_it_says_whole(
+    server: LiveServer, fields: dict[str, int], max_tokens: int
+) -> None:
+    prompts = ["h", "hi", "hello you"]
+    expected = in_order([post(server, prompt=prompt, max_tokens=max_tokens, **fields) for prompt in prompts])
+    assert post(server, prompt=prompts, max_tokens=max_tokens, **fields)["choices"] == expected
+    chunks = [chunk["choices"][0] for chunk in streamed(server, prompt=prompts, max_tokens=max_tokens, **fields)]
+    assert scored(server) == ([1] + [None] * (fields["n"] - 1)) * 3
+    for choice in expected:
+        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in own) == choice["text"]
+        assert [chunk["finish_reason"] for chunk in own if chunk["finish_reason"]] == [choice["finish_reason"]]
+        for name, values in choice["logprobs"].items():
+            assert [value for chunk in own if chunk["logprobs"] for value in chunk["logprobs"][name]] == values
+
+
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_stream_says_the_same(server: LiveServer, max_tokens: int) -> None:
     (whole,) = post(server, max_tokens=max_tokens)["choices"]
@@ -165,16 +205,16 @@ def test_prompts_count_as_what_a_reply_holds(server: LiveServer, monkeypatch: py
 def test_more_than_is_kept_between_the_engine_and_a_reply_is_refused_before_it_is_computed(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """5 tokens with an alternative each: 16 bytes a token."""
+    """5 tokens with an alternative each: 16 bytes a token, whatever the number of choices."""
     monkeypatch.setattr(prompt_memory, "ONE_BYTES", 80)
     generator = server.lifecycle.generator
     assert generator is not None
     with server.client() as client:
-        assert client.post("/v1/completions", json=SCORED).status_code == 200
-        for fields in ({"n": 2}, {"logprobs": 2}, {"prompt": [HELLO, HELLO]}, {"stream": True, "n": 2}):
+        assert client.post("/v1/completions", json={**SCORED, "n": 2}).status_code == 200
+        for fields in ({"logprobs": 2}, {"prompt": [HELLO, HELLO]}, {"stream": True, "logprobs": 2}):
             status, error = refusal(client, **fields)
             assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "logprobs")
-        assert len(server.engine.requests) == 1
+        assert len(server.engine.requests) == 2
         monkeypatch.setattr(generator._prompt_memory, "_held", EqualParts(80))
         server.engine.script = Script(hold_after=0)
         with client.stream("POST", "/v1/completions", json={**SCORED, "stream": True}):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from scripted_engine import LiveServer, Script
+from scripted_engine import LiveServer, Script, scored
 
 from server.api import reply_memory
 from server.text import prompt_memory
@@ -36,14 +36,6 @@ def entry(logprob: float, rank: int, text: str) -> dict[str, Any]:
 def own_tokens(scores: list[dict[str, Any] | None]) -> str:
     """The first of each is the prompt's."""
     return "".join(next(iter(of_token.values()))["decoded_token"] for of_token in scores if of_token)
-
-
-def scored(server: LiveServer) -> list[int | None]:
-    """What the engine was asked for with each choice of the last request."""
-    last = server.engine.requests[-1].request_id.rpartition("-")[0]
-    asked = [request for request in server.engine.requests if request.request_id.startswith(last)]
-    asked.sort(key=lambda request: int(request.request_id.rpartition("-")[2]))
-    return [request.sampling.prompt_logprobs for request in asked]
 
 
 def test_a_prompt_s_tokens_are_told_by_their_ids_with_their_ranks(server: LiveServer) -> None:
@@ -100,7 +92,7 @@ def test_an_echo_is_what_it_is_without(server: LiveServer, logprobs: int, asked:
     echo = {"echo": True, "logprobs": logprobs, "n": 2}
     plain = post(server, COMPLETIONS, TEXT, **echo)["choices"]
     both = post(server, COMPLETIONS, TEXT, **echo, prompt_logprobs=asked)["choices"]
-    assert scored(server) == [3, logprobs]
+    assert scored(server) == [3, None]
     alone = post(server, COMPLETIONS, TEXT, prompt_logprobs=asked)["choices"]
     assert [choice.pop("prompt_logprobs") for choice in both] == [alone[0]["prompt_logprobs"]] * 2
     assert [choice.pop("prompt_logprobs") for choice in plain] == [None, None]
@@ -141,7 +133,8 @@ def test_more_than_may_be_held_is_refused_by_name(server: LiveServer, monkeypatc
     """3 tokens with an alternative each: 16 bytes a token, whatever the number of choices."""
     monkeypatch.setattr(prompt_memory, "ONE_BYTES", 48)
     assert post(server, COMPLETIONS, TEXT, prompt_logprobs=1, n=3)
-    for fields in ({"prompt_logprobs": 2}, {"prompt_logprobs": 0, "echo": True, "logprobs": 1, "n": 2}):
+    assert post(server, COMPLETIONS, TEXT, prompt_logprobs=0, echo=True, logprobs=1, n=2)
+    for fields in ({"prompt_logprobs": 2}, {"prompt_logprobs": 0, "echo": True, "logprobs": 2, "n": 2}):
         assert refusal(server, COMPLETIONS, TEXT, **fields)["param"] == "prompt_logprobs"
     monkeypatch.undo()
     monkeypatch.setattr(reply_memory, "ONE_BYTES", 1000)

@@ -128,6 +128,22 @@ def test_choices_that_are_not_scored_wait_for_the_one_that_is() -> None:
     assert computed < 1600 + 4 * 30
 
 
+def test_choices_go_on_without_the_one_that_is_scored_where_that_is_aborted() -> None:
+    prompt = tokens(random.Random(0), 1600)
+    engine = Engine(budget=128)
+    engine.runner.keep_batches = True
+    for name in "abc":
+        engine.add(name, prompt, prompt_logprobs=1 if name == "a" else None)
+    engine.run(until=lambda: len(engine.scores.get("a", ())) >= 400)
+    engine.abort("a")
+    engine.run()
+    assert not engine.tokens["a"]
+    assert all(engine.tokens[name] == expected(prompt, 8) for name in "bc")
+    computed = sum(len(seq.token_ids) for batch in engine.runner.batches for seq in batch.seqs)
+    assert computed < 1600 + 2 * 128 + 3 * 30  # what the aborted one had computed is not computed again
+    engine.assert_nothing_is_held()
+
+
 def test_a_prompt_that_is_scored_waits_for_no_other() -> None:
     """It would take nothing from it."""
     prompt = tokens(random.Random(0), 1600)

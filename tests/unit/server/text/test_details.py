@@ -2,13 +2,10 @@
 
 import numpy as np
 import pytest
-from scripted_engine import EOS
 from test_detokenizer import sentencepiece_like
-from token_logprobs import token_logprobs
 
 from models.batch import PromptLogprobs
 from server.engine.messages import TokenDelta
-from server.text.choice import ChoiceText
 from server.text.details import PromptDetails
 from server.text.pieces import MAX_LOGPROBS, in_pieces
 from server.text.tokenizer import TextTokenizer
@@ -90,23 +87,6 @@ def test_a_step_s_worth_of_scores_is_spelled_a_little_at_a_time(tokenizer: TextT
     assert [piece.token_ids for piece in pieces] == [[]] * len(counts) + [[104]]
     assert [piece.finish_reason for piece in pieces] == [None] * len(counts) + ["length"]
     assert len(list(in_pieces(TokenDelta("r", [], prompt_logprobs=[scores(3)])))) == 1
-    choice = ChoiceText(tokenizer, 0, prompt_token_ids=[104] * 1011, echo="h" * 1011, echoed_logprobs=5)
-    details = [detail for piece in pieces for detail in choice.feed(piece).details]
+    prompt = PromptDetails(tokenizer, [104] * 1011, "h" * 1011)
+    details = [detail for piece in pieces for detail in prompt.feed(piece.prompt_logprobs or ())]
     assert [detail.offset for detail in details] == list(range(1011))
-
-
-@pytest.mark.parametrize(("echoed", "apart"), [(None, 3), (1, 3), (3, 1), (2, None)])
-def test_a_prompt_s_scores_are_shown_and_told_apart_with_as_many_alternatives_as_each_wants(
-    tokenizer: TextTokenizer, echoed: int | None, apart: int | None
-) -> None:
-    choice = ChoiceText(
-        tokenizer, 0, prompt_token_ids=list(b"hey"), echo="hey", echoed_logprobs=echoed, prompt_logprobs=apart
-    )
-    scored = choice.feed(TokenDelta("r", [], prompt_logprobs=[scores(2, 3)]))
-    answered = choice.feed(TokenDelta("r", [EOS], [token_logprobs(-1.0)], "stop", EOS))
-    for details, wanted in ((scored.details, echoed), (scored.prompt_details, apart)):
-        assert [len(detail.top) for detail in details] == ([] if wanted is None else [0, wanted, wanted])
-        assert "".join(detail.chosen.text for detail in details) == ("" if wanted is None else "hey")
-    assert scored.num_logprobs == sum(3 + 2 * wanted for wanted in (echoed, apart) if wanted is not None)
-    assert answered.prompt_details == ()
-    assert len(answered.details) == (echoed is not None)  # an end token has its entry behind an echo alone
