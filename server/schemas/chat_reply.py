@@ -42,8 +42,8 @@ class ChatReply:
 
     def _said(self, delta: TextDelta, usage: Usage | None) -> str:
         logprobs = ChoiceLogprobs.of(delta.details) if self.logprobs and delta.details else None
-        if usage is None and logprobs is None:
-            return self._template(delta.index).fill(delta.text)
+        if logprobs is None:
+            return self._template(delta.index).fill(delta.text, usage)
         said = ChatDelta(content=delta.text)
         return self._chunk([ChatChunkChoice(index=delta.index, delta=said, logprobs=logprobs)], usage)
 

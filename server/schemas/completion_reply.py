@@ -35,8 +35,8 @@ class CompletionReply:
 
     def chunks(self, delta: TextDelta, usage: Usage | None = None) -> Iterable[str]:
         text_only = delta.finish_reason is None and not (self.logprobs and delta.details)
-        if text_only and usage is None and delta.text:
-            yield self._template(delta.index).fill(delta.text)
+        if text_only and delta.text:
+            yield self._template(delta.index).fill(delta.text, usage)
         elif delta.text or not text_only:
             yield self._said(delta, usage)
 
