@@ -237,7 +237,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the files.")] = RESULTS,
     logs: Annotated[Path | None, typer.Option(help="Folder of what they print; default: a temporary one.")] = None,
     seconds: Annotated[float, typer.Option(help="Begin none that might not end within that.")] = float("inf"),
-    peer: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of fa3, flashinfer or vllm.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of fa3, fa4, flashinfer or vllm.")] = None,
     commit: Annotated[str | None, typer.Option(help="The commit, where there is no git checkout.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Say which there are.")] = False,
 ) -> None:

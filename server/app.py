@@ -33,6 +33,7 @@ from server.files.store import FileLimits, FileStore
 from server.finetune import FineTuning
 from server.lifecycle import Lifecycle
 from server.middleware import OPEN_PATHS, Authentication, NoWebSocket, OriginForm, RequestContext
+from server.settings import Settings
 from server.training import Training
 
 
@@ -61,6 +62,15 @@ class Application(FastAPI):
             for name in ("HTTPValidationError", "ValidationError"):
                 schema["components"]["schemas"].pop(name, None)
         return super().openapi()
+
+
+def _turned_off(settings: Settings) -> dict[str, str]:
+    """Routes that a flag has taken away, and what who asks for them is told."""
+    flags = {
+        "/v1/fine_tuning": (settings.enable_fine_tuning, "--no-enable-fine-tuning"),
+        "/v1/training": (settings.enable_training, "--no-enable-training"),
+    }
+    return {route: f"The server was started with {flag}." for route, (on, flag) in flags.items() if not on}
 
 
 def create_app(lifecycle: Lifecycle) -> FastAPI:
@@ -113,7 +123,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     app.state.fine_tuning = jobs
     app.state.feeds = EventFeeds()
     app.state.training = low_level
-    failures.install(app)
+    failures.install(app, _turned_off(settings))
     for resource in (chat, completions, models, lora, files, tokenization, health, metrics, playground):
         app.include_router(resource.router)
     if settings.enable_fine_tuning:

@@ -1,5 +1,6 @@
 """Every exception of a route -> OpenAI's error reply. server.errors knows the replies; this finds the right one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -35,7 +36,9 @@ WANTED = "Input should be "
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, turned_off: Mapping[str, str]) -> None:
+    """`turned_off`: more routes that are not served, with all below them -> why."""
+    app.state.not_served = {**turned_off, **NOT_SERVED}
     app.add_exception_handler(LongwaveError, _on_longwave_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -58,15 +61,15 @@ async def _on_disconnect(_request: Request, _error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return _reply(RouteNotFound(_why_not_found(request.url.path)))
+        return _reply(RouteNotFound(_why_not_found(request.url.path, request.app.state.not_served)))
     if error.status_code == 405:
         allowed = ", ".join(sorted(_allowed(request)))
         return _reply(MethodNotAllowed(f"Not allowed to {request.method} on this URL."), {"allow": allowed})
     return _reply(InvalidRequest(str(error.detail), status=error.status_code))
 
 
-def _why_not_found(path: str) -> str:
-    for route, instead in NOT_SERVED.items():
+def _why_not_found(path: str, not_served: Mapping[str, str]) -> str:
+    for route, instead in not_served.items():
         if f"{path}/".startswith(f"{route}/"):
             return f"{route} is not served here. {instead}"
     return "Unknown request URL. Please check it for typos; OpenAI's routes are under /v1."

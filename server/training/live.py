@@ -22,7 +22,7 @@ class LiveModel:
         self.sequence = CallSequence(model_id, max_pending=config.max_pending, max_results=config.max_results)
         self.steps = 0
         self.version = 0  # of its weights
-        self.last_saved: Saved | None = None
+        self._saved: dict[str, Saved] = {}  # by its path, the newest last
         self.last_used = time.monotonic()
         self.end: LongwaveError | None = None  # what every later call is told
         self.ended_at = 0.0
@@ -42,9 +42,18 @@ class LiveModel:
         self.sequence.fail(error)
 
     def remember(self, saved: Saved) -> None:
+        self._saved.pop(saved.path, None)
+        self._saved[saved.path] = saved
+
+    def forget(self, path: str) -> None:
+        """Saved weights that are deleted, of this model or of another."""
+        self._saved.pop(path, None)
+
+    @property
+    def last_saved(self) -> Saved | None:
         """The best place to go on from after a crash: the newest, but rather one with the optimiser's state."""
-        if saved.kind == "weights" or self.last_saved is None or self.last_saved.kind == "sampler_weights":
-            self.last_saved = saved
+        newest = list(reversed(self._saved.values()))
+        return next((saved for saved in newest if saved.kind == "weights"), newest[0] if newest else None)
 
     def lost(self, reason: str) -> TrainingModelLost:
         """`reason`: a sentence without its full stop."""
@@ -58,9 +67,10 @@ class LiveModel:
     @property
     def way_on(self) -> str:
         """For whoever has lost it: sentences."""
-        if self.last_saved is None:
+        saved = self.last_saved
+        if saved is None:
             return "Nothing of it was saved: create a model and begin anew."
         return (
-            f"Its weights after optimiser step {self.last_saved.steps} are saved: create a model with the same "
-            f"lora_config and load_weights from {self.last_saved.path}."
+            f"Its weights after optimiser step {saved.steps} are saved: create a model with the same "
+            f"lora_config and load_weights from {saved.path}."
         )

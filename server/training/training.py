@@ -160,6 +160,8 @@ class Training:
     async def delete_weights(self, path: str, owner: str) -> None:
         """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
         await self._saving.delete(path, owner)
+        for model in self._models.values():
+            model.forget(path)
 
     async def _begin(self, model: LiveModel) -> None:
         """Brings up the process if there is none; then the model's runner has it, to its end."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -192,6 +193,30 @@ def test_what_there_is_instead_of_a_route_is_told(server: LiveServer, path: str,
     with server.client() as client:
         reply = client.post(path, json={})
     assert (reply.status_code, reply.json()["error"]["message"]) == (404, told)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (
+            "/v1/fine_tuning/jobs",
+            "/v1/fine_tuning is not served here. The server was started with --no-enable-fine-tuning.",
+        ),
+        (
+            "/v1/fine_tuning/checkpoints/ft:a:b:c:ckpt-step-4/permissions",
+            "/v1/fine_tuning is not served here. The server was started with --no-enable-fine-tuning.",
+        ),
+        (
+            "/v1/training/create_model",
+            "/v1/training is not served here. The server was started with --no-enable-training.",
+        ),
+    ],
+)
+def test_routes_that_were_turned_off_are_no_typos(tmp_path: Path, path: str, told: str) -> None:
+    with live_server(enable_fine_tuning=False, enable_training=False, data_dir=tmp_path) as server:
+        reply = httpx.post(f"{server.url}{path}", json={})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["message"]) == (404, "unknown_url", told)
 
 
 @pytest.mark.parametrize("path", ["/v1/response", "/v1/evals_of_mine", "/v1/fine_tuning/alphabet"])

@@ -128,3 +128,20 @@ def test_a_disk_that_is_full_is_told(run: Run) -> None:
         assert isinstance(error, InsufficientStorage)
 
     run(main, scripted={"fail": "Save", "kind": "storage"})
+
+
+def test_deleted_weights_are_named_to_nobody_as_the_ones_to_go_on_from(run: Run) -> None:
+    async def main(work: Work) -> None:
+        model = await work.create()
+        first, second, served = await work.do(model, save(), save("two"), save("three", kind="sampler_weights"))
+        assert model.last_saved == second
+        await work.training.delete_weights(second.path, "me")
+        assert model.last_saved == first
+        assert first.path in model.way_on
+        await work.training.delete_weights(first.path, "me")
+        assert model.last_saved == served
+        await work.training.delete_weights(served.path, "me")
+        assert model.last_saved is None
+        assert "Nothing of it was saved" in model.way_on
+
+    run(main)
