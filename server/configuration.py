@@ -1,5 +1,6 @@
 """Flags and LONGWAVE_* variables -> Settings, or every reason why not. Knows no single setting's meaning."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from server.settings import Settings
 COMPOSE_VARIABLES = {"LONGWAVE_CPUS", "LONGWAVE_MEMORY", "LONGWAVE_VERSION"}  # docker/compose.yaml's own, from its .env
 #: The first is attention_backend.jit's, which works without a server.
 OTHER_VARIABLES = {"LONGWAVE_KERNEL_IMAGE_DIR", *COMPOSE_VARIABLES}
+_SETTING = re.compile(rf"\b({'|'.join(name for name in Settings.model_fields if '_' in name)})\b")
 
 
 class ConfigurationError(Exception):
@@ -39,10 +41,12 @@ def unknown_variables() -> list[str]:
 
 
 def _line(detail: Any) -> str:
-    name = str(detail["loc"][0]) if detail["loc"] else "settings"
-    hint = ""
+    said = detail["msg"].removeprefix("Value error, ")
+    if not detail["loc"]:  # what does not go together
+        return _SETTING.sub(lambda found: found[0].replace("_", "-"), said)
+    name, hint = str(detail["loc"][0]), ""
     if name == "port" and port_is_an_address():
         hint = (
             ". Kubernetes sets LONGWAVE_PORT for a service called longwave: rename it, or set enableServiceLinks: false"
         )
-    return f"{name.replace('_', '-')}: {detail['msg'].removeprefix('Value error, ')}{hint}"
+    return f"{name.replace('_', '-')}: {said}{hint}"
