@@ -125,3 +125,4 @@ class AdapterFacts:
     rank: int  # the largest of its layers
     num_layers: int  # linear layers that it changes
     base_model: str | None  # what it says it was trained for
+    written: int  # when its weights were, in seconds since 1970

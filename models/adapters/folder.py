@@ -20,6 +20,7 @@ class AdapterFiles:
     config: bytes
     weights: bytes
     digest: str  # SHA-256 of both, hexadecimal: equal digests are equal adapters
+    written: int  # when its weights were, in seconds since 1970
 
 
 def open_folder(folder: str, max_weight_bytes: int, within: str | None = None) -> AdapterFiles:
@@ -37,10 +38,10 @@ def open_folder(folder: str, max_weight_bytes: int, within: str | None = None) -
             raise AdapterError(f"{folder} has no {CONFIG}: it is no folder that PEFT saved an adapter in")
     except OSError as error:
         raise AdapterError(f"{folder:.200} cannot be read: {error.strerror or error}") from error
-    config = _read(_resolve(folder, CONFIG, within), CONFIG, MAX_CONFIG_BYTES)
-    weights = _read(_resolve(folder, WEIGHTS, within), WEIGHTS, max_weight_bytes)
+    config, _ = _read(_resolve(folder, CONFIG, within), CONFIG, MAX_CONFIG_BYTES)
+    weights, written = _read(_resolve(folder, WEIGHTS, within), WEIGHTS, max_weight_bytes)
     digest = hashlib.sha256(hashlib.sha256(config).digest() + hashlib.sha256(weights).digest())
-    return AdapterFiles(config, weights, digest.hexdigest())
+    return AdapterFiles(config, weights, digest.hexdigest(), written)
 
 
 def _resolve(folder: str, file: str, within: str | None) -> Path:
@@ -55,12 +56,14 @@ def _resolve(folder: str, file: str, within: str | None) -> Path:
     return place
 
 
-def _read(path: Path, name: str, limit: int) -> bytes:
+def _read(path: Path, name: str, limit: int) -> tuple[bytes, int]:
+    """What the file holds, and when it was written."""
     try:
         # NONBLOCK: opening a pipe must not wait for somebody to write into it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
                 raise AdapterError(f"{name} is no regular file")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 read = file.read(limit + 1)
@@ -70,7 +73,7 @@ def _read(path: Path, name: str, limit: int) -> bytes:
         raise AdapterError(f"{name} cannot be read: {error.strerror or error}") from error
     if len(read) > limit:
         raise AdapterError(f"{name} is larger than {limit} bytes, the most that an adapter of this model can have")
-    return read
+    return read, int(found.st_mtime)
 
 
 def _found(folder: Path) -> str:

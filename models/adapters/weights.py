@@ -53,7 +53,7 @@ def read_weights(
             raise AdapterError(f"the weights for {module} are not finite in {str(dtype).removeprefix('torch.')}")
         layers[module] = (_owned(factors[0], pin_memory), _owned(factors[1], pin_memory))
     rank = max(a.shape[0] for a, _ in layers.values())
-    return AdapterWeights(AdapterFacts(files.digest, rank, len(layers), config.base_model), layers)
+    return AdapterWeights(AdapterFacts(files.digest, rank, len(layers), config.base_model, files.written), layers)
 
 
 def _owned(factor: Tensor, pin_memory: bool) -> Tensor:

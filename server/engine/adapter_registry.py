@@ -4,7 +4,6 @@ an engine that was started anew. Knows folders and owners as text, no weights. A
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from itertools import count
@@ -39,7 +38,7 @@ class AdapterInfo:
     rank: int
     num_layers: int
     base_model: str | None  # what it says it was trained for
-    created: int  # seconds since 1970
+    created: int  # when its weights were written, in seconds since 1970: the same after a restart
 
 
 class AdapterRegistry:
@@ -93,7 +92,7 @@ class AdapterRegistry:
             command = LoadAdapter(next(self._command_ids), info.name, info.folder, info.within, True)
             self._busy[info.name] = asyncio.Event()
             try:
-                await self._load(send, command, info.owner, info.created)
+                await self._load(send, command, info.owner)
             except EngineUnavailable:
                 raise
             except LongwaveError as error:
@@ -122,7 +121,7 @@ class AdapterRegistry:
         while (busy := self._busy.get(name)) is not None:
             await busy.wait()
 
-    async def _load(self, send: Send, command: LoadAdapter, owner: str, created: int | None = None) -> AdapterInfo:
+    async def _load(self, send: Send, command: LoadAdapter, owner: str) -> AdapterInfo:
         """The caller has marked the name as busy."""
         try:
             reply = await self._ask(send, command)
@@ -139,7 +138,7 @@ class AdapterRegistry:
             rank=facts.rank,
             num_layers=facts.num_layers,
             base_model=facts.base_model,
-            created=int(time.time()) if created is None else created,
+            created=facts.written,
         )
         return info
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_the_folder_that_peft_saved_is_read_and_described(batch: PackedBatch, fo
     facts = batch.slots.read(1, str(folder))
     assert (facts.rank, facts.num_layers, len(facts.digest)) == (8, 3 * 7, 64)
     assert batch.slots.read(1, str(folder)) == facts, "the digest is of the content"
+    os.utime(folder / WEIGHTS, (0, 1_700_000_000.9))
+    assert batch.slots.read(1, str(folder)) == replace(facts, written=1_700_000_000)
     change_weights(folder, lambda tensors: next(iter(tensors.values())).add_(1))
     assert batch.slots.read(1, str(folder)).digest != facts.digest
     batch.slots.drop(1)

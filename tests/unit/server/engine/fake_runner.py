@@ -36,6 +36,8 @@ EOS = 0
 NOTHING = -1  # never written
 ADAPTER_STRIDE = 1_000_000  # an adapter's number times this is added to each of its tokens
 
+WRITTEN = 1_700_000_000  # and its number: when an adapter's weights were
+
 #: Files of an adapter's folder
 KEY = "key"  # its number
 GATE = "gate"  # the path of a file: reading waits until that is there
@@ -109,7 +111,7 @@ class FakeAdapters:
         if key < 0:
             raise MemoryError
         self.on_host[adapter_id] = key
-        return AdapterFacts(f"digest of {key}", 8, 1, None)
+        return AdapterFacts(f"digest of {key}", 8, 1, None, WRITTEN + key)
 
     def place(self, adapter_id: int, slot: int) -> None:
         assert 0 <= slot < self.max_loras

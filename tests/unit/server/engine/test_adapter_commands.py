@@ -98,8 +98,8 @@ def test_an_engine_that_was_killed_has_its_adapters_again_before_it_is_ready(tmp
         assert await answer(client, "again", "a1") == expected(PROMPT, 8, stop=(), adapter=11)
         assert await answer(client, "too", "a2") == expected(PROMPT, 8, stop=(), adapter=2)
         changed, same = client.adapters()
-        assert (changed.digest, changed.created) == ("digest of 11", before[0].created)
-        assert same == before[1]
+        assert (changed.digest, changed.created) == ("digest of 11", before[0].created + 10)
+        assert same == before[1]  # also when it was made
 
     run(test)
 
