@@ -20,13 +20,13 @@
 // With TERMS_FIRST the products of a step are added to what would be taken from them: scores to -lse, dP to -D.
 //
 // Compile-time: BF16, HEAD_DIM and HEAD_DIM_V (tile widths; narrower tensors are padded by the TMA), BLOCK_M (64; 128 for
-// HEAD_DIM 64), BLOCK_N (128), CLUSTER (1), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER
-// (2), APART, TURNS (BLOCK_M 64), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16 columns of K
-// and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not with SOFTCAP,
-// ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK, SOFTCAP, ALIBI,
-// DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's synccheck: warpgroups
-// compute also the steps of which their keys see nothing, as it takes warps that meet at one barrier from two places in the
-// code for a mistake.
+// HEAD_DIM 64), BLOCK_N (128), CLUSTER (1), TILE_SLOTS, KEY_STAGES, Q_STAGES, O_STAGES, DS_STAGES, HANDOVER (2), APART,
+// TURNS (BLOCK_M 64), PRODUCER_REGISTERS, CONSUMER_REGISTERS, DQ_REGISTERS (with APART), KEPT_K and KEPT_V (slices of 16
+// columns of K and V in registers), FINISHES (dQ on the way: parts/backward_finish.cuh; not with PARTS), TERMS_FIRST (not
+// with SOFTCAP, ALIBI or DROPOUT), DETERMINISTIC, PARTS (float32 results of a part of a key head's query heads), KEY_MASK,
+// SOFTCAP, ALIBI, DROPOUT, LEFT_BOUNDS (rows may see keys from some key on only). EVERY_STEP, for compute-sanitizer's
+// synccheck: warpgroups compute also the steps of which their keys see nothing, as it takes warps that meet at one barrier
+// from two places in the code for a mistake.
 #define BIAS 0
 #include "parts/backward_dq.cuh"
 #include "parts/backward_handover.cuh"
