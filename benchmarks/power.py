@@ -10,8 +10,8 @@ reads in the second half of them. A kernel at the limit is as fast as its energy
 where they take as many joules. Cycles are those of an SM for a million operations of it, so that orders of the same
 products can be compared by them.
 
-Three seconds a contender and cell. Exit code 0: measured. 2: no NVIDIA GPU, no nvidia-smi, or an argument that names
-nothing.
+Two seconds a contender and cell, once compiled. Exit code 0: measured. 2: no NVIDIA GPU, no nvidia-smi, or an argument
+that names nothing.
 """
 
 import json
@@ -21,7 +21,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryFile
@@ -36,25 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 from benchmarks import backward_tiles, machine
 from benchmarks.arguments import numbers, require_gpu
 from benchmarks.attention_contenders import REGISTRY
-from benchmarks.attention_grid import backward_cells, forward_cells
 from benchmarks.attention_inputs import Tensors
-from benchmarks.attention_registry import CUDNN, FA3, FA4, OURS, Call, Contender
+from benchmarks.attention_registry import OURS, Call, Contender
 from benchmarks.attention_report import plain_table
+from benchmarks.checkouts import CELLS, PEERS, Section
 from benchmarks.tile_race import peers, square_cells
 
 _QUERY = ("nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50")
 _BATCH_MS = 20
-
-
-class Section(StrEnum):
-    """What runs: names of the benchmark's sections."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-CELLS = {Section.FORWARD: forward_cells, Section.BACKWARD: backward_cells}
-PEERS = {Section.FORWARD: (CUDNN, FA3), Section.BACKWARD: (CUDNN, FA4)}
 
 
 @dataclass(frozen=True)

@@ -114,33 +114,37 @@ def test_a_prompt_that_gives_up_its_blocks_half_way_is_scored_on_from_there(cach
     assert 399 <= engine.runner.num_scored < 399 + 32
 
 
-def test_choices_that_are_not_scored_wait_for_the_one_that_is() -> None:
-    """Of n choices with prompt_logprobs the first is scored, and computes the prompt for all."""
-    prompt = tokens(random.Random(0), 1600)
-    engine = Engine(budget=2048)
+def with_choices(names: str, prompt: list[int], budget: int) -> Engine:
+    """Of n choices the first is scored, and computes the prompt for all."""
+    engine = Engine(budget=budget)
     engine.runner.keep_batches = True
-    for name in "abcd":
+    for name in names:
         engine.add(name, prompt, prompt_logprobs=1 if name == "a" else None)
+    return engine
+
+
+def num_computed(engine: Engine) -> int:
+    return sum(len(seq.token_ids) for batch in engine.runner.batches for seq in batch.seqs)
+
+
+def test_choices_that_are_not_scored_wait_for_the_one_that_is() -> None:
+    prompt = tokens(random.Random(0), 1600)
+    engine = with_choices("abcd", prompt, 2048)
     engine.run()
     assert all(engine.tokens[name] == expected(prompt, 8) for name in "abcd")
     assert engine.scores == {"a": expected_scores(prompt)}
-    computed = sum(len(seq.token_ids) for batch in engine.runner.batches for seq in batch.seqs)
-    assert computed < 1600 + 4 * 30
+    assert num_computed(engine) < 1600 + 4 * 30
 
 
 def test_choices_go_on_without_the_one_that_is_scored_where_that_is_aborted() -> None:
     prompt = tokens(random.Random(0), 1600)
-    engine = Engine(budget=128)
-    engine.runner.keep_batches = True
-    for name in "abc":
-        engine.add(name, prompt, prompt_logprobs=1 if name == "a" else None)
+    engine = with_choices("abc", prompt, 128)
     engine.run(until=lambda: len(engine.scores.get("a", ())) >= 400)
     engine.abort("a")
     engine.run()
     assert not engine.tokens["a"]
     assert all(engine.tokens[name] == expected(prompt, 8) for name in "bc")
-    computed = sum(len(seq.token_ids) for batch in engine.runner.batches for seq in batch.seqs)
-    assert computed < 1600 + 2 * 128 + 3 * 30  # what the aborted one had computed is not computed again
+    assert num_computed(engine) < 1600 + 2 * 128 + 3 * 30  # what the aborted one had computed is not computed again
     engine.assert_nothing_is_held()
 
 
