@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, gcd
+from math import ceil, gcd, sqrt
 from typing import NamedTuple
 
 #: Tile widths; another head_dim is padded to the next one in shared memory, by the TMA.
@@ -16,7 +16,9 @@ LONG = 8192
 #: Keys at which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none of
 #: its own rows sees is worth leaving out; full rows leave out no more than a tile's ends. The first of a range is also
 #: the fewest queries, and the fewest keys that a window shows.
-OWN_CAUSAL, OWN_FULL = {64: range(LONG), 128: range(1024, LONG), 256: range(4096)}, {64: range(2048)}
+OWN_CAUSAL, OWN_FULL = {64: range(2 * LONG), 128: range(1024, 2 * LONG), 256: range(4096)}, {64: range(2048)}
+#: Widths at which that is so however long the longest of uneven sequences is: most tiles are of shorter ones.
+OWN_IF_UNEVEN = (64, 128)
 #: Widths at which that is so only where tiles of 192 rows are faster than others even if they own nothing.
 OWN_IF_TALL = (128,)
 #: Blocks that load keys and values for each other,
@@ -180,6 +182,17 @@ class HopperSizes(NamedTuple):
     def ragged(self) -> bool:
         return self.total_rows is not None and self.batch > 1
 
+    @property
+    def uneven(self) -> bool:
+        """Some sequence has fewer rows than the longest."""
+        return self.total_rows is not None and self.total_rows < self.batch * self.seqlen_q
+
+    @property
+    def typical_rows(self) -> float:
+        """Of a row's sequence, where they are uneven. Nobody knows on the host; for lengths even from none to the
+        longest it is 0.67 of that, which this says to be 0.71, and long tails it meets as well."""
+        return sqrt((self.total_rows or 0) / self.batch * self.seqlen_q)
+
 
 def owns_keys(tiles: tuple[int, int], sizes: HopperSizes, *, tall: bool) -> bool:
     """Whether warpgroups that leave out what none of their own rows sees are faster: for contiguous keys, plain scores,
@@ -189,7 +202,9 @@ def owns_keys(tiles: tuple[int, int], sizes: HopperSizes, *, tall: bool) -> bool
     keys = (OWN_CAUSAL if sizes.causal else OWN_FULL).get(tiles[0], range(0))
     shown = sizes.seqlen_k if sizes.window is None else sizes.window
     served = tiles in OWN_TILES and (tall or tiles[0] not in OWN_IF_TALL)
-    return served and sizes.seqlen_k in keys and min(sizes.seqlen_q, shown) >= keys.start
+    any_length = sizes.uneven and sizes.causal and tiles[0] in OWN_IF_UNEVEN
+    few = sizes.seqlen_k < keys.stop or any_length
+    return served and few and min(sizes.seqlen_q, sizes.seqlen_k, shown) >= keys.start
 
 
 def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] | None:
@@ -204,19 +219,22 @@ def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] 
     return (kind, keys[tile]) if tile in keys else None
 
 
-def who_shares_keys(
-    tile: int, rows: int, *, seqlen_q: int, seqlen_k: int, causal: bool, lines: int, group: int, num_sms: int
-) -> str:
-    """BY_ROWS, BY_HEADS or ALONE. `tile`: its width; `rows`: its rows. `lines`: query heads of all sequences.
+def who_shares_keys(tile: int, rows: int, sizes: HopperSizes) -> str:
+    """BY_ROWS, BY_HEADS or ALONE. `tile`: its width; `rows`: its rows.
 
-    Of pairs of rows two tiles are drawn at a time, so there may be another round of them.
+    Of pairs of rows two tiles are drawn at a time, so there may be another round of them. Of uneven sequences most rows
+    see fewer keys than it takes, and warpgroups that own keys are faster, where they can.
     """
-    shared = shares_keys_from(tile, group, causal=causal)
-    if shared is None or seqlen_k < shared[1] or seqlen_q < SHARED_QUERIES:
+    shared = shares_keys_from(tile, sizes.group, causal=sizes.causal)
+    if shared is None or sizes.seqlen_k < shared[1] or sizes.seqlen_q < SHARED_QUERIES:
         return ALONE
-    alone, together = (-(-seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
-    more_rounds = -(-together // (num_sms // CLUSTER)) > -(-alone // num_sms)
-    return ALONE if shared[0] == BY_ROWS and more_rounds else shared[0]
+    if shared[0] == BY_HEADS:
+        return BY_HEADS
+    lines = sizes.batch * sizes.heads
+    alone, together = (-(-sizes.seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
+    more_rounds = -(-together // (sizes.num_sms // CLUSTER)) > -(-alone // sizes.num_sms)
+    owned = sizes.uneven and sizes.causal and tile in OWN_IF_UNEVEN
+    return ALONE if more_rounds or owned else BY_ROWS
 
 
 def page_rows(page_size: int, block_n: int) -> int | None:
@@ -268,9 +286,10 @@ def _time(config: HopperConfig, sizes: HopperSizes) -> float:
     rows, lines = plan.tile_rows // per_row, sizes.heads // per_row
     seqlen_q, seqlen_k, batch = sizes[:3]
     most = seqlen_k if sizes.window is None else min(seqlen_k, sizes.window + rows)
-    if sizes.ragged:  # how long each sequence is only the device knows: half of its last tile is empty
+    if sizes.uneven:  # how long each sequence is only the device knows: half of its last tile is empty
         num_tiles = max(batch, (sizes.total_rows or 0) / rows + batch / 2) * lines
-        return config.block_m * most * num_tiles / sizes.num_sms
+        own = (sizes.typical_rows + rows) / 2 if sizes.causal else sizes.typical_rows
+        return config.block_m * min(most, seqlen_k - seqlen_q + own) * num_tiles / sizes.num_sms
     ends = (min(first + rows, seqlen_q) for first in range(0, seqlen_q, rows))
     keys = [min(max(seqlen_k - (seqlen_q - end if sizes.causal else 0), 1), most) for end in ends]
     parts = plan.num_splits

@@ -180,14 +180,15 @@ def test_keys_of_a_block_sparse_mask_may_lie_past_two_to_the_31(hopper: torch.de
 def test_tensors_of_the_fp8_forward_may_be_larger_than_two_to_the_31(
     rows: int, keys: int, hopper: torch.device
 ) -> None:
-    """The last head, whose values are quantised by themselves, against the same head alone."""
+    """The last head, whose values are quantised by themselves, against the same head alone. Its keys may be cut into
+    other parts there, whose probabilities are rounded otherwise: a few percent of a sum that is near zero."""
     g = generator(("fp8", rows), hopper)
     q, k, v = (torch.empty((1, n, 16, 128), dtype=BF16, device=hopper).normal_(generator=g) for n in (rows, keys, keys))
     out = flash_attn_fp8_func(q, k, v)
     alone = flash_attn_fp8_func(*(x[:, :, -1:].contiguous() for x in (q, k, v)))
     assert isinstance(out, Tensor)
     assert isinstance(alone, Tensor)
-    assert torch.equal(out[:, :, -1:], alone)
+    assert float((out[:, :, -1:].float() - alone.float()).norm() / alone.float().norm()) < 0.1
     assert bool(out.isfinite().all())
 
 

@@ -1,6 +1,7 @@
 """Many rows that see no key, whole tiles of them, as padding on the left leaves: their output is zero, their lse -inf.
 
-The Hopper forward computes no tile for them; warps that load queries write them beside others' tiles.
+The Hopper forward computes no tile for them; the warps that draw tiles write them, shares of all that there are of 32
+sequences.
 """
 
 from dataclasses import replace
@@ -20,6 +21,7 @@ PADDED = (
     Case(500, 500, batch=5, layout="padded", dim=72, dim_v=40),
     Case(400, 400, batch=5, dim=256, dim_v=256, heads=2),
     Case(600, 600, batch=5, layout="bhsd", mask="full"),
+    Case(400, 400, batch=40, heads=1, kv_heads=1),
 )
 LONGER_THAN_KEYS = (
     Case(700, 100, batch=2),
@@ -29,9 +31,10 @@ LONGER_THAN_KEYS = (
 
 
 def padded(case: Case, device: torch.device) -> AttentionArgs:
-    """No padding, some, nearly all and all of the keys, and half of them."""
+    """Of each five sequences: no padding, some, half of the keys, nearly all of them and all."""
     args = build(replace(case, sinks=False), device)
     starts = torch.tensor([0, 1, case.sk // 2, case.sk - 1, case.sk], dtype=torch.int32, device=device)
+    starts = starts.repeat(case.batch // len(starts))
     sinks = torch.randn(case.heads, device=device) if case.sinks else None
     return replace(args, leftpad_k=starts, sinks=sinks)
 

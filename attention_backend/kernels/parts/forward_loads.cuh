@@ -2,7 +2,7 @@
 #pragma once
 
 #include "bulk_copies.cuh"
-#include "forward_nothing.cuh"
+#include "forward_rings.cuh"
 
 // How many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than needed is
 // one that a block which is done sooner cannot take.
@@ -52,6 +52,7 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperPar
     const bool more = tile.steps > 0;
     barrier_arrive(shared.full_tile + 8 * stage<kTileSlots>(t));  // every lane for what it wrote
     if (!more) break;
+    line.write_share(index, p);
   }
   // The last block to get here leaves the counters as it found them.
   if (draws && threadIdx.x % 32 == 0) {
@@ -93,10 +94,6 @@ __device__ __forceinline__ void load_queries(const Shared& shared, const TensorM
         tma_load(to + c * kSlabQ, map, full, c * 64, first, tile.head, batch, kEvictFirst);
 #endif
     }
-    __syncwarp();
-#if SKIPS
-    write_nothing(tile, p);
-#endif
   });
 }
 

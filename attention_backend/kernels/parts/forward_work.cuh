@@ -6,6 +6,7 @@
 #pragma once
 
 #include "parts/cluster.cuh"
+#include "parts/forward_nothing.cuh"
 #include "parts/hopper_params.cuh"
 
 #if OWN_KEYS
@@ -67,7 +68,7 @@ constexpr int kL2Kilobytes = 16 << 10;  // of keys and values that stay in the L
 // Draws tiles; all 32 lanes of one warp call. BLOCK_N is the kernel's.
 class WorkLine {
  public:
-  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(-32), before(0), sum(0), splits(1) {
+  __device__ __forceinline__ explicit WorkLine(const HopperParams& p) : base(-32), before(0), sum(0), nothing(0), splits(1) {
     if (SPLIT && p.work.chosen) choose(p);
   }
 
@@ -92,9 +93,27 @@ class WorkLine {
     __syncwarp();
   }
 
+  // Writes a share of the rows that see nothing: of those of the 32 sequences in which tile `index`, the last one that was
+  // drawn, lies; all tiles of theirs have as much.
+  __device__ __forceinline__ void write_share(int index, const HopperParams& p) const {
+    const int all = SKIPS ? __shfl_sync(~0u, nothing, 31) : 0;
+    if (all == 0) return;
+    const int tiles = __shfl_sync(~0u, sum, 31), nth = index - before + 1;
+    const float share = static_cast<float>(all) / static_cast<float>(tiles);
+    const int end = nth == tiles ? all : min(static_cast<int>(static_cast<float>(nth) * share), all);
+#pragma unroll 1
+    for (int i = min(static_cast<int>(static_cast<float>(nth - 1) * share), all); i < end; i++) {
+      const int lane = __ffs(__ballot_sync(~0u, i < nothing)) - 1;
+      const int start = lane ? __shfl_sync(~0u, nothing, lane - 1) : 0;
+      const int rows = (__shfl_sync(~0u, nothing, lane) - start) / (p.work.heads / kHeadsDrawn), head = (i - start) / rows;
+      write_nothing(base + lane, head * kHeadsDrawn + (CLUSTER_HEADS ? cluster_rank() : 0), i - start - head * rows, p);
+    }
+  }
+
  private:
   int base, before;  // the first of the 32 sequences looked at (-32: none yet), and the tiles before it
-  int sum;           // tiles of the sequences up to this lane's
+  int sum;           // tiles of the sequences up to this lane's,
+  int nothing;       // and of their rows that see nothing, which are not drawn
   int splits;        // of this lane's sequence
   float parts;       // of a step of a sequence's last tile, where their number is chosen
 
@@ -163,7 +182,7 @@ class WorkLine {
 
   __device__ __forceinline__ void count(const HopperParams& p) {
     const int b = base + static_cast<int>(threadIdx.x % 32);
-    sum = 0;
+    sum = nothing = 0;
     if (b < p.work.batch) {
       const Sequence seq(p.forward.sequence, b);
       if (SPLIT) {
@@ -172,12 +191,19 @@ class WorkLine {
         if (p.work.chosen) splits = min(static_cast<int>(ceilf(static_cast<float>(steps) * parts - 1e-3f)), splits);
         splits = max(1, min(splits, steps));  // rows of nobody, that see no keys, are one part
       }
-      sum = (row_tiles(seq.seqlen_q, p) - skipped_tiles(seq, p)) * (p.work.heads / kHeadsDrawn) * splits;
+      nothing = skipped_tiles(seq, p) * (p.work.heads / kHeadsDrawn);
+      sum = row_tiles(seq.seqlen_q, p) * (p.work.heads / kHeadsDrawn) * splits - nothing;
     }
+    add_up(sum);
+    if (SKIPS) add_up(nothing);
+  }
+
+  // Over the lanes up to this one.
+  static __device__ __forceinline__ void add_up(int& x) {
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, d);
-      if (static_cast<int>(threadIdx.x % 32) >= d) sum += other;
+      const int other = __shfl_up_sync(~0u, x, d);
+      if (static_cast<int>(threadIdx.x % 32) >= d) x += other;
     }
   }
 

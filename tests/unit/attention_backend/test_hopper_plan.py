@@ -79,12 +79,12 @@ def test_keys_are_owned_only_where_scores_are_plain_and_keys_contiguous() -> Non
 
 @pytest.mark.parametrize(
     ("width", "causal", "lengths"),
-    [(64, True, range(8192)), (64, False, range(2048)), (256, True, range(4096)), (256, False, range(0)),
-     (128, True, range(1024, 8192)), (128, False, range(0))],
+    [(64, True, range(16_384)), (64, False, range(2048)), (256, True, range(4096)), (256, False, range(0)),
+     (128, True, range(1024, 16_384)), (128, False, range(0))],
 )  # fmt: skip
 def test_at_which_lengths_keys_are_owned(width: int, causal: bool, lengths: range) -> None:
     """As measured on an H100, at head_dim 128 on an H200."""
-    for seqlen in (1, 512, 1023, 1024, 2047, 2048, 4095, 4096, 8191, 8192, 100_000):
+    for seqlen in (1, 512, 1023, 1024, 2047, 2048, 4095, 4096, 8192, 16_383, 16_384, 100_000):
         sizes = HopperSizes(seqlen, seqlen, 16, 32, 1, 132, packable=True, causal=causal)
         assert sm90.owns_keys((width, width), sizes, tall=True) == (seqlen in lengths)
         assert sm90.owns_keys((width, width), sizes, tall=False) == (seqlen in lengths and width != 128)
@@ -124,15 +124,47 @@ def test_whose_blocks_load_keys_for_each_other(
     width: int, seqlen: int, lines: int, group: int, causal: bool, who: str
 ) -> None:
     """As measured on an H100 and an H200."""
-    sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "lines": lines, "group": group, "num_sms": 132}
-    assert sm90.who_shares_keys(width, 128, causal=causal, **sizes) == who
+    sizes = HopperSizes(seqlen, seqlen, 1, lines, group, 132, packable=True, causal=causal)
+    assert sm90.who_shares_keys(width, 128, sizes) == who
 
 
 def test_few_queries_of_a_prompt_load_their_own_keys() -> None:
-    sizes = {"seqlen_k": 100_000, "lines": 32, "causal": True, "num_sms": 132}
     for group, together in ((1, BY_ROWS), (4, BY_HEADS)):
-        found = [sm90.who_shares_keys(128, 128, seqlen_q=rows, group=group, **sizes) for rows in (1, 2047, 2048, 8192)]
-        assert found == [ALONE, ALONE, together, together]
+        sizes = [HopperSizes(n, 100_000, 1, 32, group, 132, packable=True, causal=True) for n in (1, 2047, 2048, 8192)]
+        assert [sm90.who_shares_keys(128, 128, x) for x in sizes] == [ALONE, ALONE, together, together]
+
+
+def test_uneven_sequences_own_keys_however_long_the_longest_is() -> None:
+    """As measured on an H200: 16 heads, 64 lengths of a long tail up to 16,384, of 1,923 tokens on average."""
+    sizes = HopperSizes(16_384, 16_384, 64, 16, 1, 132, packable=True, total_rows=64 * 1923, causal=True)
+    even = sizes._replace(total_rows=64 * 16_384)
+    for width in (64, 128):
+        assert sm90.owns_keys((width, width), sizes, tall=is_tall(width, sizes))
+        assert not sm90.owns_keys((width, width), even, tall=True)
+        assert not sm90.owns_keys((width, width), sizes._replace(causal=False), tall=True)
+        assert sm90.who_shares_keys(width, 128, sizes) == ALONE
+    assert (
+        sm90.who_shares_keys(128, 128, even) == sm90.who_shares_keys(128, 128, sizes._replace(causal=False)) == BY_ROWS
+    )
+    assert sm90.who_shares_keys(128, 128, sizes._replace(group=4)) == BY_HEADS
+    assert not sm90.owns_keys((256, 256), sizes, tall=False)
+
+
+@pytest.mark.parametrize(
+    ("mean", "causal", "tall"),
+    [(250, True, False), (992, True, True), (992, False, True), (1923, True, True), (30, False, False)],
+)
+def test_which_uneven_sequences_have_tiles_of_192_rows(mean: int, causal: bool, tall: bool) -> None:
+    """Of 33, the longest 16 times as long as they are on average."""
+    sizes = HopperSizes(16 * mean, 16 * mean, 33, 16, 1, 132, packable=True, total_rows=33 * mean, causal=causal)
+    assert is_tall(128, sizes) == tall
+
+
+def test_sequences_as_long_as_the_longest_are_no_uneven_ones() -> None:
+    """What is known of them is what is known of dense ones."""
+    for length in (300, 512, 1024, 4096):
+        dense = HopperSizes(length, length, 16, 16, 1, 132, packable=True, causal=True)
+        assert is_tall(128, dense) == is_tall(128, dense._replace(total_rows=16 * length))
 
 
 def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() -> None:

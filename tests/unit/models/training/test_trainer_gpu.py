@@ -37,9 +37,9 @@ def result(outcome: Outcome) -> bytes:
 @pytest.mark.parametrize("lora", [LoraSettings(4, 8), None], ids=["lora", "full"])
 def test_losses_follow_the_cpu_s(folder: Path, tmp_path: Path, method: Any, lora: LoraSettings | None) -> None:
     losses = []
-    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+    for device in ("cpu", "cuda"):
         reports = Reports()
-        plan = tiny_plan(folder, method=method, lora=lora, dtype=dtype, learning_rate=1e-3)
+        plan = tiny_plan(folder, method=method, lora=lora, dtype="bfloat16", learning_rate=1e-3)
         run(plan, tmp_path / device, device, reports)
         losses.append([report.train_loss for report in reports])
     assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.02)
