@@ -124,6 +124,8 @@ SUMS = f"""\
         (RACES, 0),
         (NO_MORE_WORK, 0),
         (SUMS, 0),
+        (SUMS.replace("store_sums(", "void wgmma_wait<(int)0>(").replace("backward_dq", "wgmma_sm90"), 0),
+        (SUMS.replace("Write access at store_sums(", "Write access at void wgmma_wait<(int)0>(", 1), 1),
         (SUMS.replace("and Write access at store_sums", "and Write access at store_shared4"), 1),
         (NO_MORE_WORK.replace("for_tiles<", "store<"), 1),
         (RACES.replace("store_shared", "clear_values").replace("forward_convert", "forward_masks"), 1),  # with itself
