@@ -25,8 +25,9 @@ def read(folder: Path) -> dict[str, Any]:
     for name in ("text_config", "quantization_config"):
         if not isinstance(config.get(name), dict | None):
             raise _wrong(path, name, config[name], "an object")
-    _check_counts(path, "", config)
-    _check_counts(path, "text_config.", config.get("text_config") or {})
+    for prefix, fields in (("", config), ("text_config.", config.get("text_config") or {})):
+        _check_counts(path, prefix, fields)
+        _check_attention(path, prefix, fields)
     return config
 
 
@@ -58,6 +59,16 @@ def _check_counts(path: Path, prefix: str, config: dict[str, Any]) -> None:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not is_count and not isinstance(value, list | None):
             raise _wrong(path, prefix + name, value, "a whole number above 0")
+
+
+def _check_attention(path: Path, prefix: str, config: dict[str, Any]) -> None:
+    heads, key_heads = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and heads % key_heads:
+        raise _wrong(path, f"{prefix}num_key_value_heads", key_heads, f"a divisor of num_attention_heads, {heads}")
+    scalar = config.get("query_pre_attn_scalar")  # Gemma's: scores are divided by its root
+    is_number = isinstance(scalar, int | float) and not isinstance(scalar, bool) and scalar > 0
+    if scalar is not None and not is_number:
+        raise _wrong(path, f"{prefix}query_pre_attn_scalar", scalar, "a number above 0")
 
 
 def _wrong(path: Path, name: str, value: object, expected: str) -> ModelLoadError:

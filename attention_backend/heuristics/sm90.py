@@ -16,7 +16,7 @@ LONG = 8192
 #: Keys at which, under a causal mask, the tile of each of several warpgroups is seen in part so often that what none of
 #: its own rows sees is worth leaving out; full rows leave out no more than a tile's ends. The first of a range is also
 #: the fewest queries, and the fewest keys that a window shows.
-OWN_CAUSAL, OWN_FULL = {64: range(2 * LONG), 128: range(1024, 2 * LONG), 256: range(4096)}, {64: range(2048)}
+OWN_CAUSAL, OWN_FULL = {64: range(LONG), 128: range(1024, 2 * LONG), 256: range(4096)}, {64: range(2048)}
 #: Widths at which that is so however long the longest of uneven sequences is: most tiles are of shorter ones.
 OWN_IF_UNEVEN = (64, 128)
 #: Widths at which that is so only where tiles of 192 rows are faster than others even if they own nothing.

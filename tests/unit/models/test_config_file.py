@@ -27,6 +27,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "GPT-2's name": ({"model_type": "gpt2", "n_embd": -8}, f"n_embd is -8, {COUNT}"),
     "size an object": ({"hidden_size": {"a": 0}}, f'hidden_size is {{"a": 0}}, {COUNT}'),
     "size a long word": ({"hidden_size": "9" * 99}, f'hidden_size is "{"9" * 59}..., {COUNT}'),
+    "heads that no key head has": (
+        {"num_attention_heads": 4, "num_key_value_heads": 3},
+        "num_key_value_heads is 3, and has to be a divisor of num_attention_heads, 4",
+    ),
+    "more key heads than heads": (
+        {"text_config": {"num_attention_heads": 2, "num_key_value_heads": 4}},
+        "text_config.num_key_value_heads is 4, and has to be a divisor of num_attention_heads, 2",
+    ),
+    "scores over a root of less than nothing": (
+        {"query_pre_attn_scalar": -256},
+        "query_pre_attn_scalar is -256, and has to be a number above 0",
+    ),
     "of the text model": ({"text_config": {"vocab_size": "many"}}, f'text_config.vocab_size is "many", {COUNT}'),
     "text model a number": ({"text_config": 5}, "text_config is 5, and has to be an object"),
     "quantised by a word": ({"quantization_config": "fp8"}, 'quantization_config is "fp8", and has to be an object'),
@@ -73,6 +85,8 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         {},
         {"num_key_value_heads": None, "text_config": None, "quantization_config": None},
         {"intermediate_size": [96, 192]},  # Gemma 3n: one for each layer
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 0.5},
+        {"num_attention_heads": [4, 8], "num_key_value_heads": [2, 3]},  # OpenELM: likewise
         {"text_config": {"hidden_size": 64}, "quantization_config": {"quant_method": "fp8"}},
         {"hidden_act": 5, "sliding_window": 0},  # what they may be only their family knows
     ],
