@@ -225,5 +225,23 @@ def shared_keys(results: Path) -> str:
     return f"{what}\n({origin(facts)}):\n\n" + table(header, lines)
 
 
+def power(results: Path) -> str:
+    """What the power limit makes of kernels under steady load."""
+    facts = load(results / "power_h200.json")
+    rows = [
+        [
+            f"{row['section']} {row['cell']['head_dim']} {'causal' if row['cell']['causal'] else 'full'}",
+            f"{row['cell']['batch']} x {row['cell']['seqlen_k']:,}",
+            row["contender"].replace(f"{OURS}-", "ours, ").replace(OURS, "ours").replace("cudnn", "cuDNN"),
+            *(f"{row[name]:,.0f}" for name in ("tflops", "mhz", "watts", "cycles")),
+            f"{row['joules']:.2f}",
+        ]
+        for row in facts["rows"]
+    ]
+    what = "Speed, clock and power under steady load; cycles of an SM for 10^6 operations, joules for 10^12"
+    header = ["what", "tokens", "kernel", "TFLOP/s", "MHz", "W", "cycles", "J"]
+    return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)
+
+
 def _spread(ratios: Sequence[float]) -> str:
     return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "roofline": attention_tables.roofline,
     "few_rows": attention_tables.few_rows,
     "shared_keys": attention_tables.shared_keys,
+    "power": attention_tables.power,
     "serving": engine_tables.serving,
     "longcontext": engine_tables.longcontext,
     "training": engine_tables.training,
