@@ -219,11 +219,11 @@ def shares_keys_from(tile: int, group: int, *, causal: bool) -> tuple[str, int] 
     return (kind, keys[tile]) if tile in keys else None
 
 
-def who_shares_keys(tile: int, rows: int, sizes: HopperSizes) -> str:
-    """BY_ROWS, BY_HEADS or ALONE. `tile`: its width; `rows`: its rows.
+def who_shares_keys(tile: int, rows: int, sizes: HopperSizes, *, can_own: bool) -> str:
+    """BY_ROWS, BY_HEADS or ALONE. `tile`: its width; `rows`: its rows. `can_own`: warpgroups could own keys.
 
     Of pairs of rows two tiles are drawn at a time, so there may be another round of them. Of uneven sequences most rows
-    see fewer keys than it takes, and warpgroups that own keys are faster, where they can.
+    see fewer keys than it takes, and warpgroups that own keys are faster.
     """
     shared = shares_keys_from(tile, sizes.group, causal=sizes.causal)
     if shared is None or sizes.seqlen_k < shared[1] or sizes.seqlen_q < SHARED_QUERIES:
@@ -233,7 +233,7 @@ def who_shares_keys(tile: int, rows: int, sizes: HopperSizes) -> str:
     lines = sizes.batch * sizes.heads
     alone, together = (-(-sizes.seqlen_q // drawn) * lines for drawn in (rows, CLUSTER * rows))
     more_rounds = -(-together // (sizes.num_sms // CLUSTER)) > -(-alone // sizes.num_sms)
-    owned = sizes.uneven and sizes.causal and tile in OWN_IF_UNEVEN
+    owned = can_own and sizes.uneven and sizes.causal and tile in OWN_IF_UNEVEN
     return ALONE if more_rounds or owned else BY_ROWS
 
 

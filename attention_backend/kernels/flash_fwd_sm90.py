@@ -148,19 +148,19 @@ def _plan(
     # Through a window rows see few keys; what a descriptor says is not known here.
     bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None
     apart = not plan.pack and plan.num_splits == 1
+    owning = which._replace(own=True, long=False, tall=False)
+    can_own = can_own_keys(owning)
     if cluster is None and own is None and apart and not bounded and can_share_keys(which):
-        cluster = who_shares_keys(hopper_layout(which).tiles[0], config.block_m, sizes)
+        cluster = who_shares_keys(hopper_layout(which).tiles[0], config.block_m, sizes, can_own=can_own)
     if cluster:
         if cluster == BY_HEADS and group % CLUSTER:
             raise ValueError(f"no pairs of heads load keys for each other where a key head has {group} query heads")
         return which._replace(cluster=cluster), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
-    owning = which._replace(own=True, long=False, tall=False)
     if own is None:
-        own = tall is None and apart and can_own_keys(owning)
-        own = own and owns_keys(hopper_layout(which).tiles, sizes, tall=which.tall)
+        own = tall is None and apart and can_own and owns_keys(hopper_layout(which).tiles, sizes, tall=which.tall)
     if not own:
         return which, plan
-    if not can_own_keys(owning):
+    if not can_own:
         raise ValueError(f"no warpgroup leaves out keys of its own with {owning}")
     return owning, HopperPlan(pack=False, tile_rows=hopper_layout(owning).config.block_m, num_splits=1)
 

@@ -125,13 +125,14 @@ def test_whose_blocks_load_keys_for_each_other(
 ) -> None:
     """As measured on an H100 and an H200."""
     sizes = HopperSizes(seqlen, seqlen, 1, lines, group, 132, packable=True, causal=causal)
-    assert sm90.who_shares_keys(width, 128, sizes) == who
+    assert sm90.who_shares_keys(width, 128, sizes, can_own=True) == who
 
 
 def test_few_queries_of_a_prompt_load_their_own_keys() -> None:
     for group, together in ((1, BY_ROWS), (4, BY_HEADS)):
         sizes = [HopperSizes(n, 100_000, 1, 32, group, 132, packable=True, causal=True) for n in (1, 2047, 2048, 8192)]
-        assert [sm90.who_shares_keys(128, 128, x) for x in sizes] == [ALONE, ALONE, together, together]
+        found = [sm90.who_shares_keys(128, 128, x, can_own=True) for x in sizes]
+        assert found == [ALONE, ALONE, together, together]
 
 
 def test_uneven_sequences_own_keys_however_long_the_longest_is() -> None:
@@ -142,11 +143,10 @@ def test_uneven_sequences_own_keys_however_long_the_longest_is() -> None:
         assert sm90.owns_keys((width, width), sizes, tall=is_tall(width, sizes))
         assert not sm90.owns_keys((width, width), even, tall=True)
         assert not sm90.owns_keys((width, width), sizes._replace(causal=False), tall=True)
-        assert sm90.who_shares_keys(width, 128, sizes) == ALONE
-    assert (
-        sm90.who_shares_keys(128, 128, even) == sm90.who_shares_keys(128, 128, sizes._replace(causal=False)) == BY_ROWS
-    )
-    assert sm90.who_shares_keys(128, 128, sizes._replace(group=4)) == BY_HEADS
+    shares = partial(sm90.who_shares_keys, 128, 128, can_own=True)
+    assert shares(sizes) == ALONE
+    assert shares(sizes, can_own=False) == shares(even) == shares(sizes._replace(causal=False)) == BY_ROWS
+    assert shares(sizes._replace(group=4)) == BY_HEADS
     assert not sm90.owns_keys((256, 256), sizes, tall=False)
 
 
