@@ -289,7 +289,7 @@ def _time(config: HopperConfig, sizes: HopperSizes) -> float:
     if sizes.uneven:  # how long each sequence is only the device knows: half of its last tile is empty
         num_tiles = max(batch, (sizes.total_rows or 0) / rows + batch / 2) * lines
         own = (sizes.typical_rows + rows) / 2 if sizes.causal else sizes.typical_rows
-        return config.block_m * min(most, seqlen_k - seqlen_q + own) * num_tiles / sizes.num_sms
+        return config.block_m * min(max(seqlen_k - seqlen_q + own, 1), most) * num_tiles / sizes.num_sms
     ends = (min(first + rows, seqlen_q) for first in range(0, seqlen_q, rows))
     keys = [min(max(seqlen_k - (seqlen_q - end if sizes.causal else 0), 1), most) for end in ends]
     parts = plan.num_splits

@@ -160,6 +160,13 @@ def test_which_uneven_sequences_have_tiles_of_192_rows(mean: int, causal: bool, 
     assert is_tall(128, sizes) == tall
 
 
+@pytest.mark.parametrize("seqlen_k", [512, 1900, 2048, 4096, 32_768])
+def test_tiles_of_uneven_rows_do_not_depend_on_how_many_keys_all_of_them_see(seqlen_k: int) -> None:
+    """Of cross-attention, over fewer keys than the longest sequence has rows, too."""
+    sizes = HopperSizes(4096, seqlen_k, 16, 32, 1, 132, packable=True, total_rows=16 * 1024)
+    assert is_tall(128, sizes)
+
+
 def test_sequences_as_long_as_the_longest_are_no_uneven_ones() -> None:
     """What is known of them is what is known of dense ones."""
     for length in (300, 512, 1024, 4096):
