@@ -126,6 +126,7 @@ def test_nobody_there_is_one_sentence() -> None:
         ["--api-key", "\u00e4"],
         ["--api-key", "right\r\nx-more: 1"],
         ["--random-range-ratio", "0.5", "--random-sigma", "1"],
+        ["--random-sigma", "inf"],
         ["--prompt-format", "text"],
         ["--dataset-name", "prefix_repetition", "--num-turns", "2"],
         ["--dataset-name", "prefix_repetition", "--random-prefix-len", "7"],
