@@ -39,6 +39,7 @@ class ChatMessage(RequestModel):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
+        "reasoning": ("",),
         "reasoning_content": ("",),
         "refusal": ("",),
         "tool_call_id": (),

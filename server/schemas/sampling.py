@@ -39,6 +39,7 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "cache_salt": (),  # salts come from the API key: a caller must not choose whose cache it reads
     "detokenize": (True,),
+    "ec_transfer_params": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -46,16 +47,21 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
+    "logprob_token_ids": (),
     "logits_processors": ([],),
     "priority": (0,),
+    "repetition_detection": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 

@@ -161,6 +161,9 @@ def test_wrong_completion_fields_are_named(server: LiveServer, change: dict[str,
     [
         ({"stop": ["a"] * 5}, "Invalid value for 'stop': List should have at most 4 items, not 5."),
         ({"prompt": []}, "Invalid value for 'prompt': List should have at least 1 item, not 0."),
+        ({"prompt": ["a", 1]}, "Invalid value for 'prompt[1]': Input should be a valid string."),
+        ({"prompt": [1, "a"]}, "Invalid value for 'prompt[1]': Input should be a valid integer."),
+        ({"prompt": [[1], "a"]}, "Invalid value for 'prompt[1]': Input should be a valid list."),
         ({"prompt": ["a"] * 129}, "Invalid value for 'prompt': List should have at most 128 items, not 129."),
         (b"[]", "The request body must be a JSON object."),
     ],
@@ -176,7 +179,7 @@ UNSUPPORTED = [
     ("reasoning_effort", "high"), ("prediction", {}), ("web_search_options", {}), ("functions", [{}]),
     ("chat_template", "{{ 1 }}"), ("cache_salt", "x"), ("guided_regex", "a+"),
     ("continue_final_message", True), ("return_token_ids", True), ("length_penalty", True),
-    ("moderation", {"model": "omni-moderation-latest"}),
+    ("moderation", {"model": "omni-moderation-latest"}), ("thinking_token_budget", 5), ("watermarking", True),
 ]  # fmt: skip
 
 
@@ -198,6 +201,21 @@ def test_what_is_not_served_is_named_where_it_stands(server: LiveServer, change:
     error = refused(server, "/v1/chat/completions", {**CHAT, **change})
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
     assert error["message"] == f"Unsupported parameter: '{param}' is not served here."
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("tool_choice", "required", '"none" or "auto"'),
+        ("response_format", {"type": "json_object"}, '{"type": "text"}'),
+        ("reasoning_effort", "high", '"none"'),
+        ("skip_special_tokens", False, "true"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "[]"),
+    ],
+)
+def test_what_is_served_of_it_is_said(server: LiveServer, field: str, value: Any, accepted: str) -> None:
+    error = refused(server, "/v1/chat/completions", {**CHAT, field: value})
+    assert error["message"] == f"Unsupported parameter: '{field}' is not served here, except as {accepted}."
 
 
 @pytest.mark.parametrize(
@@ -240,6 +258,15 @@ def test_asking_for_what_happens_anyway_is_fine(server: LiveServer) -> None:
         "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "parallel_tool_calls": True,
     }  # fmt: skip
     with server.client() as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_another_servers_answer_goes_on_here(server: LiveServer) -> None:
+    """vLLM's message as its clients keep it: with null for what it has not."""
+    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"))
+    answered = {"role": "assistant", "content": "Hi.", "tool_calls": [], **nothing}
+    with server.client() as client:
+        body = {**CHAT, "messages": [*CHAT["messages"], answered, *CHAT["messages"]]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
