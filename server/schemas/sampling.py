@@ -20,7 +20,7 @@ from server.schemas.wire import UNUSED, ModelName, RequestModel, TokenId
 from server.settings import MAX_MODEL_LEN
 
 MAX_N = 128  # OpenAI's; the server's own cap (settings.max_n) is lower
-MAX_STOPS = 4
+MAX_STOPS = 32  # OpenAI's are 4, vLLM's without end; tasks of lm-evaluation-harness have up to a dozen
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024

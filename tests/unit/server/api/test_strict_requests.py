@@ -113,7 +113,7 @@ def test_every_sampling_field_reaches_the_engine(server: LiveServer) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": "x", "color": "red"}]}, "messages[0].color"),
         ({"messages": [{"role": "user", "content": "x", "name": "no spaces"}]}, "messages[0].name"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a"] * 33}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": [3]}, "stop[0]"),
         ({"stop": [""]}, "stop[0]"),
@@ -159,7 +159,7 @@ def test_wrong_completion_fields_are_named(server: LiveServer, change: dict[str,
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"stop": ["a"] * 5}, "Invalid value for 'stop': List should have at most 4 items, not 5."),
+        ({"stop": ["a"] * 33}, "Invalid value for 'stop': List should have at most 32 items, not 33."),
         ({"prompt": []}, "Invalid value for 'prompt': List should have at least 1 item, not 0."),
         ({"prompt": ["a", 1]}, "Invalid value for 'prompt[1]': Input should be a valid string."),
         ({"prompt": [1, "a"]}, "Invalid value for 'prompt[1]': Input should be a valid integer."),
@@ -268,6 +268,13 @@ def test_another_servers_answer_goes_on_here(server: LiveServer) -> None:
     with server.client() as client:
         body = {**CHAT, "messages": [*CHAT["messages"], answered, *CHAT["messages"]]}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_more_stop_strings_than_openais_four_are_taken(server: LiveServer) -> None:
+    """lm-evaluation-harness sends all of a task's: HumanEval has eight."""
+    stops = ["\nclass", "\n#", "\nif", "\nprint", "\n```", "\n```\n\n", "<|eot_id|>", "</s>", "<eos>"]
+    with server.client() as client:
+        assert client.post("/v1/completions", json={**TEXT, "stop": stops}).status_code == 200
 
 
 def test_text_parts_join(server: LiveServer) -> None:
