@@ -34,6 +34,7 @@ NOT_SERVED = dict.fromkeys(
     "/v1/fine_tuning/alpha": "Fine-tuning has /v1/fine_tuning/jobs.",
 }  # fmt: skip
 WANTED = "Input should be "
+NOTHING: tuple[Any, ...] = ("", [], {})  # accepted for what is not served, and not worth telling
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -95,7 +96,7 @@ def invalid_request(details: Any, body: Any) -> InvalidRequest:
     for detail in details:
         if detail["type"] == UNSUPPORTED:
             param = _spell([*_path(detail, body), detail["ctx"]["name"]])
-            accepted = _or([json.dumps(value) for value in detail["ctx"]["neutral"]])
+            accepted = _or([json.dumps(value) for value in detail["ctx"]["neutral"] if value not in NOTHING])
             rest = f", except as {accepted}" if accepted else ""
             return UnsupportedParameter(f"Unsupported parameter: '{param}' is not served here{rest}.", param=param)
         if detail["type"] == UNSUPPORTED_PART:
