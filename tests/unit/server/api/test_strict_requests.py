@@ -257,6 +257,7 @@ def test_asking_for_what_happens_anyway_is_fine(server: LiveServer) -> None:
     body = {
         **CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "store": False,
         "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "parallel_tool_calls": True,
+        "logprobs": False, "top_logprobs": 0,
     }  # fmt: skip
     with server.client() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
