@@ -56,7 +56,7 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (-1,),  # without end
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
