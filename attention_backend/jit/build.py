@@ -59,10 +59,14 @@ def build(
 ) -> list[BuildResult]:
     """Compile the covering set of `archs` into `out`, or into the user's cache.
 
-    A directory built so can be given as LONGWAVE_KERNEL_IMAGE_DIR, to other users too. Raises as build_variants does.
+    A directory built so can be given as LONGWAVE_KERNEL_IMAGE_DIR, to other users too. Raises as build_variants does,
+    and CacheDirectoryError where there can be none.
     """
     if out is not None:
-        out.mkdir(mode=0o755, parents=True, exist_ok=True)
+        try:
+            out.mkdir(mode=0o755, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheDirectoryError(f"{out} cannot be a folder of kernels: {error.strerror}") from error
     cache = default_cache() if out is None else KernelCache(out)
     return build_variants(list_variants(archs), cache, jobs, progress)
 

@@ -1,5 +1,6 @@
 """Every exception of a route -> OpenAI's error reply. server.errors knows the replies; this finds the right one."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ NOT_SERVED = dict.fromkeys(
     "/v1/fine_tuning/alpha": "Fine-tuning has /v1/fine_tuning/jobs.",
 }  # fmt: skip
 WANTED = "Input should be "
+NOTHING: tuple[Any, ...] = ("", [], {})  # accepted for what is not served, and not worth telling
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -89,23 +91,34 @@ def _on_invalid(_request: Request, error: Exception) -> Response:
 
 def invalid_request(details: Any, body: Any) -> InvalidRequest:
     """The most telling of pydantic's complaints: a field that is not served; else of a union's branches the one whose
-    JSON type is the body's, if there is one, and of several the one that came furthest into the body. What all branches
-    want in one place is told together."""
+    JSON type is the body's, if there is one, and of several the one that came furthest into the body: deepest,
+    and there past most items. What all branches want in one place is told together."""
     for detail in details:
         if detail["type"] == UNSUPPORTED:
             param = _spell([*_path(detail, body), detail["ctx"]["name"]])
-            return UnsupportedParameter(f"Unsupported parameter: '{param}' is not served here.", param=param)
+            accepted = _or([json.dumps(value) for value in detail["ctx"]["neutral"] if value not in NOTHING])
+            rest = f", except as {accepted}" if accepted else ""
+            return UnsupportedParameter(f"Unsupported parameter: '{param}' is not served here{rest}.", param=param)
         if detail["type"] == UNSUPPORTED_PART:
             text = f"Content parts of type '{detail['ctx']['kind']}' are not served: text only."
             return UnsupportedParameter(text, param=_spell(_path(detail, body)))
     paths = [(_path(detail, body), detail) for detail in details]
-    path, detail = max(paths, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0])))
+    path, detail = max(paths, key=lambda pair: (not pair[1]["type"].endswith("_type"), len(pair[0]), _items(pair[0])))
     param = _spell(path)
     together = _alternatives([other for place, other in paths if place == path])
     if _wants(detail) and len(together) > 1:
-        said = f"{WANTED}{', '.join(together[:-1])} or {together[-1]}"
+        said = f"{WANTED}{_or(together)}"
         return InvalidRequest(f"Invalid value for '{param}': {said}." if param else f"{said}.", param=param)
     return InvalidRequest(_message(detail, param), param=param)
+
+
+def _items(path: list[str | int]) -> list[int]:
+    return [step for step in path if isinstance(step, int)]
+
+
+def _or(several: list[str]) -> str:
+    """a, b or c"""
+    return " or ".join(part for part in (", ".join(several[:-1]), *several[-1:]) if part)
 
 
 def _alternatives(details: list[Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from server import strict_json
 from server.bench.arrivals import ArrivalProcess
 from server.bench.lengths import Lengths
 from server.bench.metrics import METRICS, Measurement, parse_goodput
@@ -87,7 +88,7 @@ def serve(
 ) -> None:
     """Load on any OpenAI-compatible server's /v1/completions. Exit code 1 when a request failed."""
     from server.bench.serve import LoadShape, UnreachableError, checked_key, drive, first_model
-    from server.bench.stream_client import StreamClient, Target
+    from server.bench.stream_client import StreamClient, Target, checked_url
     from server.client_settings import ClientSettings
 
     base_url = base_url if "://" in base_url else f"http://{base_url}"
@@ -119,6 +120,7 @@ def serve(
         extra = parse_object(extra_body)
         check_writable(result)
         check_writable(html)
+        checked_url(base_url)
         key = checked_key(api_key or ClientSettings().key)
         name = model or first_model(base_url, key)  # all flags make sense: from here on something is sent
         target = Target(base_url, name, key, ignore_eos, temperature, request_timeout, extra, running_usage=True)
@@ -199,8 +201,8 @@ def parse_percentiles(text: str) -> list[float]:
 
 def parse_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = strict_json.loads(text)
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ValueError(f"{text!r:.200} is not a JSON object")

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass
 
+MAX_SIGMA = 10.0  # a length in six is then more than e^10 times the median: nobody's are
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -20,8 +22,8 @@ class Lengths:
             raise ValueError(f"a length is at least 1 token, not {self.mean}")
         if not 0 <= self.range_ratio < 1:
             raise ValueError(f"a range ratio is at least 0 and below 1, not {self.range_ratio}")
-        if self.sigma < 0:
-            raise ValueError(f"sigma is at least 0, not {self.sigma}")
+        if not 0 <= self.sigma <= MAX_SIGMA:
+            raise ValueError(f"sigma is at least 0 and at most {MAX_SIGMA:g}, not {self.sigma}")
         if self.range_ratio and self.sigma:
             raise ValueError("lengths are uniform (a range ratio) or lognormal (a sigma), not both")
         if self.longest is not None and self.longest < 1:

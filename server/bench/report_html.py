@@ -38,7 +38,9 @@ def page(
 ) -> str:
     done = [outcome for outcome in outcomes if outcome.completed]
     charts = [cdf(TITLES[name], found.distributions[name]) for name in metrics]
-    charts.append(Chart("Output tokens a second", "s", "tokens/s", tokens_per_second(done), steps=True))
+    seconds = tokens_per_second(done)
+    ends = [(second + 1, count) for second, count in seconds[-1:]]  # the last one, too, is a second long
+    charts.append(Chart("Output tokens a second", "s", "tokens/s", seconds + ends, steps=True))
     running = thin_steps(concurrency(done))
     charts.append(Chart("Requests at once", "s", "requests", running, steps=True))
     title = f"longwave bench serve: {setup.get('model_id', '')}"

@@ -9,7 +9,7 @@ import ssl
 import time
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -53,15 +53,23 @@ class Target:
         return msgspec.json.encode(fields | self.extra_body)
 
 
+def checked_url(base_url: str) -> SplitResult:
+    """Raises ValueError for what is no address of a server."""
+    url = urlsplit(base_url)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"{base_url!r} is no http or https URL")
+    if url.port == 0:  # asking for it raises where it is none
+        raise ValueError(f"{base_url!r} has a port that no server can have")
+    return url
+
+
 class StreamClient:
     """Connections are kept and used again, as a long-lived client would. Close it when done."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        url = urlsplit(target.base_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"{target.base_url!r} is no http or https URL")
-        self._host, self._ssl = url.hostname, ssl.create_default_context() if url.scheme == "https" else None
+        url = checked_url(target.base_url)
+        self._host, self._ssl = url.hostname or "", ssl.create_default_context() if url.scheme == "https" else None
         self._port = url.port or (443 if self._ssl else 80)
         key = "" if target.api_key is None else f"authorization: Bearer {target.api_key}\r\n"
         path = url.path.rstrip("/").removesuffix("/v1") + PATH

@@ -39,6 +39,7 @@ class ChatMessage(RequestModel):
         "annotations": ([],),
         "audio": (),
         "function_call": (),
+        "reasoning": ("",),
         "reasoning_content": ("",),
         "refusal": ("",),
         "tool_call_id": (),
@@ -88,7 +89,7 @@ class ChatCompletionRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # 0 are what vLLM's clients may send always
             raise InvalidRequest("top_logprobs is only allowed when logprobs is true.", param="top_logprobs")
         return self
 

@@ -20,7 +20,7 @@ from server.schemas.wire import UNUSED, ModelName, RequestModel, TokenId
 from server.settings import MAX_MODEL_LEN
 
 MAX_N = 128  # OpenAI's; the server's own cap (settings.max_n) is lower
-MAX_STOPS = 4
+MAX_STOPS = 32  # OpenAI's are 4, vLLM's without end; tasks of lm-evaluation-harness have up to a dozen
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
@@ -39,6 +39,7 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "cache_salt": (),  # salts come from the API key: a caller must not choose whose cache it reads
     "detokenize": (True,),
+    "ec_transfer_params": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
@@ -46,16 +47,21 @@ VLLM_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
+    "logprob_token_ids": (),
     "logits_processors": ([],),
     "priority": (0,),
+    "repetition_detection": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
+    "thinking_token_budget": (-1,),  # without end
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 

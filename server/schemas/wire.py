@@ -20,7 +20,8 @@ MAX_TEXT = 16 * 2**20  # characters of one text; the body limit is usually neare
 MAX_KEYS = 128  # keys of one object: more is an attack, and each would cost an error message
 MAX_TOKEN_IDS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
-# Types of errors; pydantic knows in which object, and their context has the field's name, and the kind of a part.
+# Types of errors; pydantic knows in which object, and their context has the field's name and the values of it that are
+# accepted, or the kind of a part.
 UNSUPPORTED, UNSUPPORTED_PART = "unsupported_parameter", "unsupported_part"
 NEUTRAL = "Not served: accepted only where it asks for what happens anyway."
 UNUSED = "Accepted, and without effect."
@@ -72,7 +73,8 @@ class RequestModel(WireModel):
             raise InvalidRequest(f"An object of the request has {len(body)} keys; at most {MAX_KEYS} are read.")
         for name in body.keys() & cls.unsupported.keys():
             if not any(_same(body[name], neutral) for neutral in (None, *cls.unsupported[name])):
-                raise PydanticCustomError(UNSUPPORTED, "'{name}' is not served here", {"name": name})
+                context = {"name": name, "neutral": cls.unsupported[name]}
+                raise PydanticCustomError(UNSUPPORTED, "'{name}' is not served here", context)
         dropped = cls.harmless | cls.unsupported.keys()
         return {name: value for name, value in body.items() if name not in dropped}
 

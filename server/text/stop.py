@@ -6,6 +6,7 @@ the pieces end: the stop string that completes first wins, and of two completing
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class StopMatcher:
         return held
 
 
-def _borders(pattern: str) -> list[int]:
+@lru_cache(maxsize=128)  # the choices of one request have the same stop strings, and there may be hundreds of choices
+def _borders(pattern: str) -> tuple[int, ...]:
     """For each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
@@ -85,4 +87,4 @@ def _borders(pattern: str) -> list[int]:
         if pattern[at] == pattern[length]:
             length += 1
         borders[at] = length
-    return borders
+    return tuple(borders)

@@ -322,6 +322,13 @@ def test_kernels_of_an_unknown_architecture_are_refused() -> None:
     assert "sm_90a" in result.stderr
 
 
+def test_kernels_are_not_built_where_there_can_be_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = runner.invoke(app, ["kernels", "build", "--arch", "sm_90a", "--out", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert result.stderr == f"longwave: {tmp_path}/file cannot be a folder of kernels: File exists\n"
+
+
 def test_the_curl_line_works(capsys: pytest.CaptureFixture[str]) -> None:
     import shlex
 

@@ -113,7 +113,7 @@ def test_every_sampling_field_reaches_the_engine(server: LiveServer) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": "x", "color": "red"}]}, "messages[0].color"),
         ({"messages": [{"role": "user", "content": "x", "name": "no spaces"}]}, "messages[0].name"),
-        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ["a"] * 33}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": [3]}, "stop[0]"),
         ({"stop": [""]}, "stop[0]"),
@@ -159,8 +159,11 @@ def test_wrong_completion_fields_are_named(server: LiveServer, change: dict[str,
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"stop": ["a"] * 5}, "Invalid value for 'stop': List should have at most 4 items, not 5."),
+        ({"stop": ["a"] * 33}, "Invalid value for 'stop': List should have at most 32 items, not 33."),
         ({"prompt": []}, "Invalid value for 'prompt': List should have at least 1 item, not 0."),
+        ({"prompt": ["a", 1]}, "Invalid value for 'prompt[1]': Input should be a valid string."),
+        ({"prompt": [1, "a"]}, "Invalid value for 'prompt[1]': Input should be a valid integer."),
+        ({"prompt": [[1], "a"]}, "Invalid value for 'prompt[1]': Input should be a valid list."),
         ({"prompt": ["a"] * 129}, "Invalid value for 'prompt': List should have at most 128 items, not 129."),
         (b"[]", "The request body must be a JSON object."),
     ],
@@ -176,7 +179,7 @@ UNSUPPORTED = [
     ("reasoning_effort", "high"), ("prediction", {}), ("web_search_options", {}), ("functions", [{}]),
     ("chat_template", "{{ 1 }}"), ("cache_salt", "x"), ("guided_regex", "a+"),
     ("continue_final_message", True), ("return_token_ids", True), ("length_penalty", True),
-    ("moderation", {"model": "omni-moderation-latest"}),
+    ("moderation", {"model": "omni-moderation-latest"}), ("thinking_token_budget", 5), ("watermarking", True),
 ]  # fmt: skip
 
 
@@ -198,6 +201,22 @@ def test_what_is_not_served_is_named_where_it_stands(server: LiveServer, change:
     error = refused(server, "/v1/chat/completions", {**CHAT, **change})
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
     assert error["message"] == f"Unsupported parameter: '{param}' is not served here."
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("tool_choice", "required", ', except as "none" or "auto"'),
+        ("response_format", {"type": "json_object"}, ', except as {"type": "text"}'),
+        ("reasoning_effort", "high", ', except as "none"'),
+        ("skip_special_tokens", False, ", except as true"),
+        ("continue_final_message", True, ", except as false"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}], ""),
+    ],
+)
+def test_what_is_served_of_it_is_said(server: LiveServer, field: str, value: Any, accepted: str) -> None:
+    error = refused(server, "/v1/chat/completions", {**CHAT, field: value})
+    assert error["message"] == f"Unsupported parameter: '{field}' is not served here{accepted}."
 
 
 @pytest.mark.parametrize(
@@ -238,9 +257,26 @@ def test_asking_for_what_happens_anyway_is_fine(server: LiveServer) -> None:
     body = {
         **CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "store": False,
         "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "parallel_tool_calls": True,
+        "logprobs": False, "top_logprobs": 0,
     }  # fmt: skip
     with server.client() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_another_servers_answer_goes_on_here(server: LiveServer) -> None:
+    """vLLM's message as its clients keep it: with null for what it has not."""
+    nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"))
+    answered = {"role": "assistant", "content": "Hi.", "tool_calls": [], **nothing}
+    with server.client() as client:
+        body = {**CHAT, "messages": [*CHAT["messages"], answered, *CHAT["messages"]]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_more_stop_strings_than_openais_four_are_taken(server: LiveServer) -> None:
+    """lm-evaluation-harness sends all of a task's: HumanEval has eight."""
+    stops = ["\nclass", "\n#", "\nif", "\nprint", "\n```", "\n```\n\n", "<|eot_id|>", "</s>", "<eos>"]
+    with server.client() as client:
+        assert client.post("/v1/completions", json={**TEXT, "stop": stops}).status_code == 200
 
 
 def test_text_parts_join(server: LiveServer) -> None:

@@ -126,11 +126,15 @@ def test_nobody_there_is_one_sentence() -> None:
         ["--api-key", "\u00e4"],
         ["--api-key", "right\r\nx-more: 1"],
         ["--random-range-ratio", "0.5", "--random-sigma", "1"],
+        ["--random-sigma", "inf"],
         ["--prompt-format", "text"],
         ["--dataset-name", "prefix_repetition", "--num-turns", "2"],
         ["--dataset-name", "prefix_repetition", "--random-prefix-len", "7"],
         ["--prefix-repetition-num-prefixes", "2"],
         ["--base-url", "ftp://x", "--model", "m"],
+        ["--base-url", "ftp://x"],
+        ["--base-url", "http://127.0.0.1:99999"],
+        ["--extra-body", '{"temperature": NaN}'],
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_sent(server: LiveServer, flags: list[str]) -> None:

@@ -101,6 +101,17 @@ def test_steps_are_drawn_as_steps() -> None:
     assert len(corners[1].split()) == 3
 
 
+def test_the_last_second_is_drawn_too() -> None:
+    """A run of less than one second has no other: its chart was empty."""
+    short = [Outcome(10, 0.0, 0.0, [(0.25, 1), (0.5, 1)], 2)]
+    text = page(measure(short, 0.5, {}), short, {}, METRICS, [99.0])
+    corners = re.search(r'Output tokens a second.*?polyline class="line" points="([^"]*)"', text)
+    assert corners is not None
+    begin, *others = (corner.split(",") for corner in corners[1].split())
+    assert float(begin[0]) < float(others[-1][0])
+    assert {height for _, height in others} == {begin[1]}
+
+
 def test_the_tables_say_the_figures() -> None:
     found = measure(OUTCOMES, 2.0, {"ttft": 400.0})
     text = io.StringIO()

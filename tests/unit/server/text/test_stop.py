@@ -1,5 +1,6 @@
 import itertools
 import random
+import tracemalloc
 
 import pytest
 
@@ -86,3 +87,14 @@ def test_what_stops_is_fed_and_what_does_not_is_not() -> None:
     assert matcher.feed("bd").text == "abd"
     assert matcher.feed("c").text == ""
     assert matcher.feed_if_it_stops("cde") == StopResult("c", "cd")
+
+
+def test_what_is_known_of_a_stop_string_is_in_memory_once() -> None:
+    """A request has hundreds of choices, and each of them up to 32 stop strings of a thousand characters."""
+    tracemalloc.start()
+    try:
+        matchers = [StopMatcher(["a" * 1000]) for _ in range(100)]
+        assert tracemalloc.get_traced_memory()[0] < 200_000
+    finally:
+        tracemalloc.stop()
+    assert all(matcher.feed("a" * 999 + "b").text for matcher in matchers)
