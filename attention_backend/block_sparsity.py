@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.block_lists import BLOCK, Evaluate, Grid, Lists, build, unpack
-from attention_backend.checks import check_tensor
+from attention_backend.checks import check_is_tensor, check_tensor
 from attention_backend.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class BlockSparsity:
 
         Values are read, so on a GPU this waits for the device.
         """
+        check_is_tensor("counts", counts)
         if counts.dim() != 4:
             raise ValueError(f"counts must be [Bm, Hm, QB, 2], got {tuple(counts.shape)}")
         lead, device = tuple(counts.shape[:2]), counts.device
@@ -68,6 +69,7 @@ class BlockSparsity:
     @classmethod
     def from_mask(cls, mask: Tensor) -> BlockSparsity:
         """bool `[Bm, Hm, seqlen_q, seqlen_k]`, True where visible. For small ones: the mask itself is quadratic."""
+        check_is_tensor("mask", mask)
         if mask.dim() != 4 or mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool [Bm, Hm, seqlen_q, seqlen_k], got {mask.dtype} {tuple(mask.shape)}")
         batch, heads, seqlen_q, seqlen_k = mask.shape
