@@ -10,9 +10,11 @@ from attention_backend.problem import AttentionArgs
 
 def check_lengths(name: str, lengths: Tensor, capacity: int) -> None:
     """Raises ValueError for keys that the cache cannot hold."""
-    if readable(lengths) and bool(((lengths < 0) | (lengths > capacity)).any()):
-        found = f"{int(lengths.min())} to {int(lengths.max())}"
-        raise ValueError(f"{name} must be from 0 to {capacity}, what the cache holds, got {found}")
+    if not readable(lengths) or lengths.numel() == 0:
+        return
+    least, most = map(int, lengths.aminmax())  # torch would cut `capacity` down to an int32
+    if least < 0 or most > capacity:
+        raise ValueError(f"{name} must be from 0 to {capacity}, what the cache holds, got {least} to {most}")
 
 
 def check_page_numbers(name: str, block_table: Tensor, lengths: Tensor, cache: Tensor, *, page: str = "page") -> None:
@@ -32,12 +34,12 @@ def check_starts(name: str, starts: Tensor, rows: int, max_name: str, longest: i
     more than `longest`, which `max_name` says."""
     if not readable(starts):
         return
-    lengths = starts.diff()
-    if bool((lengths < 0).any()) or int(starts[0]) < 0 or int(starts[-1]) > rows:
+    least, most = map(int, starts.diff().aminmax()) if starts.numel() > 1 else (0, 0)
+    if least < 0 or int(starts[0]) < 0 or int(starts[-1]) > rows:
         found = ", ".join(map(str, starts[:8].tolist())) + (", ..." if starts.numel() > 8 else "")
         raise ValueError(f"{name} must ascend from 0 to {rows} at most, got {found}")
-    if bool((lengths > longest).any()):
-        raise ValueError(f"{name} has a sequence of {int(lengths.max())}, more than {max_name}, {longest}")
+    if most > longest:
+        raise ValueError(f"{name} has a sequence of {most}, more than {max_name}, {longest}")
 
 
 def check_varlen(args: AttentionArgs) -> None:

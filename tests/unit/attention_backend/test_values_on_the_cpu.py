@@ -13,6 +13,7 @@ from attention_backend import (
     flash_attn_with_kvcache,
     shared_prefix_attention,
 )
+from attention_backend.host_checks import check_lengths
 
 PAGES, PAGE, HEADS, DIM = 8, 16, 2, 32
 
@@ -59,6 +60,13 @@ def test_lengths_and_rows_of_a_dense_cache() -> None:
         flash_attn_with_kvcache(queries(), k, v, cache_seqlens=lengths(5, 7), cache_batch_idx=lengths(0, PAGES))
 
 
+def test_there_may_be_room_for_more_keys_than_an_int32_counts() -> None:
+    check_lengths("lengths", lengths(5, 7), 1 << 40)
+    check_lengths("lengths", lengths(), 0)
+    with pytest.raises(ValueError, match="from 0 to 6, what the cache holds, got 5 to 7"):
+        check_lengths("lengths", lengths(5, 7), 6)
+
+
 def test_nothing_is_stored_before_a_page_is_found_missing() -> None:
     k, v = cache()
     before, new = k.clone(), torch.randn(2, 2, HEADS, DIM)
@@ -99,7 +107,7 @@ def test_sequences_lie_one_after_another(name: str, starts: tuple[int, ...], mes
 
 def test_rows_may_follow_the_last_sequence() -> None:
     x = torch.randn(6, HEADS, DIM)
-    out = flash_attn_varlen_func(x, x, x, lengths(0, 0, 3), lengths(0, 2, 5), 3, 9)
+    out = flash_attn_varlen_func(x, x, x, lengths(0, 0, 3), lengths(0, 2, 5), 3, 1 << 40)
     assert isinstance(out, torch.Tensor)
     assert torch.equal(out[3:], torch.zeros(3, HEADS, DIM))
 
