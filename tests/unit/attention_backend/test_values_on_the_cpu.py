@@ -155,3 +155,15 @@ def test_ragged_rows_of_requests_that_share_pages() -> None:
     cascade_attention(q, k, v, [PREFIX], cu_seqlens_q=lengths(0, 4, 6), **call)
     with pytest.raises(ValueError, match=r"^cu_seqlens_q has a sequence of 5, more than max_seqlen_q, 4"):
         cascade_attention(q, k, v, [PREFIX], cu_seqlens_q=lengths(0, 5, 6), **call)
+
+
+def test_what_vmap_runs_over_is_not_looked_at() -> None:
+    k, v = cache()
+    k, v, q, several = k[:2], v[:2], queries(), torch.stack([lengths(5, 16), lengths(0, 7)])
+    outs = torch.func.vmap(lambda some: flash_attn_with_kvcache(q, k, v, cache_seqlens=some))(several)
+    for out, some in zip(outs, several, strict=True):
+        assert torch.equal(out, flash_attn_with_kvcache(q, k, v, cache_seqlens=some))
+    x, starts = torch.randn(6, HEADS, DIM), torch.stack([lengths(0, 2, 6), lengths(0, 3, 6)])
+    outs = torch.func.vmap(lambda some: flash_attn_varlen_func(x, x, x, some, some, 4, 4))(starts)
+    for out, some in zip(outs, starts, strict=True):
+        assert torch.equal(out, flash_attn_varlen_func(x, x, x, some, some, 4, 4))
