@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_backend import capabilities, dispatch
-from attention_backend.capabilities import Capability, KernelSpec
+from attention_backend.capabilities import HALVES, Capability, KernelSpec
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.heuristics.sm80_backward import FEWEST_KEYS
 from attention_backend.problem import AttentionArgs
@@ -20,8 +20,7 @@ __all__ = ["TABLE", "Gradients", "describe", "implementation", "run", "select"]
 
 Implementation = Callable[[AttentionArgs, Tensor, Tensor, Tensor, Tensor | None], Gradients]
 
-_HALVES = (torch.bfloat16, torch.float16)
-_ALL = (torch.float64, torch.float32, *_HALVES)
+_ALL = (torch.float64, torch.float32, *HALVES)
 
 
 def _hopper(args: AttentionArgs) -> Iterator[str]:
@@ -55,11 +54,11 @@ TABLE = (
     Capability(
         "flash_bwd_sm90",
         "cuda",
-        _HALVES,
+        HALVES,
         f"Hopper; head_dim 16 to {HEAD_DIM_TILES[-1]} by 8; {_OPTIONS}",
         _hopper,
     ),
-    Capability("flash_bwd_sm80", "cuda", _HALVES, f"head_dim 16 to {HEAD_DIM_TILES[-1]} by 8; {_OPTIONS}", _generic),
+    Capability("flash_bwd_sm80", "cuda", HALVES, f"head_dim 16 to {HEAD_DIM_TILES[-1]} by 8; {_OPTIONS}", _generic),
     Capability(
         "tiled_torch",
         "cuda",

@@ -13,6 +13,7 @@ from torch import Tensor
 from attention_backend.block_candidates import Candidates, by_block, intervals, pairs, sharing_blocks
 from attention_backend.block_lists import BLOCK, Grid
 from attention_backend.block_sparsity import BlockSparsity
+from attention_backend.checks import check_is_tensor, check_whole_numbers, check_window_size
 from attention_backend.problem import UNBOUNDED
 
 Device = torch.device | str | None
@@ -40,6 +41,7 @@ def sliding_window(
     Longformer (https://arxiv.org/abs/2004.05150, section 3.1).
     """
     grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    check_window_size(window, "window")
     left, right = window
     if min(left, right) < UNBOUNDED:
         raise ValueError(f"window must be (left, right), each -1 or at least 0, got {window}")
@@ -81,6 +83,8 @@ def dilated_window(
     window of the same reach, but the same blocks, so the same cost.
     """
     gaps = torch.tensor([dilation] if isinstance(dilation, int) else list(dilation), device=device)
+    check_window_size(window, "window")
+    check_whole_numbers("dilation", gaps)
     if min(window) < 0 or gaps.numel() == 0 or int(gaps.min()) < 1:
         raise ValueError(f"window must be at least (0, 0) and dilation at least 1, got {window} and {dilation}")
     grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, heads=gaps.numel())
@@ -99,9 +103,7 @@ def prefix_lm(
     prefix_lengths: Tensor | Sequence[int], seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None
 ) -> BlockSparsity:
     """Sequence b sees its first `prefix_lengths[b]` keys from everywhere, and the others causally: int `[batch]`."""
-    lengths = torch.as_tensor(prefix_lengths, dtype=torch.int64, device=device)
-    if lengths.dim() != 1:
-        raise ValueError(f"prefix_lengths must be [batch], got {tuple(lengths.shape)}")
+    lengths = _whole_numbers("prefix_lengths", "batch", prefix_lengths, device)
     grid = Grid(seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, batch=lengths.shape[0])
     p = torch.arange(grid.seqlen_k - seqlen_q, grid.seqlen_k, device=lengths.device)
 
@@ -115,10 +117,12 @@ def prefix_lm(
 def documents(document_ids: Tensor, *, causal: bool = True) -> BlockSparsity:
     """Tokens of one document see each other, with `causal` only backwards: ids int `[seqlen]`, or `[batch, seqlen]`.
     Ids need no order; tokens of a negative id (padding) see nothing and are seen by none."""
+    check_is_tensor("document_ids", document_ids)
+    if document_ids.dim() not in (1, 2):
+        raise ValueError(f"document_ids must be [seqlen] or [batch, seqlen], got {tuple(document_ids.shape)}")
+    check_whole_numbers("document_ids", document_ids)
     ids = document_ids.long()
     ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2:
-        raise ValueError(f"document_ids must be [seqlen] or [batch, seqlen], got {tuple(document_ids.shape)}")
     grid = Grid(ids.shape[1], ids.shape[1], batch=ids.shape[0])
 
     def visible(b: Tensor, _h: Tensor, p: Tensor, j: Tensor) -> Tensor:
@@ -141,7 +145,9 @@ def document_lengths(
     lengths: Sequence[int] | Tensor, seqlen: int | None = None, *, causal: bool = True, device: Device = None
 ) -> BlockSparsity:
     """`documents` of one sequence in which they follow each other; tokens of `seqlen` past the last see nothing."""
-    lens = torch.as_tensor(lengths, dtype=torch.int64, device=device)
+    lens = _whole_numbers("lengths", "documents", lengths, device)
+    if lens.numel() and int(lens.min()) < 0:
+        raise ValueError(f"lengths must be at least 0, got {int(lens.min())}")
     ids = torch.repeat_interleave(torch.arange(lens.numel(), device=lens.device), lens)
     rest = 0 if seqlen is None else seqlen - ids.numel()
     if rest < 0:
@@ -208,11 +214,23 @@ def _global_tokens(tokens: int | Tensor, seqlen_k: int, device: Device) -> Tenso
         if not 0 <= tokens <= seqlen_k:
             raise ValueError(f"global_tokens must be from 0 to {seqlen_k}, got {tokens}")
         return torch.arange(seqlen_k, device=device) < tokens
+    check_is_tensor("global_tokens", tokens)
+    check_whole_numbers("global_tokens", tokens)
     if tokens.dim() != 1 or bool(((tokens < 0) | (tokens >= seqlen_k)).any()):
         raise ValueError(f"global_tokens must be positions [g] from 0 to {seqlen_k - 1}")
     found = torch.zeros(seqlen_k, dtype=torch.bool, device=tokens.device if device is None else device)
-    found[tokens.to(found.device)] = True
+    found[tokens.long().to(found.device)] = True
     return found
+
+
+def _whole_numbers(name: str, size: str, numbers: Tensor | Sequence[int], device: Device) -> Tensor:
+    """int64 `[size]`"""
+    found = torch.as_tensor(numbers, device=device)
+    if found.dim() != 1:
+        raise ValueError(f"{name} must be [{size}], got {tuple(found.shape)}")
+    if found.numel():  # a list of nothing is of floats
+        check_whole_numbers(name, found)
+    return found.long()
 
 
 def _arange(n: int, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention_backend.block_lists import BLOCK, Evaluate, Grid, Lists, build, unpack
-from attention_backend.checks import check_tensor
+from attention_backend.checks import check_is_tensor, check_tensor
 from attention_backend.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class BlockSparsity:
 
         Values are read, so on a GPU this waits for the device.
         """
+        check_is_tensor("counts", counts)
         if counts.dim() != 4:
             raise ValueError(f"counts must be [Bm, Hm, QB, 2], got {tuple(counts.shape)}")
         lead, device = tuple(counts.shape[:2]), counts.device
@@ -57,8 +58,10 @@ class BlockSparsity:
                 raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
         if not blocks.shape[3] or not bit_rows.shape[3] or not bits.shape[0]:
             raise ValueError("blocks, bit_rows and bits need at least one slot each, used or not")
-        _check_values(counts, blocks, bit_rows, bits.shape[0], -(-seqlen_k // BLOCK))
-        return cls(counts, blocks, bit_rows, bits, seqlen_q, seqlen_k)
+        lists = Lists(counts, blocks, bit_rows, bits)
+        _check_values(lists, -(-seqlen_k // BLOCK))
+        _check_last_keys(lists, seqlen_k)
+        return cls(*lists, seqlen_q, seqlen_k)
 
     @classmethod
     def build(cls, grid: Grid, numbers: Tensor, full: Tensor, evaluate: Evaluate) -> BlockSparsity:
@@ -68,6 +71,7 @@ class BlockSparsity:
     @classmethod
     def from_mask(cls, mask: Tensor) -> BlockSparsity:
         """bool `[Bm, Hm, seqlen_q, seqlen_k]`, True where visible. For small ones: the mask itself is quadratic."""
+        check_is_tensor("mask", mask)
         if mask.dim() != 4 or mask.dtype != torch.bool:
             raise ValueError(f"mask must be bool [Bm, Hm, seqlen_q, seqlen_k], got {mask.dtype} {tuple(mask.shape)}")
         batch, heads, seqlen_q, seqlen_k = mask.shape
@@ -148,16 +152,32 @@ class BlockSparsity:
         return BlockSparsity(*Lists(*(x.to(device) for x in self.lists)), self.seqlen_q, self.seqlen_k)
 
 
-def _check_values(counts: Tensor, blocks: Tensor, bit_rows: Tensor, num_bits: int, columns: int) -> None:
+def _check_values(lists: Lists, columns: int) -> None:
+    counts, blocks, bit_rows, bits = lists
     partial, total = counts[..., 0], counts[..., 1]
     if bool(((partial < 0) | (partial > total) | (total > blocks.shape[3]) | (partial > bit_rows.shape[3])).any()):
         raise ValueError(
             f"counts must be 0 <= partial <= all <= {blocks.shape[3]}, with at most {bit_rows.shape[3]} partial blocks"
         )
-    for name, x, used, limit in (("blocks", blocks, total, columns), ("bit_rows", bit_rows, partial, num_bits)):
+    for name, x, used, limit in (("blocks", blocks, total, columns), ("bit_rows", bit_rows, partial, bits.shape[0])):
         listed = torch.arange(x.shape[3], device=x.device) < used.unsqueeze(-1)
         if bool((listed & ((x < 0) | (x >= limit))).any()):
             raise ValueError(f"{name} names something outside [0, {limit})")
+    slots = torch.arange(blocks.shape[3], device=blocks.device)
+    numbers = torch.where(slots < total.unsqueeze(-1), blocks, -1 - slots).sort().values  # unlisted ones all differ
+    twice = numbers[..., 1:] == numbers[..., :-1]
+    if bool(twice.any()):
+        raise ValueError(f"blocks names block {int(numbers[..., 1:][twice][0])} more than once in a row of blocks")
+
+
+def _check_last_keys(lists: Lists, seqlen_k: int) -> None:
+    """Partial blocks are masked by their bits alone, so those of keys that are not there are 0."""
+    counts, blocks, bit_rows, bits = lists
+    width = min(blocks.shape[3], bit_rows.shape[3])
+    partial = torch.arange(width, device=blocks.device) < counts[..., :1]
+    named = bit_rows[..., :width][partial & (blocks[..., :width] == seqlen_k // BLOCK)]
+    if bool(unpack(bits[named.unique().long()])[..., seqlen_k % BLOCK :].any()):
+        raise ValueError(f"bits of the last block show keys past seqlen_k, {seqlen_k}")
 
 
 def _listed(counts: Tensor, indices: Tensor) -> tuple[Tensor, tuple[int, int]]:

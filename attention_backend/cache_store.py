@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_backend import paged_ops
-from attention_backend.checks import FP8, check_device, check_int, check_tensor
+from attention_backend.checks import FP8, check_device, check_int, check_is_tensor, check_tensor
 from attention_backend.operators import readable
 
 
@@ -99,6 +99,7 @@ def check_caches(q: Tensor, caches: Caches, block_table: Tensor | None) -> int:
 def check_new(q: Tensor, k: Tensor, v: Tensor, caches: Caches) -> None:
     """Raises for new keys and values that do not fit each other, their queries or the caches."""
     for name, new, cache in (("k", k, caches.k), ("v", v, caches.v)):
+        check_is_tensor(name, new)
         if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2] != cache.shape[2]:
             raise ValueError(
                 f"{name} must be [{q.shape[0]}, seqlen_new, {cache.shape[2]}, dim], got {tuple(new.shape)}"
@@ -133,6 +134,8 @@ def cache_lengths(q: Tensor, num_new: int, capacity: int, cache_seqlens: int | T
 
 
 def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_is_tensor("rotary_cos", cos)
+    check_is_tensor("rotary_sin", sin)
     if cos.dim() != 2 or cos.shape != sin.shape or not 0 < 2 * cos.shape[1] <= q.shape[-1] or cos.shape[0] == 0:
         raise ValueError(
             f"rotary_cos and rotary_sin must both be [seqlen_ro, rotary_dim / 2] with rotary_dim <= {q.shape[-1]}, "

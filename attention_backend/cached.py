@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_backend import dispatch, paged_ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, check_caches, check_new, store_new
-from attention_backend.checks import check_args, check_tensor, check_window
+from attention_backend.checks import check_args, check_is_tensor, check_tensor, check_window
 from attention_backend.host_checks import check_cached
 from attention_backend.interface import Window, checked_attention, default_scale, window_bounds
 from attention_backend.metadata import PagedMetadata
@@ -126,6 +126,8 @@ def flash_attn_with_kvcache(
     ValueError and TypeError for arguments that do not fit. After these errors nothing was stored. Lengths in a tensor
     on a GPU are not read back: new keys that they place outside of the cache are not stored.
     """
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_is_tensor(name, x)
     if (k is None) != (v is None):
         raise ValueError("k and v go together")
     if k is not None and cache_seqlens is None:
@@ -176,7 +178,7 @@ def flash_attn_with_kvcache(
     if rotary is not None:
         refuse_gradients("rotary of queries", q)
     check_args(args)
-    check_cached(lengths, k, k_cache, block_table)
+    check_cached(lengths, k, k_cache, block_table, cache_batch_idx)
     if k is not None and v is not None:
         args = replace(args, q=store_new(q, k, v, caches, lengths, block_table, rotary))
     out, lse = checked_attention(args)

@@ -28,6 +28,9 @@ _TENSORS = (
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_table", "mask_desc", "key_mask", "bias"),
     *("alibi_slopes", "sinks", "dropout_seed", "k_scale", "v_scale"),
 )
+#: And what is an int, beside lengths; what is a number.
+_INTS = ("window_left", "window_right", "chunk_size", "num_splits")
+_NUMBERS = ("softmax_scale", "softcap", "dropout_p")
 
 
 def check_args(args: AttentionArgs) -> None:
@@ -80,16 +83,27 @@ def check_window(name: str, value: int) -> None:
         raise ValueError(f"{name} must be -1 (no bound) or at least 0, got {value}")
 
 
-def check_window_size(window_size: object) -> None:
+def check_window_size(window_size: object, name: str = "window_size") -> None:
     """FlashAttention's: (left, right)."""
     pair = window_size if isinstance(window_size, tuple | list) else ()
     if len(pair) != 2 or not all(_is_int(bound) for bound in pair):
-        raise TypeError(f"window_size must be two ints (left, right), -1 for no bound, got {window_size!r}")
+        raise TypeError(f"{name} must be two ints (left, right), -1 for no bound, got {window_size!r}")
 
 
 def check_int(name: str, value: object) -> None:
     if not _is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Also one that is handed in as a tensor."""
+    if isinstance(value, Tensor):
+        fits = value.numel() == 1
+    else:
+        # In this order: torch.compile knows no hasattr of its own numbers.
+        fits = isinstance(value, int | float) or hasattr(value, "__float__")
+    if not fits:
+        raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _is_int(value: object) -> bool:
@@ -99,6 +113,11 @@ def _is_int(value: object) -> bool:
 def check_is_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {x!r}")
+
+
+def check_whole_numbers(name: str, x: Tensor) -> None:
+    if x.dtype == torch.bool or x.is_floating_point() or x.is_complex():
+        raise TypeError(f"{name} must be whole numbers, got {x.dtype}")
 
 
 def check_sinks(sinks: Tensor, num_heads: int, device: torch.device) -> None:
@@ -125,6 +144,8 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
 
 
 def _check_types(args: AttentionArgs) -> None:
+    for name, given in (("q", args.q), ("k", args.k), ("v", args.v)):
+        check_is_tensor(name, given)
     for name in _TENSORS:
         x = getattr(args, name)
         if x is not None:
@@ -132,6 +153,13 @@ def _check_types(args: AttentionArgs) -> None:
 
 
 def _check_numbers(args: AttentionArgs) -> None:
+    for name in _INTS:
+        check_int(name, getattr(args, name))
+    for name, longest in (("max_seqlen_q", args.max_seqlen_q), ("max_seqlen_k", args.max_seqlen_k)):
+        if not isinstance(longest, Tensor):  # of one number, which torch makes an int of
+            check_int(name, longest)
+    for name in _NUMBERS:
+        check_number(name, getattr(args, name))
     check_window("window_left", args.window_left)
     check_window("window_right", args.window_right)
     if not 0 < args.softmax_scale < float("inf"):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attention_backend.capabilities import HALVES, MAX_GRID
 from attention_backend.checks import check_args
 from attention_backend.errors import UnsupportedError
 from attention_backend.heuristics.fp8 import HEAD_DIMS
@@ -18,8 +19,6 @@ SERVES = (
     "bfloat16 and float16, head_dim 64, 128 or 256 (keys and values alike), dense [batch, seqlen, heads, head_dim], "
     "causal or full, Nq != Nk, MHA, GQA and MQA, without gradients, on a Hopper GPU (sm_90) or, emulated, on the CPU"
 )
-_DTYPES = (torch.bfloat16, torch.float16)
-_MAX_BATCH = 65535  # blocks in y
 
 
 @operator("fp8_attention")
@@ -75,12 +74,12 @@ def flash_attn_fp8_func(
 
 
 def _refusals(q: Tensor, v: Tensor, needs_grad: bool) -> Iterator[str]:
-    if q.dtype not in _DTYPES:
+    if q.dtype not in HALVES:
         yield f"the tensors are {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] not in HEAD_DIMS:
         yield f"head_dim is {q.shape[-1]}/{v.shape[-1]}"
-    if q.shape[0] > _MAX_BATCH:
-        yield f"batch {q.shape[0]} is above {_MAX_BATCH}"
+    if q.shape[0] > MAX_GRID:
+        yield f"batch {q.shape[0]} is above {MAX_GRID}"
     if needs_grad:
         yield "a gradient is asked for: use torch.no_grad(), or detach the tensors"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) != (9, 0):

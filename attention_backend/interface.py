@@ -14,10 +14,11 @@ from attention_backend.checks import (
     check_args,
     check_differentiable,
     check_is_tensor,
+    check_number,
     check_tensor,
     check_window_size,
 )
-from attention_backend.host_checks import check_lengths, check_page_numbers
+from attention_backend.host_checks import check_pages, check_varlen
 from attention_backend.problem import AttentionArgs
 
 Window = tuple[int, int]
@@ -37,9 +38,9 @@ def attention(args: AttentionArgs) -> Tensor:
 def attention_with_lse(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """As `attention`, with the log of every row's softmax denominator, `args.lse_shape`."""
     check_args(args)
+    check_varlen(args)
     if args.block_table is not None and args.seqused_k is not None:
-        check_lengths("the number of keys", args.seqused_k, args.block_table.shape[1] * args.k.shape[1])
-        check_page_numbers(args.block_table, args.seqused_k, args.k)
+        check_pages("block_table", args.block_table, "the number of keys", args.seqused_k, args.k)
     return checked_attention(args)
 
 
@@ -125,6 +126,7 @@ def flash_attn_varlen_func(
     lse is `[num_heads, total_q]`.
     """
     if block_table is not None:
+        check_is_tensor("q", q)
         check_is_tensor("cu_seqlens_q", cu_seqlens_q)
         check_tensor("cu_seqlens_k", cu_seqlens_k, torch.int32, tuple(cu_seqlens_q.shape), q.device)
     window_left, window_right = window_bounds(causal, window_size)
@@ -184,7 +186,9 @@ def with_plain_strides(args: AttentionArgs) -> AttentionArgs:
 
 
 def default_scale(softmax_scale: float | None, q: Tensor) -> float:
+    check_is_tensor("q", q)
     if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
         check_differentiable("softmax_scale", softmax_scale)
         return float(softmax_scale)
     if q.shape[-1] == 0:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from attention_backend.checks import check_device
+from attention_backend.checks import check_device, check_int, check_is_tensor
 from attention_backend.operators import operator
 from attention_backend.reference import linear as reference
 from attention_backend.reference.linear import FEATURE_MAPS, FeatureMap
@@ -26,7 +26,6 @@ def linear_attention(
     chunk_size: int = reference.CHUNK,
 ) -> Tensor:
     """out_i = sum_j w_ij v_j / sum_j w_ij with w_ij = phi(q_i) . phi(k_j), over all keys or (causal) j <= i.
-
 
     q `[batch, seqlen_q, num_heads, head_dim]`, k and v `[batch, seqlen_k, num_kv_heads, *]` -> `[batch, seqlen_q,
     num_heads, head_dim of v]`. phi is elu(x) + 1 ("elu"), relu(x) ("relu") or x itself ("none": q and k are features
@@ -107,6 +106,7 @@ _op.register_autograd(_backward, setup_context=_setup_context)
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, feature_map: str, chunk_size: int) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, seqlen, heads, head_dim], got shape {tuple(x.shape)}")
         if x.dtype != q.dtype or not x.dtype.is_floating_point:
@@ -124,5 +124,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, feature_map: str, chun
         raise ValueError(f"causal linear attention is of one length, got {q.shape[1]} rows and {k.shape[1]} keys")
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
+    check_int("chunk_size", chunk_size)
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

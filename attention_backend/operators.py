@@ -31,11 +31,13 @@ def unseen() -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host may look at values of `x` for free: on the CPU, and nothing is traced or without values."""
+    """Whether the host may look at values of `x` for free: on the CPU, and nothing is traced, without values or of
+    several calls at once (vmap)."""
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__  # else a FakeTensor, met outside of its mode
     )
 

@@ -20,6 +20,7 @@ from attention_backend.checks import (
     check_window_size,
 )
 from attention_backend.errors import UnsupportedError
+from attention_backend.host_checks import check_pages, check_starts, check_varlen
 from attention_backend.interface import Window, default_scale
 from attention_backend.no_gradients import refuse_gradients
 from attention_backend.problem import UNBOUNDED, AttentionArgs
@@ -65,6 +66,8 @@ def shared_prefix_attention(
     prefix_block_table int32 `[pages]`, prefix_len a number or int32 `[1]` on q's device (which is not read back).
     Otherwise as `cascade_attention`.
     """
+    check_is_tensor("q", q)
+    check_is_tensor("k_cache", k_cache)
     check_tensor("prefix_block_table", prefix_block_table, torch.int32, (None,), q.device)
     if not isinstance(prefix_len, Tensor):
         check_int("prefix_len, where it is not a tensor,", prefix_len)
@@ -132,25 +135,26 @@ def cascade_attention(
     check_is_tensor("suffix_block_table", suffix_block_table)
     check_is_tensor("suffix_lens", suffix_lens)
     scale = default_scale(softmax_scale, q)
-    check_args(
-        AttentionArgs(
-            q,
-            k_cache,
-            v_cache,
-            scale,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            seqused_k=suffix_lens,
-            leftpad_k=suffix_starts,
-            block_table=suffix_block_table,
-            sinks=sinks,
-            softcap=softcap,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+    suffixes = AttentionArgs(
+        q,
+        k_cache,
+        v_cache,
+        scale,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        seqused_k=suffix_lens,
+        leftpad_k=suffix_starts,
+        block_table=suffix_block_table,
+        sinks=sinks,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+    check_args(suffixes)
     rows = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
-    _check_prefixes(prefixes, q.device)
+    _check_prefixes(prefixes, rows, k_cache)
+    check_varlen(suffixes)
+    check_pages("suffix_block_table", suffix_block_table, "suffix_lens", suffix_lens, k_cache)
     out, lse = cascade.cascade_attention_op(
         q,
         k_cache,
@@ -208,7 +212,8 @@ def merge_states(
     return out, lse
 
 
-def _check_prefixes(prefixes: Sequence[PrefixGroups], device: torch.device) -> None:
+def _check_prefixes(prefixes: Sequence[PrefixGroups], rows: int, k_cache: Tensor) -> None:
+    device = k_cache.device
     if len(prefixes) > MAX_LEVELS:
         raise UnsupportedError(f"{len(prefixes)} levels of prefixes: at most {MAX_LEVELS} are served")
     for level in prefixes:
@@ -221,5 +226,7 @@ def _check_prefixes(prefixes: Sequence[PrefixGroups], device: torch.device) -> N
             raise ValueError(f"max_rows must be at least 0, got {level.max_rows}")
         if level.cu_rows is not None:
             check_tensor("the cu_rows of a prefix", level.cu_rows, torch.int32, (groups + 1,), device)
+            check_starts("the cu_rows of a prefix", level.cu_rows, rows, "max_rows", level.max_rows or rows)
         elif groups != 1:
             raise ValueError(f"{groups} groups of requests need cu_rows: which rows are whose")
+        check_pages("the block_table of a prefix", level.block_table, "the lens of a prefix", level.lens, k_cache)

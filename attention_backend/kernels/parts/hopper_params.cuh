@@ -4,7 +4,7 @@
 #include "parts/dropout.cuh"
 #include "parts/forward_params.cuh"
 
-// How the work is shared out. The same fields, in the same order, as attention_backend/kernels/params.py: WorkParams.
+// How the work is shared out. The same fields, in the same order, as attention_backend/kernels/hopper_params.py: WorkParams.
 struct WorkParams {
   int* counters;   // [2], zero before and after: tiles drawn beyond each block's first, blocks that have finished
   int64 out_split;  // strides between the partial results of the parts of a row's keys
@@ -21,7 +21,7 @@ struct WorkParams {
   int reserved;
 };
 
-// Lists of 128 x 128 blocks (attention_backend/block_sparse.py: BlockSparsity); a row of lists per 128 query rows.
+// Lists of 128 x 128 blocks (attention_backend/block_sparsity.py: BlockSparsity); a row of lists per 128 query rows.
 struct SparseParams {
   const int* counts;    // [lists, 2]: partial blocks, all blocks
   const int* blocks;    // [lists, blocks_row]: numbers of key blocks, the partial ones first

@@ -10,17 +10,22 @@ from attention_backend import (
     AttentionArgs,
     BlockSparsity,
     PrefixGroups,
+    attention,
+    block_patterns,
     block_sparse_attention,
     cascade_attention,
+    flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    linear_attention,
     merge_states,
     shared_prefix_attention,
 )
 
 Q, K = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
 TABLE, LENGTHS = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+MASK = torch.ones(1, 1, 3, 5, dtype=torch.bool)
 SUFFIXES: dict[str, Any] = {"suffix_block_table": TABLE, "suffix_lens": LENGTHS}
 
 
@@ -75,6 +80,28 @@ def test_a_list_is_a_window_size_too() -> None:
         (cascade, "suffix_block_table", [[0], [1]]),
         (cascade, "cu_seqlens_q", [0, 3]),
         (cascade, "k_scale", 0.5),
+        (lambda q: flash_attn_func(q, K, K), "q", [1.0]),
+        (lambda k: flash_attn_func(Q, k, K), "k", None),
+        (lambda v: flash_attn_func(Q, K, v), "v", 1),
+        (lambda q: flash_attn_fp8_func(q, K, K), "q", [1.0]),
+        (lambda q: block_sparse_attention(q, K, K, BlockSparsity.from_mask(MASK)), "q", [1.0]),
+        (lambda q: linear_attention(q, K, K), "q", [1.0]),
+        (lambda k: linear_attention(Q, k, K), "k", [1.0]),
+        (lambda q: flash_attn_with_kvcache(q, K, K, block_table=TABLE, cache_seqlens=1), "q", [1.0]),
+        (lambda k_cache: flash_attn_with_kvcache(Q, k_cache, K), "k_cache", [1.0]),
+        (lambda k: cached(k=k, v=K, cache_seqlens=1), "k", [1.0]),
+        (lambda rotary_cos: cached(k=K, v=K, cache_seqlens=0, rotary_cos=rotary_cos, rotary_sin=K), "rotary_cos", 1.0),
+        (lambda q: shared_prefix_attention(q, K, K, prefix_block_table=TABLE[0], prefix_len=2, **SUFFIXES), "q", 1),
+        (
+            lambda k_cache: shared_prefix_attention(
+                Q, k_cache, K, prefix_block_table=TABLE[0], prefix_len=2, **SUFFIXES
+            ),
+            "k_cache",
+            1,
+        ),
+        (BlockSparsity.from_mask, "mask", [True]),
+        (block_patterns.documents, "document_ids", [0, 0, 1]),
+        (lambda **x: block_patterns.sliding_window(9, window=(1, 1), **x), "global_tokens", [0]),
     ],
 )
 def test_what_must_be_a_tensor_is_named(function: Callable[..., Any], name: str, value: Any) -> None:
@@ -87,6 +114,45 @@ def test_lengths_are_whole_numbers() -> None:
         cached(cache_seqlens=2.7)
     with pytest.raises(TypeError, match=r"prefix_len, where it is not a tensor, must be an int, got 2\.5"):
         shared(prefix_len=2.5)
+
+
+@pytest.mark.parametrize("value", ["1", [1.0], None])
+@pytest.mark.parametrize("name", ["softcap", "dropout_p", "softmax_scale"])
+def test_numbers_are_numbers(name: str, value: Any) -> None:
+    message = f"^{name} must be a number, got "
+    with pytest.raises(TypeError, match=message):
+        attention(AttentionArgs(Q, K, K, **{"softmax_scale": 1.0, name: value}))
+    if (name, value) != ("softmax_scale", None):
+        with pytest.raises(TypeError, match=message):
+            flash_attn_func(Q, K, K, **{name: value})
+
+
+def test_a_number_may_be_a_tensor_of_one() -> None:
+    half = torch.tensor(0.5)
+    out = flash_attn_func(Q, K, K, softmax_scale=half, softcap=half)  # type: ignore[arg-type]
+    assert torch.equal(out, flash_attn_func(Q, K, K, softmax_scale=0.5, softcap=0.5))
+    with pytest.raises(TypeError, match=r"^softmax_scale must be a number, got "):
+        flash_attn_func(Q, K, K, softmax_scale=torch.ones(2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    [
+        (lambda **x: flash_attn_func(Q, K, K, **x), "chunk_size", 2.5),
+        (lambda **x: flash_attn_func(Q, K, K, **x), "chunk_size", None),
+        (varlen, "max_seqlen_q", 3.0),
+        (varlen, "max_seqlen_k", None),
+        (cached, "num_splits", 1.5),
+        (cached, "num_splits", None),
+        (lambda **x: attention(AttentionArgs(Q, K, K, 1.0, **x)), "window_left", 2.5),
+        (lambda **x: linear_attention(Q, K, K, **x), "chunk_size", 2.5),
+    ],
+)
+def test_counts_are_whole_numbers(function: Callable[..., Any], name: str, value: Any) -> None:
+    """In inference mode too, where torch.library does not see the call."""
+    for mode in (torch.enable_grad, torch.inference_mode):
+        with mode(), pytest.raises(TypeError, match=f"^{name} must be an int, got {value}"):
+            function(**{name: value})
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 5, dtype=torch.bool), len, None])

@@ -190,3 +190,30 @@ def test_lists_that_a_kernel_would_misread_are_refused() -> None:
         Grid(0, 128)
     with pytest.raises(ValueError, match="bool"):
         BlockSparsity.from_mask(torch.ones(1, 1, 4, 4))
+
+
+def of_two_columns(blocks: list[int], partial: int, bits: Tensor, seqlen_k: int) -> BlockSparsity:
+    """One row of 128 queries."""
+    counts = torch.tensor([[[[partial, len(blocks)]]]], dtype=torch.int32)
+    numbers = torch.tensor(blocks, dtype=torch.int32).view(1, 1, 1, -1)
+    return BlockSparsity.of(counts, numbers, torch.zeros_like(numbers), bits, 128, seqlen_k)
+
+
+def test_a_block_that_is_listed_twice_is_refused() -> None:
+    """Its keys would count twice."""
+    some = pack(torch.rand(1, 128, 128) < 0.5)
+    for partial in range(3):
+        of_two_columns([1, 0], partial, some, 256)
+        with pytest.raises(ValueError, match=r"blocks names block 1 more than once in a row of blocks"):
+            of_two_columns([1, 1], partial, some, 256)
+
+
+def test_bits_of_keys_that_are_not_there_are_refused() -> None:
+    """A kernel masks a partial block by its bits alone."""
+    shown, beyond = torch.zeros(2, 1, 128, 128, dtype=torch.bool)
+    shown[..., :44], beyond[..., 44] = True, True
+    of_two_columns([1, 0], 1, pack(shown), 172)
+    of_two_columns([0, 1], 1, pack(beyond), 172)  # of the first block, which has all keys
+    of_two_columns([1, 0], 0, pack(beyond), 172)  # bits that nothing names
+    with pytest.raises(ValueError, match=r"bits of the last block show keys past seqlen_k, 172"):
+        of_two_columns([1, 0], 1, pack(beyond), 172)

@@ -144,9 +144,41 @@ def test_arguments_that_make_no_pattern_are_refused() -> None:
         lambda: block_patterns.prefix_lm(torch.ones(1, 1), 10),
         lambda: block_patterns.documents(torch.ones(1, 1, 1)),
         lambda: block_patterns.document_lengths([5, 6], 10),
+        lambda: block_patterns.document_lengths([5, -1], 10),
         lambda: block_patterns.fixed(10, stride=4, summary=5),
         lambda: block_patterns.causal(0),
     ]
     for make in bad:
         with pytest.raises(ValueError):
             make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: block_patterns.documents(torch.tensor([0.2, 0.7])),
+            "document_ids must be whole numbers, got torch.float",
+        ),
+        (lambda: block_patterns.documents(torch.tensor([True])), "document_ids must be whole numbers, got torch.bool"),
+        (lambda: block_patterns.document_lengths([2.5]), "lengths must be whole numbers"),
+        (lambda: block_patterns.prefix_lm([5.5], 10), "prefix_lengths must be whole numbers"),
+        (lambda: block_patterns.dilated_window(10, window=(1, 1), dilation=[1.5]), "dilation must be whole numbers"),
+        (lambda: block_patterns.dilated_window(10, window=(1, 0.5), dilation=1), r"window must be two ints"),
+        (lambda: block_patterns.sliding_window(10, window=5), r"window must be two ints"),
+        (lambda: block_patterns.sliding_window(10, window=(2.5, 0)), r"window must be two ints"),
+        (
+            lambda: block_patterns.sliding_window(9, window=(1, 1), global_tokens=torch.ones(9)),
+            "global_tokens must be who",
+        ),
+    ],
+)
+def test_what_counts_is_a_whole_number(make: Callable[[], BlockSparsity], message: str) -> None:
+    """A fraction that was cut off would join documents that must not meet."""
+    with pytest.raises(TypeError, match=f"^{message}"):
+        make()
+
+
+def test_documents_of_no_length_are_none() -> None:
+    assert_exact(block_patterns.document_lengths([], 3), torch.zeros(1, 1, 3, 3, dtype=torch.bool))
+    assert_exact(block_patterns.document_lengths([0, 3]), torch.ones(1, 1, 3, 3, dtype=torch.bool).tril())
