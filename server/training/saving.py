@@ -8,10 +8,10 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,6 +36,7 @@ class Saving:
         self._store = store
         self._serving = serving
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of an owner's saves
+        self._saves: set[asyncio.Task[Saved]] = set()
 
     async def start(self) -> None:
         """Puts right what crashes left, and serves again what was saved to be served. Never raises."""
@@ -44,6 +45,13 @@ class Saving:
         for saved in await self._look(self._store.all) or ():
             if saved.label.served and saved.label.base_model == self._config.source:
                 await self._serve_again(saved)
+
+    async def close(self) -> None:
+        """Once the process has ended: what nobody waits for any more ends, too."""
+        for task in self._saves:
+            task.cancel()
+        if self._saves:
+            await asyncio.wait(self._saves)
 
     async def mend(self) -> None:
         """While no process of this server writes. Never raises."""
@@ -81,12 +89,24 @@ class Saving:
         """Raises what `ask` raises, InvalidRequest, QuotaExceeded, InsufficientStorage, and what loading an adapter
         does: then nothing is kept that has replaced nothing."""
         async with self._turns[model.owner]:
-            return await self._save(model, call, ask)
+            return await self._to_the_end(self._save(model, call, ask))
 
     async def autosave(self, model: LiveModel, ask: Ask) -> Saved:
         """What stands now, whatever the process computes meanwhile and the quota says. Raises as `save` does."""
         call = SaveWeights(AUTOSAVE, "weights", serve=False, overwrite=True)
         return await self._save(model, call, ask, always=True)
+
+    async def _to_the_end(self, saving: Coroutine[Any, Any, Saved]) -> Saved:
+        """A model that is deleted meanwhile does not leave weights that are to be served, and are not."""
+        task = asyncio.create_task(saving)
+        self._saves.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Saved]) -> None:
+        self._saves.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits for it
 
     async def _save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool = False) -> Saved:
         path = self._store.path(model.id, call.kind, call.name)

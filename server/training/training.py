@@ -83,6 +83,7 @@ class Training:
             logger.warning("%s ends with the server; calls that have not ended: %d. %s", model.id, num_open, learnt)
             model.finish(ServerDraining("The server was shut down."))
         await self.shared.end()
+        await self._saving.close()
         self._snapshots.close()
 
     async def create(

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from live_training import STEP, Run, Work, at_work, load, save, script
+from live_training import STEP, Run, Work, at_work, load, save, script, until
 
 from server.errors import InvalidAdapter, TrainingMissing
 from server.training import Loaded, Saved
@@ -48,6 +48,23 @@ def test_weights_that_cannot_be_served_are_not_kept(run: Run) -> None:
         assert isinstance(saved, Saved)
 
     run(main)
+
+
+def test_weights_that_are_being_saved_while_their_model_is_deleted_are_served(run: Run) -> None:
+    """They are on the disk a moment later, and would be listed as served."""
+
+    async def main(work: Work) -> None:
+        model = await work.create()
+        (saving,) = work.submit(model, save(kind="sampler_weights", serve=True))
+        await until(lambda: f"{model.id} Save" in work.log())
+        deleting = asyncio.create_task(work.training.delete(model))
+        assert isinstance(await work.outcome(saving), TrainingMissing)
+        (work.folder / "go").touch()
+        await deleting
+        await until(lambda: work.engine.infos)
+        assert [weights.label.path for weights in await work.training.saved("me")] == [*work.engine.infos]
+
+    run(main, {"hold": "Save"})
 
 
 def test_weights_that_replace_others_are_kept_though_they_cannot_be_served(
