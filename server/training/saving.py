@@ -72,11 +72,18 @@ class Saving:
         return await asyncio.to_thread(self._store.of, owner)
 
     async def delete(self, path: str, owner: str) -> None:
-        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
+        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing; InsufficientStorage when the disk
+        refuses: then they are served further."""
         saved = await asyncio.to_thread(self._store.find, path, owner)
+        try:
+            await asyncio.to_thread(self._store.remove, saved)
+        except OSError as error:
+            logger.error("%s cannot be deleted: %s", path, error)
+            raise InsufficientStorage(
+                "The weights cannot be deleted: the server's data directory cannot be used."
+            ) from error
         if saved.label.served:
             await self._stop_serving(path)
-        await asyncio.to_thread(self._store.remove, saved)
 
     async def find(self, path: str, owner: str) -> SavedWeights:
         """Weights that a model may load. Raises InvalidRequest, TrainingMissing."""

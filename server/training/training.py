@@ -159,7 +159,7 @@ class Training:
         return await self._saving.of(owner)
 
     async def delete_weights(self, path: str, owner: str) -> None:
-        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
+        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing, InsufficientStorage."""
         await self._saving.delete(path, owner)
         for model in self._models.values():
             model.forget(path)

@@ -1,12 +1,13 @@
 """Saved weights as models: served from their saving to their deletion, or not kept."""
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
 from live_training import STEP, Run, Work, at_work, load, save, script, until
 
-from server.errors import InvalidAdapter, TrainingMissing
+from server.errors import InsufficientStorage, InvalidAdapter, TrainingMissing
 from server.training import Loaded, Saved
 
 pytestmark = pytest.mark.timeout(180)
@@ -46,6 +47,23 @@ def test_weights_that_cannot_be_served_are_not_kept(run: Run) -> None:
         work.engine.refusal = None
         (saved,) = await work.do(model, save(kind="sampler_weights", serve=True))
         assert isinstance(saved, Saved)
+
+    run(main)
+
+
+def test_weights_that_cannot_be_deleted_are_served_further(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    async def main(work: Work) -> None:
+        (saved,) = await work.do(await work.create(), save(kind="sampler_weights", serve=True))
+        with monkeypatch.context() as patch:
+            patch.setattr("server.training.weights.Path.rename", refuse)
+            with pytest.raises(InsufficientStorage, match="cannot be deleted"):
+                await work.training.delete_weights(saved.path, "me")
+        assert [*work.engine.infos] == [saved.path]
+        await work.training.delete_weights(saved.path, "me")
+        assert not work.engine.infos
 
     run(main)
 
