@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from server.errors import InsufficientStorage, InvalidRequest, LongwaveError, ModelNotFound, QuotaExceeded
+from server.errors import (
+    EngineUnavailable,
+    InsufficientStorage,
+    InvalidRequest,
+    LongwaveError,
+    ModelNotFound,
+    QuotaExceeded,
+)
 from server.training.calls import Saved, SaveWeights
 from server.training.config import TrainingConfig
 from server.training.live import LiveModel
@@ -28,6 +35,7 @@ logger = logging.getLogger("longwave")
 T = TypeVar("T")
 
 Ask = Callable[[Work], Awaitable[Done]]
+LATER = EngineUnavailable | QuotaExceeded  # from an engine that restarts, or has no room
 
 
 class Saving:
@@ -37,6 +45,7 @@ class Saving:
         self._serving = serving
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of an owner's saves
         self._saves: set[asyncio.Task[Saved]] = set()
+        self._waiting: list[SavedWeights] = []  # for an engine that can take them
 
     async def start(self) -> None:
         """Puts right what crashes left, and serves again what was saved to be served. Never raises."""
@@ -44,7 +53,22 @@ class Saving:
         await self.sweep()
         for saved in await self._look(self._store.all) or ():
             if saved.label.served and saved.label.base_model == self._config.source:
-                await self._serve_again(saved)
+                error = await self._serve_again(saved)
+                if error is not None:
+                    logger.error("%s is not served: %s", saved.label.path, error.message)
+                if isinstance(error, LATER):
+                    self._waiting.append(saved)
+
+    async def serve_waiting(self) -> None:
+        """What the engine could not take when the server started."""
+        self._waiting = [saved for saved in self._waiting if await self._has_to_wait(saved)]
+
+    async def _has_to_wait(self, saved: SavedWeights) -> bool:
+        turn = self._turns[saved.label.owner]
+        if turn.locked():  # by a save that may be of the same name, and takes as long as the process's calls
+            return True
+        async with turn:
+            return isinstance(await self._serve_again(saved), LATER)
 
     async def close(self) -> None:
         """Once the process has ended: what nobody waits for any more ends, too."""
@@ -165,11 +189,16 @@ class Saving:
             await self._stop_serving(path)  # what it was before, if anything
             raise
 
-    async def _serve_again(self, saved: SavedWeights) -> None:
+    async def _serve_again(self, saved: SavedWeights) -> LongwaveError | None:
+        """Why they cannot be served, if they cannot; they may have been deleted meanwhile."""
+        path, owner = saved.label.path, saved.label.owner
         try:
-            await self._serving.engine.load_adapter(saved.label.path, str(saved.folder), owner=saved.label.owner)
+            now = await asyncio.to_thread(self._store.find, path, owner)
+            if now.label.served:
+                await self._serving.engine.load_adapter(path, str(now.folder), owner=owner)
         except LongwaveError as error:
-            logger.error("%s is not served: %s", saved.label.path, error.message)
+            return error
+        return None
 
     async def _stop_serving(self, path: str) -> None:
         with suppress(ModelNotFound):

@@ -274,6 +274,7 @@ class Training:
             await asyncio.sleep(min(TIDY_SECONDS, self.config.idle_seconds / 4))
             try:
                 await self._tidy_models()
+                await self._saving.serve_waiting()
                 if turn % SWEEP_TURNS == 0:
                     await self._saving.sweep()
             except Exception:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from live_training import STEP, Run, Work, at_work, load, save, script, until
 
-from server.errors import InsufficientStorage, InvalidAdapter, TrainingMissing
+from server.errors import (
+    EngineUnavailable,
+    InsufficientStorage,
+    InvalidAdapter,
+    LongwaveError,
+    QuotaExceeded,
+    TrainingMissing,
+)
 from server.training import Loaded, Saved
 
 pytestmark = pytest.mark.timeout(180)
@@ -35,6 +42,31 @@ def test_served_weights_are_their_owners_models_also_after_a_restart(
                 await work.training.delete_weights(saved.path, "me")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("refusal", [EngineUnavailable("It restarts."), QuotaExceeded("64 adapters are loaded.")])
+def test_weights_that_the_engine_cannot_take_when_the_server_starts_are_served_later_unless_they_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: LongwaveError
+) -> None:
+    script(tmp_path, monkeypatch)
+    monkeypatch.setattr("server.training.training.TIDY_SECONDS", 0.02)
+
+    async def main() -> None:
+        async with at_work(tmp_path) as work:
+            kept, deleted = await work.do(await work.create(), save("a", serve=True), save("b", serve=True))
+        async with at_work(tmp_path, start=False) as work:
+            work.engine.refusal = refusal
+            await work.training.start()
+            await asyncio.sleep(0.1)  # several looks
+            await work.training.delete_weights(deleted.path, "me")
+            assert not work.engine.infos
+            work.engine.refusal = None
+            await until(lambda: work.engine.infos)
+            await asyncio.sleep(0.1)
+            assert [*work.engine.infos] == [kept.path]
+
+    asyncio.run(main())
+    assert len([record for record in caplog.records if "is not served" in record.message]) == 2
 
 
 def test_weights_that_cannot_be_served_are_not_kept(run: Run) -> None:
