@@ -29,7 +29,7 @@ from server.settings import FINE_TUNED, SAVED_WEIGHTS
 PATH = "/v1/fine_tuning/jobs"
 ONE = PATH + "/{fine_tuning_job_id}"
 JOB_FAILURES = READ_FAILURES | failures(400, 404, 507)
-METADATA_FILTER = re.compile(r"metadata\[(.+)\]", re.DOTALL)
+METADATA_FILTER = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 Id = Annotated[str | None, Query(max_length=256)]
 PageSize = Annotated[int, Query(ge=1, le=MAX_PAGE)]

@@ -1,12 +1,10 @@
 """GET /v1/models, GET and DELETE /v1/models/{name}."""
 
-from contextlib import suppress
-
 from fastapi import APIRouter
 
 from server.api.deps import FineTuningDep, LifecycleDep, OriginDep
 from server.engine.adapter_registry import AdapterInfo
-from server.errors import InvalidRequest, ModelNotFound
+from server.errors import InvalidRequest
 from server.lifecycle import Lifecycle
 from server.schemas.failure import READ_FAILURES, failures
 from server.schemas.models import ModelCard, ModelDeleted, ModelList
@@ -38,8 +36,6 @@ async def delete_model(model: str, lifecycle: LifecycleDep, jobs: FineTuningDep,
     if tuned is None or tuned.owner != origin.owner:
         lifecycle.check_model(model, origin.owner)
         raise InvalidRequest(f"`{model}` is not a model fine-tuned here: only those are deleted.", param="model")
-    with suppress(ModelNotFound):  # it is kept, and could not be loaded
-        await lifecycle.engine.unload_adapter(model)
     await jobs.remove_adapter(tuned)
     return ModelDeleted(id=model)
 

@@ -177,7 +177,7 @@ async def list_weights(training: TrainingDep, origin: OriginDep) -> SavedWeights
     return SavedWeightsList(data=[SavedWeightsInfo.of(saved) for saved in await training.saved(origin.owner)])
 
 
-@router.post("/delete_weights", responses=CALL_FAILURES)
+@router.post("/delete_weights", responses=CALL_FAILURES | failures(507))
 async def delete_weights(body: DeleteWeightsRequest, training: TrainingDep, origin: OriginDep) -> WeightsDeleted:
     """Deletes saved weights for good. Running answers of them are finished."""
     await training.delete_weights(body.path, origin.owner)

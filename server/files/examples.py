@@ -152,7 +152,9 @@ def _check_preference(example: dict[str, Any]) -> None:
         raise NotAnExample(f"input is {_kind(asked)}, not an object")
     _check_no_tools(asked, "input.")
     _only_keys(asked, frozenset({"messages"}) | NO_TOOLS, "input")
-    messages = _messages(asked.get("messages"), "input.messages")
+    if "messages" not in asked:
+        raise NotAnExample("input.messages is missing")
+    messages = _messages(asked["messages"], "input.messages")
     for at, message in enumerate(messages):
         _weight(message, f"input.messages[{at}]")
     if messages[-1]["role"] == "assistant":

@@ -154,6 +154,7 @@ class FileStore:
             if not self._ballast.delete(lambda: catalog.remove(stored.id, owner, now)):
                 raise FileMissing(f"No such File object: {file_id}", param="id")
             folder.remove(file_id)
+            self._ballast.take()
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """While a listing and the bytes of a file that has a name before it is made change together: a job's result
@@ -201,6 +202,7 @@ class FileStore:
         now = self._clock()
         for file_id in self._ballast.delete(lambda: catalog.remove_expired(now)):
             folder.remove(file_id)
+        self._ballast.take()
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[tuple[FileFolder, Catalog]]:

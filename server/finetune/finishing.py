@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from server.errors import AdapterExists, EngineUnavailable, LongwaveError
+from server.errors import AdapterExists, EngineUnavailable, LongwaveError, QuotaExceeded
 from server.files.store import FileStore
 from server.finetune.folders import Folders
 from server.finetune.messages import Finished
@@ -37,6 +37,8 @@ class Finishing:
         self._files = files
         self._load_adapter = load_adapter
         self._unload_adapter = unload_adapter
+        self._served: set[str] = set()
+        self._refused: dict[str, LongwaveError] = {}
 
     async def finish(self, job: Job, finished: Finished) -> None:
         """The caller works in the job's folder alone. Raises LeaseLostError, EngineUnavailable, InsufficientStorage,
@@ -67,20 +69,36 @@ class Finishing:
         except Exception:  # what is not written down is not served; what else was made waits for the next attempt
             await self.unload(name)
             raise
+        if not job.request.is_full and not notes:
+            self._served.add(name)
         logger.info("%s succeeded: %s", job.id, name)
 
     async def serve(self, source: str) -> None:
-        """Every finished model of that base model, those that are not served yet. Raises EngineUnavailable,
-        InsufficientStorage."""
-        for adapter in await self._writer.store(lambda store: store.adapters(source)):
-            await self.load(adapter.name, self._folders.made(adapter.job_id, whole=False), adapter.owner)
+        """Every finished model of that base model and no other, though other servers of the data directory make models
+        and delete them. Raises EngineUnavailable, InsufficientStorage."""
+        before = set(self._served)  # a model that is finished meanwhile may not be among those that are asked for
+        adapters = await self._writer.store(lambda store: store.adapters(source))
+        names = {adapter.name for adapter in adapters}
+        self._refused = {name: error for name, error in self._refused.items() if name in names}
+        for name in before - names:
+            await self.unload(name)
+        for adapter in adapters:
+            if adapter.name in self._served or not self._may_be_taken(adapter.name):
+                continue
+            if not await self.load(adapter.name, self._folders.made(adapter.job_id, whole=False), adapter.owner):
+                self._served.add(adapter.name)
             if await self._writer.store(partial(JobStore.adapter, name=adapter.name)) is None:  # deleted meanwhile
                 await self.unload(adapter.name)
+
+    def _may_be_taken(self, name: str) -> bool:
+        """Whether the engine has not refused it for good: it has room again when something is unloaded."""
+        return isinstance(self._refused.get(name), QuotaExceeded | None)
 
     async def unload(self, name: str) -> None:
         """Unless it is not served anyway."""
         with contextlib.suppress(LongwaveError):
             await self._unload_adapter(name)
+        self._served.discard(name)
 
     async def load(self, name: str, folder: Path, owner: str) -> list[str]:
         """What the owner should know when the model cannot be served. Raises EngineUnavailable: not now."""
@@ -91,6 +109,9 @@ class Finishing:
         except EngineUnavailable:
             raise
         except LongwaveError as error:
-            logger.warning("%s is not served: %s", name, error.message)
+            if name not in self._refused:  # it may be tried every few seconds
+                logger.warning("%s is not served: %s", name, error.message)
+            self._refused[name] = error.with_traceback(None)
             return [f"The model is finished and kept, but not served now: {error.message}"]
+        self._refused.pop(name, None)
         return []

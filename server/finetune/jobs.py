@@ -183,9 +183,9 @@ class FineTuning:
         return await self._store(lambda store: store.adapter(name))
 
     async def remove_adapter(self, adapter: Adapter) -> None:
-        """For good. It has to be unloaded before."""
+        """For good. Raises InsufficientStorage when the disk refuses: then it is served further."""
         await self._writer.freeing(lambda store: store.remove_adapter(adapter.name))
-        await self._finishing.unload(adapter.name)  # it may have been loaded since
+        await self._finishing.unload(adapter.name)
         await asyncio.to_thread(self._folders.remove_adapter, adapter.job_id)
 
     async def remove_model(self, name: str, owner: str) -> bool:

@@ -22,7 +22,7 @@ logger = logging.getLogger("longwave")
 POLL_SECONDS = 1.0  # another server may leave a job, and leases and waits end by themselves
 TIDY_SECONDS = 600.0  # what a crash has left may be too young to go when it is first seen
 FAILURE_SECONDS = 30.0  # after the store could not be used
-SERVE_SECONDS = 5.0  # between attempts to serve finished models while the engine restarts
+SERVE_SECONDS = 5.0  # between two looks at which finished models there are, and whether the engine can take them
 
 
 class Supervisor:
@@ -56,9 +56,8 @@ class Supervisor:
 
     async def start(self) -> None:
         """Returns when every finished model of the base model is served, or will be as soon as it can be."""
-        if not await self._serve():
-            logger.warning("finished models are not served yet: that is tried again")
-            self._serving = asyncio.create_task(self._serve_later(), name="serve")
+        seconds = await self._serve()
+        self._serving = asyncio.create_task(self._serve_later(seconds), name="serve")
         self._lanes = [asyncio.create_task(self._lane(stage), name=stage.name) for stage in (VALIDATE, TRAIN)]
         self.tidy_soon()
         self._tidier = asyncio.create_task(self._tidy_when_wanted(), name="tidy")
@@ -92,22 +91,24 @@ class Supervisor:
         """The same, in a moment; what goes wrong is in the log, and done again later."""
         self._tidying_wanted.set()
 
-    async def _serve(self) -> bool:
-        """Whether no finished model has to be tried again."""
+    async def _serve(self) -> float:
+        """In how many seconds to look again."""
         try:
             if self._folders.root.exists():
                 await self._finishing.serve(self._config.source)
-        except (EngineUnavailable, InsufficientStorage):
-            return False
+        except (EngineUnavailable, InsufficientStorage) as error:
+            if self._serving is None:
+                logger.warning("finished models are not served yet, which is tried again: %s", error.message)
         except Exception:
             logger.exception("finished models could not be served")
-        return True
+            return FAILURE_SECONDS
+        return SERVE_SECONDS
 
-    async def _serve_later(self) -> None:
-        served = False
-        while not served:
-            await asyncio.sleep(SERVE_SECONDS)
-            served = await self._serve()
+    async def _serve_later(self, seconds: float) -> None:
+        """What the engine could not take, and what other servers make and delete."""
+        while not self._draining.is_set():
+            await asyncio.sleep(seconds)
+            seconds = await self._serve()
 
     async def _tidy_when_wanted(self) -> None:
         while self._tidying_wanted.is_set() or not self._draining.is_set():

@@ -59,6 +59,7 @@ class Tidying:
                 logger.warning("what %s has left cannot be removed yet: %s", folder.path.name, error)
         for path in await self._writer.store(self._strays):  # many gigabytes perhaps, and leases are renewed meanwhile
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+        await self._writer.keep_room()
         if self._kept_seconds:
             models = await asyncio.to_thread(self._folders.models)
             with suppress(InsufficientStorage):  # it is in the log, and rows can wait

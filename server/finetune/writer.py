@@ -60,6 +60,10 @@ class Writer:
         """As `store`, of one transaction after which something can be deleted: also where the disk is full."""
         return await self._run(lambda store, _: self._ballast.delete(lambda: work(store)))
 
+    async def keep_room(self) -> None:
+        """For what is `freeing`, if the disk has some again since that took it."""
+        await self._run(lambda *_: self._ballast.take())
+
     async def leases(self, work: Callable[[Leases], T]) -> T:
         return await self._run(lambda _, leases: work(leases))
 

@@ -8,14 +8,21 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from server.errors import InsufficientStorage, InvalidRequest, LongwaveError, ModelNotFound, QuotaExceeded
+from server.errors import (
+    EngineUnavailable,
+    InsufficientStorage,
+    InvalidRequest,
+    LongwaveError,
+    ModelNotFound,
+    QuotaExceeded,
+)
 from server.training.calls import Saved, SaveWeights
 from server.training.config import TrainingConfig
 from server.training.live import LiveModel
@@ -28,6 +35,7 @@ logger = logging.getLogger("longwave")
 T = TypeVar("T")
 
 Ask = Callable[[Work], Awaitable[Done]]
+LATER = EngineUnavailable | QuotaExceeded  # from an engine that restarts, or has no room
 
 
 class Saving:
@@ -36,6 +44,8 @@ class Saving:
         self._store = store
         self._serving = serving
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of an owner's saves
+        self._saves: set[asyncio.Task[Saved]] = set()
+        self._waiting: list[SavedWeights] = []  # for an engine that can take them
 
     async def start(self) -> None:
         """Puts right what crashes left, and serves again what was saved to be served. Never raises."""
@@ -43,7 +53,29 @@ class Saving:
         await self.sweep()
         for saved in await self._look(self._store.all) or ():
             if saved.label.served and saved.label.base_model == self._config.source:
-                await self._serve_again(saved)
+                error = await self._serve_again(saved)
+                if error is not None:
+                    logger.error("%s is not served: %s", saved.label.path, error.message)
+                if isinstance(error, LATER):
+                    self._waiting.append(saved)
+
+    async def serve_waiting(self) -> None:
+        """What the engine could not take when the server started."""
+        self._waiting = [saved for saved in self._waiting if await self._has_to_wait(saved)]
+
+    async def _has_to_wait(self, saved: SavedWeights) -> bool:
+        turn = self._turns[saved.label.owner]
+        if turn.locked():  # by a save that may be of the same name, and takes as long as the process's calls
+            return True
+        async with turn:
+            return isinstance(await self._serve_again(saved), LATER)
+
+    async def close(self) -> None:
+        """Once the process has ended: what nobody waits for any more ends, too."""
+        for task in self._saves:
+            task.cancel()
+        if self._saves:
+            await asyncio.wait(self._saves)
 
     async def mend(self) -> None:
         """While no process of this server writes. Never raises."""
@@ -64,11 +96,18 @@ class Saving:
         return await asyncio.to_thread(self._store.of, owner)
 
     async def delete(self, path: str, owner: str) -> None:
-        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
+        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing; InsufficientStorage when the disk
+        refuses: then they are served further."""
         saved = await asyncio.to_thread(self._store.find, path, owner)
+        try:
+            await asyncio.to_thread(self._store.remove, saved)
+        except OSError as error:
+            logger.error("%s cannot be deleted: %s", path, error)
+            raise InsufficientStorage(
+                "The weights cannot be deleted: the server's data directory cannot be used."
+            ) from error
         if saved.label.served:
             await self._stop_serving(path)
-        await asyncio.to_thread(self._store.remove, saved)
 
     async def find(self, path: str, owner: str) -> SavedWeights:
         """Weights that a model may load. Raises InvalidRequest, TrainingMissing."""
@@ -81,12 +120,24 @@ class Saving:
         """Raises what `ask` raises, InvalidRequest, QuotaExceeded, InsufficientStorage, and what loading an adapter
         does: then nothing is kept that has replaced nothing."""
         async with self._turns[model.owner]:
-            return await self._save(model, call, ask)
+            return await self._to_the_end(self._save(model, call, ask))
 
     async def autosave(self, model: LiveModel, ask: Ask) -> Saved:
         """What stands now, whatever the process computes meanwhile and the quota says. Raises as `save` does."""
         call = SaveWeights(AUTOSAVE, "weights", serve=False, overwrite=True)
         return await self._save(model, call, ask, always=True)
+
+    async def _to_the_end(self, saving: Coroutine[Any, Any, Saved]) -> Saved:
+        """A model that is deleted meanwhile does not leave weights that are to be served, and are not."""
+        task = asyncio.create_task(saving)
+        self._saves.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Saved]) -> None:
+        self._saves.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if nobody waits for it
 
     async def _save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool = False) -> Saved:
         path = self._store.path(model.id, call.kind, call.name)
@@ -138,11 +189,16 @@ class Saving:
             await self._stop_serving(path)  # what it was before, if anything
             raise
 
-    async def _serve_again(self, saved: SavedWeights) -> None:
+    async def _serve_again(self, saved: SavedWeights) -> LongwaveError | None:
+        """Why they cannot be served, if they cannot; they may have been deleted meanwhile."""
+        path, owner = saved.label.path, saved.label.owner
         try:
-            await self._serving.engine.load_adapter(saved.label.path, str(saved.folder), owner=saved.label.owner)
+            now = await asyncio.to_thread(self._store.find, path, owner)
+            if now.label.served:
+                await self._serving.engine.load_adapter(path, str(now.folder), owner=owner)
         except LongwaveError as error:
-            logger.error("%s is not served: %s", saved.label.path, error.message)
+            return error
+        return None
 
     async def _stop_serving(self, path: str) -> None:
         with suppress(ModelNotFound):

@@ -83,6 +83,7 @@ class Training:
             logger.warning("%s ends with the server; calls that have not ended: %d. %s", model.id, num_open, learnt)
             model.finish(ServerDraining("The server was shut down."))
         await self.shared.end()
+        await self._saving.close()
         self._snapshots.close()
 
     async def create(
@@ -158,7 +159,7 @@ class Training:
         return await self._saving.of(owner)
 
     async def delete_weights(self, path: str, owner: str) -> None:
-        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing."""
+        """Running answers of it are finished. Raises InvalidRequest, TrainingMissing, InsufficientStorage."""
         await self._saving.delete(path, owner)
         for model in self._models.values():
             model.forget(path)
@@ -273,6 +274,7 @@ class Training:
             await asyncio.sleep(min(TIDY_SECONDS, self.config.idle_seconds / 4))
             try:
                 await self._tidy_models()
+                await self._saving.serve_waiting()
                 if turn % SWEEP_TURNS == 0:
                     await self._saving.sweep()
             except Exception:

@@ -299,6 +299,7 @@ def test_the_client_walks_all_pages_and_filters_by_metadata(tmp_path: Path, monk
         assert ([job.id for job in page.data], page.has_more) == (ids[1:3], True)
         assert [job.id for job in jobs.list(metadata={"n": "1"})] == [ids[1], ids[3]]
         assert list(jobs.list(metadata={"n": "2"})) == []
+        assert list(jobs.list(metadata={"": "1"})) == []  # no job has that key: not all of them
         assert list(jobs.list(extra_query={"metadata": "null"})) == []
         plain = [client.fine_tuning.jobs.create(model=MODEL, training_file=file).id for _ in range(2)][::-1]
         client.fine_tuning.jobs.create(model=MODEL, training_file=file, metadata={"n": "0"})

@@ -1,6 +1,7 @@
 """Adapters as models: listed, named in requests, loaded and unloaded by vLLM's routes, seen by their owner only."""
 
 import hashlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import httpx
 import msgspec
 import openai
 import pytest
-from scripted_engine import MAX_MODEL_LEN, MODEL, LiveServer, ScriptedEngine, live_server, wait_until
+from scripted_engine import MAX_MODEL_LEN, MODEL, LiveServer, ScriptedEngine, live_server, settings, wait_until
 
 from server.engine.adapter_registry import AdapterInfo
 from server.errors import EngineUnavailable, InvalidAdapter, QuotaExceeded
+from server.files.folder import make_private
+from server.finetune.store import JobStore
 from server.lifecycle import Phase
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -188,6 +191,27 @@ def test_an_adapter_of_one_key_does_not_exist_for_another() -> None:
                 assert reply.status_code == status
                 assert client.post("/tokenize", json={"model": path, "prompt": "x"}).status_code == status
             assert client.delete("/v1/models/ft:tiny:two:1").status_code == 404
+
+
+def test_a_fine_tuned_model_that_cannot_be_deleted_is_served_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    make_private(tmp_path / "finetune")
+    store = JobStore(tmp_path / "finetune" / "jobs.sqlite3")
+    row = ("ft:tiny::1", "", "ftjob-1", settings().model, 1.0)
+    store.connection.execute("INSERT INTO adapters VALUES (?, ?, ?, ?, ?)", row)
+    store.close()
+    with live_server(data_dir=tmp_path) as server, server.client() as client:
+        assert [*server.engine.infos] == ["ft:tiny::1"]
+        with monkeypatch.context() as patch:
+            patch.setattr(JobStore, "remove_adapter", full)
+            assert error(client.delete("/v1/models/ft:tiny::1")) == (507, "insufficient_storage", None)
+        assert [*server.engine.infos] == ["ft:tiny::1"]
+        assert client.delete("/v1/models/ft:tiny::1").json()["deleted"]
+        assert not server.engine.infos
 
 
 def test_only_models_that_were_fine_tuned_here_are_deleted(lora_server: LiveServer) -> None:

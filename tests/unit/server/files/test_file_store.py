@@ -1,6 +1,7 @@
 """Listing, owners, quota, expiry and the folder, without HTTP."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -282,6 +283,24 @@ def test_a_full_disk_lets_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             now += 7200
             store.end(store.begin(CONTENT_TYPE, ""))
         assert (kept(tmp_path), ballast.exists()) == ([second.id], True)
+
+
+def test_room_for_deleting_is_kept_again_of_what_a_deleted_file_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        stored = upload(store, PAIR)
+        ballast = tmp_path / "files" / "ballast"
+        ballast.unlink()
+
+        def random(size: int) -> bytes:
+            if kept(tmp_path):
+                raise OSError(errno.ENOSPC, "no room")
+            return bytes(size)
+
+        monkeypatch.setattr("server.files.ballast.os.urandom", random)
+        store.delete(stored.id, "")
+        assert ballast.stat().st_size == BYTES
 
 
 def test_room_for_deleting_is_kept_though_a_server_was_killed_when_it_made_it(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (b"{}", "it is no example"),
         (b'{"text": "a"}', "it is no example"),
         (b'{"input": {}, "preferred_output": []}', "non_preferred_output is missing"),
-        (preference(input={}), "'input.messages' is null, not an array"),
+        (preference(input={}), "input.messages is missing"),
+        (preference(input={"messages": None}), "'input.messages' is null, not an array"),
         (preference(input={"messages": []}), "'input.messages' is empty"),
         (preference(input={"messages": [USER], "tools": [{}]}), "input.tools: tools are not served"),
         (preference(input={"messages": [USER, ASSISTANT]}), "the last message of the input is the assistant's"),
@@ -162,7 +163,7 @@ def test_all_forms_are_accepted_and_counted(content: bytes, form: Form, examples
         (b'{"prompt": "a", "completion": "b", "x": 1}', "a prompt/completion example has no key 'x'"),
         (b'{"messages": [], "prompt": "a"}', "a chat example has no key 'prompt'"),
     ],
-    ids=range(73),
+    ids=range(74),
 )  # fmt: skip
 def test_what_is_no_example_is_refused_with_its_line(line: bytes, verdict: str) -> None:
     for before in (0, 1, 12):

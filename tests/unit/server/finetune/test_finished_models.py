@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from working import CONFIG, MODEL, Run, Work
 
-from server.errors import EngineUnavailable, InvalidAdapter
+from server.errors import EngineUnavailable, InvalidAdapter, LongwaveError, QuotaExceeded
 from server.finetune import Status, TrainerConfig
 from server.finetune.leases import TRAIN, Killed, Leases
 from server.finetune.records import Step
@@ -86,6 +86,31 @@ def test_a_model_that_the_engine_cannot_take_when_the_server_starts_is_served_la
 
     run(make)
     run(serve, start=False)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "served"),
+    [(QuotaExceeded("64 adapters are loaded"), True), (InvalidAdapter("it is damaged"), False)],
+    ids=["no room", "damaged"],
+)
+def test_a_model_for_which_the_engine_had_no_room_is_served_when_there_is_some(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: LongwaveError, served: bool
+) -> None:
+    """What can never be served is read once and not every few seconds."""
+    monkeypatch.setattr("server.finetune.supervisor.SERVE_SECONDS", 0.02)
+
+    async def main(work: Work) -> None:
+        work.refusal = refusal
+        job = await work.succeeded(await work.create(steps=1))
+        await asyncio.sleep(0.2)  # several looks
+        work.refusal = None
+        if served:
+            await work.wait(job, lambda _: work.loaded)
+        await asyncio.sleep(0.2)
+        assert [name for name, _, _ in work.loaded] == ([job.fine_tuned_model] if served else [])
+
+    run(main)
+    assert len([record for record in caplog.records if "is not served" in record.message]) == 1
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["loaded before its row goes", "loaded after it"])

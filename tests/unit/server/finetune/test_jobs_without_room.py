@@ -83,6 +83,19 @@ def test_a_full_disk_lets_a_job_be_cancelled_and_its_model_be_deleted(
     run(main)
 
 
+def test_the_room_that_a_full_disk_has_taken_is_kept_again_when_there_is_some(run: Run, tmp_path: Path) -> None:
+    """Also where nobody cancels or deletes anything until the next time."""
+    ballast = tmp_path / "finetune" / "ballast"
+
+    async def main(work: Work) -> None:
+        await work.succeeded(await work.create(steps=1))
+        ballast.unlink()
+        await work.jobs.supervisor.tidy()
+        assert ballast.stat().st_size == BYTES
+
+    run(main)
+
+
 def make_room(work: Work) -> None:
     write_script(work.folder, {})
 

@@ -171,7 +171,7 @@ def test_two_servers_share_the_jobs_and_train_every_step_once(run: Run, tmp_path
             for job in jobs:
                 await one.succeeded(job)
             assert Counter(one.trained()) == Counter(f"{job.id} {step}" for job in jobs for step in (1, 2, 3))
-            assert len(one.loaded) + len(other.loaded) == 6
+            assert len({name for name, _, _ in one.loaded + other.loaded}) == 6
 
     run(main)
 
@@ -285,3 +285,22 @@ def test_a_server_that_stands_still_loses_its_job_by_its_lease_and_trains_nothin
             assert Counter(work.trained()) == Counter(f"{job_id} {step}" for step in range(1, 7))
 
         run(main, {"hold_at": 3}, lease_seconds=1e6)
+
+
+def test_a_model_that_another_server_makes_is_served_until_that_one_deletes_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.supervisor.SERVE_SECONDS", 0.05)
+
+    async def main(one: Work) -> None:
+        async with at_work(tmp_path) as other:
+            job = await one.succeeded(await one.create(steps=1))
+            name = str(job.fine_tuned_model)
+            for work in (one, other):
+                await work.wait(job, lambda _, work=work: [served for served, _, _ in work.loaded] == [name])
+            adapter = await one.jobs.adapter(name)
+            assert adapter is not None
+            await one.jobs.remove_adapter(adapter)
+            await other.wait(job, lambda _: not other.loaded)
+
+    run(main)

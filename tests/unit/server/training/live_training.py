@@ -139,11 +139,12 @@ def write_script(folder: Path, what: dict[str, Any]) -> Path:
 
 
 @asynccontextmanager
-async def at_work(folder: Path, **changes: Any) -> AsyncIterator[Work]:
+async def at_work(folder: Path, *, start: bool = True, **changes: Any) -> AsyncIterator[Work]:
     config = TrainingConfig("base", worker="scripted_training_worker", **changes)
     serving = Serving()
     training = Training(folder / "training", config, serving)
-    await training.start()
+    if start:
+        await training.start()
     try:
         yield Work(training, serving.engine, serving.door, folder)
     finally:
