@@ -4,7 +4,7 @@ an engine that was started anew. Knows folders and owners as text, no weights. A
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,6 +19,7 @@ from server.engine.messages import (
 )
 from server.error_codes import from_code
 from server.errors import AdapterExists, EngineUnavailable, InvalidAdapter, LongwaveError, ModelNotFound
+from server.uninterrupted import Uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class AdapterRegistry:
         self._infos: dict[str, AdapterInfo] = {}  # oldest first
         self._replies: dict[int, asyncio.Future[CommandReply]] = {}
         self._busy: dict[str, asyncio.Event] = {}  # names that are being loaded -> when that has ended
-        self._tasks: set[asyncio.Task[AdapterInfo]] = set()
+        self._loads = Uninterrupted()
         self._command_ids = count(1)
 
     def infos(self) -> tuple[AdapterInfo, ...]:
@@ -67,7 +68,8 @@ class AdapterRegistry:
             raise _busy(name)
         command = LoadAdapter(next(self._command_ids), name, folder, within, replace)
         self._busy[name] = asyncio.Event()
-        return await self._to_the_end(self._load(send, command, owner))
+        # A caller that goes away does not leave the engine with an adapter that is not in the record.
+        return await self._loads.run(self._load(send, command, owner))
 
     async def unload(self, send: Send, name: str, *, owner: str | None = None) -> None:
         """The name is gone at once, or when it has been loaded; its open requests finish. `owner`: whose it has to be.
@@ -153,18 +155,6 @@ class AdapterRegistry:
         if isinstance(reply, CommandFailed):
             raise from_code(reply.code, reply.message)
         return reply
-
-    async def _to_the_end(self, loading: Coroutine[None, None, AdapterInfo]) -> AdapterInfo:
-        """A caller that goes away does not leave the engine with an adapter that is not in the record."""
-        task = asyncio.create_task(loading)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[AdapterInfo]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it
 
 
 def _busy(name: str) -> AdapterExists:

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from server.training.live import LiveModel
 from server.training.messages import Done, Save, Work
 from server.training.sampling import Serving
 from server.training.weights import AUTOSAVE, LABEL, Label, SavedWeights, WeightsStore
+from server.uninterrupted import Uninterrupted
 
 logger = logging.getLogger("longwave")
 
@@ -44,7 +45,7 @@ class Saving:
         self._store = store
         self._serving = serving
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of an owner's saves
-        self._saves: set[asyncio.Task[Saved]] = set()
+        self._saves = Uninterrupted()
         self._waiting: list[SavedWeights] = []  # for an engine that can take them
 
     async def start(self) -> None:
@@ -72,10 +73,7 @@ class Saving:
 
     async def close(self) -> None:
         """Once the process has ended: what nobody waits for any more ends, too."""
-        for task in self._saves:
-            task.cancel()
-        if self._saves:
-            await asyncio.wait(self._saves)
+        await self._saves.close()
 
     async def mend(self) -> None:
         """While no process of this server writes. Never raises."""
@@ -119,25 +117,15 @@ class Saving:
     async def save(self, model: LiveModel, call: SaveWeights, ask: Ask) -> Saved:
         """Raises what `ask` raises, InvalidRequest, QuotaExceeded, InsufficientStorage, and what loading an adapter
         does: then nothing is kept that has replaced nothing."""
-        async with self._turns[model.owner]:
-            return await self._to_the_end(self._save(model, call, ask))
+        turn = self._turns[model.owner]
+        await turn.acquire()
+        # A model that is deleted meanwhile does not leave weights that are to be served, and are not.
+        return await self._saves.run(self._save(model, call, ask), turn.release)
 
     async def autosave(self, model: LiveModel, ask: Ask) -> Saved:
         """What stands now, whatever the process computes meanwhile and the quota says. Raises as `save` does."""
         call = SaveWeights(AUTOSAVE, "weights", serve=False, overwrite=True)
         return await self._save(model, call, ask, always=True)
-
-    async def _to_the_end(self, saving: Coroutine[Any, Any, Saved]) -> Saved:
-        """A model that is deleted meanwhile does not leave weights that are to be served, and are not."""
-        task = asyncio.create_task(saving)
-        self._saves.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Saved]) -> None:
-        self._saves.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if nobody waits for it
 
     async def _save(self, model: LiveModel, call: SaveWeights, ask: Ask, *, always: bool = False) -> Saved:
         path = self._store.path(model.id, call.kind, call.name)
