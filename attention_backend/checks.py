@@ -177,6 +177,8 @@ def _check_lengths(args: AttentionArgs) -> None:
         if args.cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_k says where keys lie in [total_k, ...]; with block_table pass seqused_k")
         check_tensor("block_table", args.block_table, torch.int32, (batch, None), device)
+        if args.k.shape[1] == 0:
+            raise ValueError(f"block_table needs pages of a token at least, got caches {tuple(args.k.shape)}")
         if args.seqused_k is None and args.mask_desc is None:
             raise ValueError("block_table needs seqused_k: how many keys each sequence has")
     for name, lengths in (("cu_seqlens_q", args.cu_seqlens_q), ("cu_seqlens_k", args.cu_seqlens_k)):

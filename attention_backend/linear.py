@@ -109,8 +109,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, feature_map: str, chun
         check_is_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be [batch, seqlen, heads, head_dim], got shape {tuple(x.shape)}")
-        if x.dtype != q.dtype or not x.dtype.is_floating_point:
-            raise TypeError(f"q, k and v must have one floating point dtype, got q {q.dtype} and {name} {x.dtype}")
+        if x.dtype != q.dtype or not x.dtype.is_floating_point or x.itemsize == 1:
+            wanted = "q, k and v must have one floating point dtype of 16 bits or more"
+            raise TypeError(f"{wanted}, got q {q.dtype} and {name} {x.dtype}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"the last dimension of {name} must be contiguous, got strides {x.stride()}")
         check_device(name, x, q.device)

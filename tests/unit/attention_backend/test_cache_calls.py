@@ -54,6 +54,11 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "wide table": (
         {**PAGES, "block_table": torch.zeros(2, 2).long()}, TypeError, "block_table must be torch.int32"
     ),
+    "pages of nothing": (
+        {**{name: randn(4, 0, HEADS, DIM) for name in PAGES}, "block_table": torch.zeros(2, 2).int()},
+        ValueError,
+        r"block_table needs pages of a token at least, got caches \(4, 0, 2, 16\)",
+    ),
     "tall table": (
         {**PAGES, "block_table": torch.zeros(3, 2).int()}, ValueError, r"block_table must have shape \[2, any\]"
     ),

@@ -89,6 +89,8 @@ def test_wrong_options_are_refused_in_words() -> None:
         linear_attention(q, k, v, chunk_size=0)
     with pytest.raises(TypeError, match="one floating point dtype"):
         linear_attention(q, k.float(), v)
+    with pytest.raises(TypeError, match="of 16 bits or more, got q torch"):
+        linear_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)))
 
 
 def test_a_gradient_of_a_gradient_is_an_error() -> None:
