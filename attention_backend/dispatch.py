@@ -192,6 +192,20 @@ def run(args: AttentionArgs) -> Result:
     return _implementation(spec.kernel)(args)
 
 
+def run_both(few: AttentionArgs, many: AttentionArgs) -> tuple[Result, Result]:
+    """Two problems of one step, of which one has few rows a sequence: beside each other where there are kernels for
+    that."""
+    kernels = select(few).kernel, select(many).kernel
+    if kernels == ("flash_decode", "flash_fwd_sm90"):
+        from attention_backend.kernels import beside
+
+        if beside.serves(few, many):
+            for kernel in kernels:
+                count(kernel)
+            return beside.forward(few, many)
+    return run(few), run(many)
+
+
 def count(kernel: str) -> None:
     """A kernel is about to serve a call."""
     recorded = _recorded.get()

@@ -103,8 +103,8 @@ def paged_attention_op(
         _store_kv(k_new, v_new, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_seqs, k, v = seq_lens.shape[0], k_cache.transpose(1, 2), v_cache.transpose(1, 2)
 
-    def attend(rows: Tensor, sequences: slice, cu_seqlens: Tensor | None, max_rows: int) -> Tensor:
-        args = AttentionArgs(
+    def problem(rows: Tensor, sequences: slice, cu_seqlens: Tensor | None, max_rows: int) -> AttentionArgs:
+        return AttentionArgs(
             rows,
             k,
             v,
@@ -122,21 +122,29 @@ def paged_attention_op(
             k_scale=k_scale,
             v_scale=v_scale,
         )
+
+    def attend(args: AttentionArgs) -> Tensor:
         return dispatch.run(args)[0] if k_scale is None else fp8_pages.attention(args)
 
     if num_decodes == 0:
-        return attend(q, slice(None), cu_seqlens_q, max_seqlen_q)
+        return attend(problem(q, slice(None), cu_seqlens_q, max_seqlen_q))
     first = slice(0, num_decodes)
     if decodes_here is None:
-        decodes = attend(q[first].unsqueeze(1), first, None, 1).squeeze(1)
+        few = problem(q[first].unsqueeze(1), first, None, 1)
     else:  # those that are not have no row
-        decodes = attend(q[first], first, cu_seqlens_q[: num_decodes + 1], 1)
-    if num_decodes == num_seqs == q.shape[0]:
-        return decodes
-    if num_decodes == num_seqs:  # rows of nobody follow
-        out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
+        few = problem(q[first], first, cu_seqlens_q[: num_decodes + 1], 1)
+    if num_decodes == num_seqs:
+        decodes = attend(few).view(num_decodes, *q.shape[1:-1], -1)
+        if num_decodes == q.shape[0]:
+            return decodes
+        out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))  # rows of nobody follow
     else:  # in place: the first of the others' rows is where their lengths begin
-        out = attend(q, slice(num_decodes, None), cu_seqlens_q[num_decodes:], max_seqlen_q)
+        many = problem(q, slice(num_decodes, None), cu_seqlens_q[num_decodes:], max_seqlen_q)
+        if k_scale is None:
+            (decodes, _), (out, _) = dispatch.run_both(few, many)
+        else:
+            decodes, out = attend(few), attend(many)
+        decodes = decodes.view(num_decodes, *out.shape[1:])
     put_decodes(out, decodes, decodes_here)
     return out
 

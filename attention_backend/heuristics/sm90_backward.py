@@ -112,21 +112,17 @@ class BackwardTile:
         return max(keys, values) + terms + barriers
 
 
-def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False, deterministic: bool = False) -> BackwardTile:
+def backward_tile(head_dim: int, head_dim_v: int, *, extras: bool = False) -> BackwardTile:
     """The tile that is used where no other is asked for.
 
     `extras`: scores are changed, masked by more than an interval of keys or dropped, which costs registers.
     """
-    tiles = backward_tiles(head_dim, head_dim_v)
-    if deterministic and not extras:
-        return next((tile for tile in tiles if tile.turns), tiles[0])
-    return tiles[-1 if extras else 0]
+    return backward_tiles(head_dim, head_dim_v)[-1 if extras else 0]
 
 
 def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
-    """The tiles that serve a head_dim: the default first; last what serves extras, where that is another; one with
-    turns at dQ, where there is any, serves the deterministic mode. `benchmarks/backward_tiles.py` times them beside
-    each other.
+    """The tiles that serve a head_dim: the default first; last what serves extras, where that is another.
+    `benchmarks/backward_tiles.py` times them beside each other.
 
     Both widths are padded to the larger one's tile, but for MIXED_TILES.
     """
@@ -141,8 +137,7 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[BackwardTile, ...]:
         return replace(joint, apart=True, key_stages=2, finishes=True), joint
     if tile == 96:
         return (replace(joint, turns=True, kept_k=4, finishes=True),)
-    plain = replace(joint, terms_first=True, finishes=True)
-    return replace(plain, kept_k=4), replace(plain, turns=True), replace(joint, kept_k=2)
+    return replace(joint, terms_first=True, kept_k=4, finishes=True), replace(joint, kept_k=2)
 
 
 def section_lines(

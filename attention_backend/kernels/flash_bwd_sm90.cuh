@@ -279,7 +279,7 @@ class Consumer {
       for (int c = 0; c < kSlabsK; c++) rings.dq.wait_empty(shared.free_space + 8 * c);
       wgmma_wait<0>();
 #pragma unroll
-      for (int c = 0; c < kSlabsK; c++) hand_over_dq(dq + c * 32, shared, c);
+      for (int c = 0; c < kSlabsK; c++) hand_over_dq(dq + c * 32, shared, c, rings.dq.parity);
     }
     if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
 #else
@@ -296,7 +296,7 @@ class Consumer {
     rings.dq.wait_empty(shared.free_space + 8 * group);
     wgmma_wait<0>();
     if (last && first_thread()) barrier_arrive(shared.empty_k + 8 * rings.keys.at);
-    hand_over_dq(dq, shared, group);
+    hand_over_dq(dq, shared, group, rings.dq.parity);
 #endif
     rings.ds.next();
     rings.dq.next();
@@ -385,15 +385,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   start(shared, p);
   if (threadIdx.x < 128) {
     registers_lower<PRODUCER_REGISTERS>();
+    const Loads<true> of_keys(shared, p, &map_k, &map_q, &map_lse2);
+    const Loads<false> of_values(shared, p, &map_v, &map_o, &map_delta);
     switch (uniform(threadIdx.x / 32)) {
       case 0:
-        load_tiles<true>(shared, &map_k, &map_q, &map_lse2, p);
+        load_tiles<true, kAdders == 2>(shared, p, of_keys, of_values);
         break;
       case 1:
-        add_dq(shared, p);
+        add_dq<0>(shared, p);
         break;
       case 2:
-        load_tiles<false>(shared, &map_v, &map_o, &map_delta, p);
+        if (kAdders == 2)
+          add_dq<1>(shared, p);
+        else
+          load_tiles<false, true>(shared, p, of_keys, of_values);
         break;
       case 3:
         draw_tiles(shared, p);

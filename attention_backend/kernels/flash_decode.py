@@ -31,11 +31,13 @@ FP8 = torch.float8_e4m3fn
 _MOST_PARTS = 65_535  # blocks along the second dimension of a grid
 
 
-def forward(args: AttentionArgs, *, tma: bool = True) -> tuple[Tensor, Tensor]:
+def forward(args: AttentionArgs, *, tma: bool = True, blocks: int | None = None) -> tuple[Tensor, Tensor]:
     """Attention of few query rows on CUDA. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
     `tma`: whether the Hopper kernel serves where it can. It is the faster one up to some 100 MB of keys and values, and
-    as fast beyond. Raises UnsupportedError for float8 keys and values on a GPU before sm_89.
+    as fast beyond. `blocks`: at most so many of the Hopper kernel, if not fewer than key heads, so that the next one
+    may run beside it; by default what fills the device. Raises UnsupportedError for float8 keys and values on a GPU
+    before sm_89.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -43,7 +45,7 @@ def forward(args: AttentionArgs, *, tma: bool = True) -> tuple[Tensor, Tensor]:
         return out, lse.fill_(-torch.inf)
     if args.k.numel() == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    return _launch(args, out, lse, hopper=tma and serves_hopper(args))
+    return _launch(args, out, lse, hopper=tma and serves_hopper(args), blocks=blocks)
 
 
 def serves_hopper(args: AttentionArgs) -> bool:
@@ -88,6 +90,7 @@ def _plan(
     group_rows: int,
     num_splits: int,
     seqlen_k: int,
+    blocks: int | None,
 ) -> _Plan:
     """`page_size`: 0 for dense keys. `seqlen_k` matters to `num_splits` only."""
     config: DecodeConfig | HopperDecodeConfig
@@ -98,7 +101,8 @@ def _plan(
     else:
         variant, config = decode_variant(options, device.arch(index), group_rows, fp8_kv=fp8_kv)
         min_tiles = DECODE_MIN_TILES
-    parts = max(1, device.num_sms(index) * config.blocks_per_sm // num_kv_heads)  # of the keys of every head
+    most = device.num_sms(index) * config.blocks_per_sm if blocks is None else blocks
+    parts = max(1, most // num_kv_heads)  # of the keys of every head
     if num_splits > 0:
         tiles = max(1, -(-seqlen_k // config.keys))
         min_tiles = -(-tiles // num_splits)
@@ -117,14 +121,22 @@ def _plan(
     )
 
 
-def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> tuple[Tensor, Tensor]:
+def most_counters(args: AttentionArgs) -> int:
+    """Of the stream's, that a launch uses."""
+    return args.batch * args.num_heads * args.seqlen_q
+
+
+def _launch(
+    args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool, blocks: int | None
+) -> tuple[Tensor, Tensor]:
     q, k, v, batch, kv_heads = args.q, args.k, args.v, args.batch, args.num_kv_heads
     options, fp8_kv, group_rows = Options.of(args), k.dtype == FP8, args.num_heads // kv_heads * args.seqlen_q
     sequence = sequence_params(args)
     page_size, split_keys = sequence.page_size, sequence.seqlen_k if args.num_splits else 0
     plan = _plan(
-        options, q.device.index, hopper, fp8_kv, page_size, batch, kv_heads, group_rows, args.num_splits, split_keys
-    )
+        options, q.device.index, hopper, fp8_kv, page_size, batch, kv_heads, group_rows, args.num_splits, split_keys,
+        blocks,
+    )  # fmt: skip
     partial_out = q.new_empty(plan.partial_rows * plan.value_width, dtype=torch.float32)
     partial_lse = q.new_empty(plan.partial_rows, dtype=torch.float32)
     counters = workspace.counters(q.device, batch * kv_heads * plan.row_blocks)
@@ -148,7 +160,7 @@ def _launch(args: AttentionArgs, out: Tensor, lse: Tensor, *, hopper: bool) -> t
         (plan.threads, 1, 1),
         parameters,
         plan.smem_bytes,
-        early=hopper and torch.cuda.is_current_stream_capturing(),
+        early=hopper and blocks is None and torch.cuda.is_current_stream_capturing(),
     )
     del sinks, scales  # kept alive until the launch was queued; the allocator is ordered by stream after that
     return out, lse

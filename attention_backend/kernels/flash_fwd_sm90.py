@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,7 @@ def forward(
     own: bool | None = None,
     cluster: str | None = None,
     tall: bool | None = None,
+    beside: Callable[[], int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
 
@@ -56,7 +58,8 @@ def forward(
     `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whose blocks load keys for
     each other: BY_ROWS, BY_HEADS (of an even number for each key head) or ALONE (nobody's). `tall`: whether tiles have
     192 rows instead of 128, all of which take each step together. By default where that is faster; raises ValueError
-    where it cannot be.
+    where it cannot be. `beside` launches a kernel that lets the next one start, and returns how many of the stream's
+    counters that uses: this one runs beside it, on the multiprocessors that it leaves, and ends after it.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -66,9 +69,9 @@ def forward(
         return out.zero_(), lse.fill_(-torch.inf)
     which, plan = _plan(args, sparsity is not None, args.num_splits, own, cluster, tall)
     if plan.num_splits == 1:
-        _launch(args, which, plan, out, lse, sparsity)
+        _launch(args, which, plan, out, lse, sparsity, beside)
     else:
-        flash_merge.merge(*_partials(args, which, plan), out, lse, sinks=args.sinks)
+        flash_merge.merge(*_partials(args, which, plan, beside), out, lse, sinks=args.sinks)
     return out, lse
 
 
@@ -89,11 +92,13 @@ def _no_keys(args: AttentionArgs) -> bool:
     return args.k.numel() == 0 or (args.block_table is not None and args.block_table.numel() == 0)
 
 
-def _partials(args: AttentionArgs, which: HopperOptions, plan: HopperPlan) -> tuple[Tensor, Tensor]:
+def _partials(
+    args: AttentionArgs, which: HopperOptions, plan: HopperPlan, beside: Callable[[], int] | None = None
+) -> tuple[Tensor, Tensor]:
     out, lse = _room_for_partials(args, plan.num_splits)
     if out.numel() == 0 or _no_keys(args):
         return out, lse.fill_(-torch.inf)
-    _launch(args, which, plan, out.view(plan.num_splits, *args.out_shape), lse, None)
+    _launch(args, which, plan, out.view(plan.num_splits, *args.out_shape), lse, None, beside)
     return out, lse
 
 
@@ -172,6 +177,7 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     sparsity: BlockSparsity | None,
+    beside: Callable[[], int] | None = None,
 ) -> None:
     """Into out and lse, or with one more dimension in front, of parts of the keys."""
     split, index = out.dim() > args.q.dim(), args.q.device.index
@@ -184,8 +190,6 @@ def _launch(
     if split:
         forward.sinks = None  # once, where the parts are merged
         work.out_split, work.lse_split = out.stride(0), lse.stride(0)
-    counters = workspace.counters(args.q.device, _COUNTERS)
-    work.counters = counters.data_ptr()
     work.pack, work.heads_per_key = (group, 1) if plan.pack else (1, group)
     work.batch, work.key_heads, work.heads = args.batch, key_heads, key_heads * work.heads_per_key
     work.tile_rows, work.num_splits, work.chosen = plan.tile_rows, plan.num_splits, plan.chosen
@@ -202,11 +206,17 @@ def _launch(
         queries = tensor_map(args.q, layout.config.block_m)
     tiles = -(-args.seqlen_q * work.pack // plan.tile_rows) * work.heads * work.batch * plan.num_splits
     cluster = layout.config.cluster
+    key_maps = _key_maps(args, layout)
+    # Nothing is allocated between the two launches: it might be memory that the first one still uses.
+    taken = 0 if beside is None else beside()
+    counters = workspace.counters(args.q.device, taken + _COUNTERS)
+    work.counters = counters.data_ptr() + 4 * taken
     kernel(
         (min(-(-tiles // cluster), device.num_sms(index) // cluster) * cluster, 1, 1),
         (layout.config.threads, 1, 1),
-        (queries, *_key_maps(args, layout), params),
+        (queries, *key_maps, params),
         smem_bytes,
+        early=beside is not None,
     )
     del sinks, counters, scales  # kept alive until the launch was queued; the allocator is ordered by stream after that
 

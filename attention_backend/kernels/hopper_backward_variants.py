@@ -56,7 +56,7 @@ class BackwardOptions:
     @property
     def tile(self) -> BackwardTile:
         """The one that is used where no other is asked for."""
-        return backward_tile(self.head_dim, self.head_dim_v, extras=self.extras, deterministic=self.deterministic)
+        return backward_tile(self.head_dim, self.head_dim_v, extras=self.extras)
 
     def can_finish(self, tile: BackwardTile) -> bool:
         """Whether a kernel of the tile can finish dQ on the way."""

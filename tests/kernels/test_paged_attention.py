@@ -164,3 +164,51 @@ def test_decodes_may_be_missing(missing: int, device: torch.device) -> None:
     check(args, (out, _lse_of(args)))
     if device.type == "cuda":
         assert torch.equal(out, whole.attend())
+
+
+def chunks_alone(problem: Step) -> tuple[Step, int]:
+    """The same step without its decodes, whose keys are in their pages; and how many there were."""
+    meta, decodes = problem.metadata, problem.metadata.num_decodes
+    metadata = replace(
+        meta,
+        cu_seqlens_q=meta.cu_seqlens_q[decodes:] - decodes,
+        seq_lens=meta.seq_lens[decodes:],
+        block_table=meta.block_table[decodes:],
+        slot_mapping=meta.slot_mapping[decodes:],
+        num_decodes=0,
+    )
+    rows = {name: getattr(problem, name)[decodes:] for name in ("q", "k", "v")}
+    return replace(problem, **rows, metadata=metadata), decodes
+
+
+BESIDE = [(1, 3000 + 97 * i) for i in range(24)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [[(700, 2500), (300, 0)], [(2, 60)], [(70, 20_000)]], ids=str)
+def test_decodes_and_chunks_that_run_at_once_leave_each_other_alone(
+    chunks: list[tuple[int, int]], device: torch.device
+) -> None:
+    problem = step(BESIDE + chunks, device, page=32)
+    out = problem.attend()
+    check(problem.args(), (out, _lse_of(problem.args())))
+    alone, decodes = chunks_alone(problem)
+    assert torch.equal(out[decodes:], alone.attend())
+    for _ in range(50):
+        assert torch.equal(problem.attend(), out)
+
+
+@pytest.mark.gpu
+def test_decodes_and_chunks_run_at_once_in_graphs(device: torch.device) -> None:
+    problem = step([*BESIDE, (700, 2500)], device, page=32)
+    problem.attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = problem.attend()
+    for shorter in (0, 1000, 2900):
+        problem.metadata.seq_lens[: len(BESIDE)] -= shorter
+        out.fill_(torch.nan)
+        for _ in range(3):
+            graph.replay()
+        assert torch.equal(out, problem.attend())
+        problem.metadata.seq_lens[: len(BESIDE)] += shorter

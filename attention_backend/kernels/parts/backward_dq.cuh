@@ -22,12 +22,12 @@ __device__ __forceinline__ void store_sums(uint32 address, const float* x) {
                : "memory");
 }
 
-// A chunk, as sums lie in memory, to the warp that adds it; the chunk's space is free.
-__device__ __forceinline__ void hand_over_dq(const float* dq, const Shared& shared, int chunk) {
+// A chunk, as sums lie in memory, to the warp that adds it; the chunk's space is free. `parity`: of the step.
+__device__ __forceinline__ void hand_over_dq(const float* dq, const Shared& shared, int chunk, uint32 parity) {
   const uint32 space = shared.handover + (chunk * kChunk + first_in_chunk()) * 4;
 #pragma unroll
   for (int j = 0; j < 8; j++) store_sums(space + nth_in_chunk(j) * 4, dq + j * 4);
-  named_arrive(4 + chunk, 160);
+  named_arrive(handed_over(chunk, kAdders == 2 ? parity : 0), 160);
 }
 
 #if APART
@@ -58,7 +58,7 @@ __device__ __forceinline__ void sum_dq(const Shared& shared) {
         ds.next();
         if (left == 1 && chunk == HANDOVER - 1 && first_thread) barrier_arrive(shared.empty_k + 8 * keys.at);
         space.wait_empty(shared.free_space + 8 * chunk);
-        hand_over_dq(dq, shared, chunk);
+        hand_over_dq(dq, shared, chunk, space.parity);
       }
       space.next();
     }

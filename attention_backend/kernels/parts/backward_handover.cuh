@@ -3,9 +3,11 @@
 
 #include "parts/backward_loads.cuh"
 
-// Adds what the consumers hand over to dQ, in one warp.
+// Adds what the consumers hand over to dQ, in one warp: all steps, or where two warps add those of one parity.
+template <int ADDER>
 __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParams& p) {
   RingPlace<TILE_SLOTS> slot;
+  int to_come = ADDER;  // steps before the next of this warp's
   const bool first_lane = threadIdx.x % 32 == 0;
 #pragma unroll 1
   for (;; slot.next()) {
@@ -19,27 +21,32 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     }
     __syncwarp();
 #pragma unroll 1
-    for (int left = tile.tiles; left > 0; left--) {
+    for (int left = tile.tiles; left > 0; left--, step.next(kTileSteps, tile)) {
+      if (kAdders == 2) {
+        to_come ^= 1;
+        if (!to_come) continue;
+      }
       const int chunk = step.head * head_chunks(p) + tile.sums_chunk + step.m * (kRows / kChunkRows);
       float* const sums = p.sums + chunk * kSlabsK * static_cast<int64>(kChunk);
 #if DETERMINISTIC
       const int rows = (step.head * p.padded_rows + tile.padded_row) / kChunkRows + step.m * (kRows / kChunkRows);
-      // Nothing is waited for in a turn but the sums themselves: others wait for its end.
-      for (int w = 0; w < HANDOVER; w++) named_sync(4 + w, 160);
+      int* const turns = p.turns + rows * static_cast<int64>(kSlabsK);
+      if (first_lane) await_turn_relaxed(turns, turn_of(tile, step.m));
+      __syncwarp();
+      for (int w = 0; w < HANDOVER; w++) named_sync(handed_over(w, ADDER), 160);
       if (first_lane) {
         fence_async_proxy();  // here, where no consumer waits for it
-        await_turn_relaxed(p.turns + rows * static_cast<int64>(kSlabsK), turn_of(tile, step.m));
         for (int w = 0; w < HANDOVER; w++) bulk_add(sums + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
         bulk_wait_read();
         for (int w = 0; w < HANDOVER; w++) barrier_arrive(shared.free_space + 8 * w);
         bulk_wait_done();
-        pass_turn_relaxed(p.turns + rows * static_cast<int64>(kSlabsK));
+        pass_turn_relaxed(turns);
       }
       __syncwarp();
 #else
 #pragma unroll 1
       for (int w = 0; w < HANDOVER; w++) {
-        named_sync(4 + w, 160);
+        named_sync(handed_over(w, 0), 160);
         if (first_lane) {
           fence_async_proxy();  // here, where no consumer waits for it
           bulk_add(sums + w * kChunk, shared.handover + w * (kChunk * 4), kChunk * 4);
@@ -49,7 +56,6 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
         __syncwarp();
       }
 #endif
-      step.next(kTileSteps, tile);
     }
     __syncwarp();
     if (first_lane) {

@@ -1,4 +1,4 @@
-// The Hopper backward's producers, a warp each: one draws tiles of keys, one loads keys and queries, one values and output
+// The Hopper backward's producers: one warp draws tiles of keys, one or two load keys and queries, values and output
 // gradients, by TMA.
 #pragma once
 
@@ -46,16 +46,55 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const BackwardP
 // Those terms, which threads read, come by a tensor map as all else does: of plain bulk copies (cp.async.bulk) racecheck
 // reports that they overwrite what was read, as it does not see that a barrier of the readers comes before one's arrival.
 template <bool KEYS>
-__device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap* once, const TensorMap* rows,
-                                           const TensorMap* terms, const BackwardParams& p) {
-  constexpr int kStages = KEYS ? Q_STAGES : O_STAGES, kSlabs = KEYS ? kSlabsK : kSlabsV;
-  constexpr int kBytes = kSlabs * kSlabQ;
-  if (threadIdx.x % 32 != 0) return;
-  const uint32 full_ring = KEYS ? shared.full_q : shared.full_o, empty_ring = KEYS ? shared.empty_q : shared.empty_o;
-  const uint32 ring = KEYS ? shared.q : shared.o, terms_ring = KEYS ? shared.lse2 : shared.delta;
-  RingPlace<TILE_SLOTS> slot;
+class Loads {
+ public:
+  __device__ __forceinline__ Loads(const Shared& shared, const BackwardParams& p, const TensorMap* once, const TensorMap* rows,
+                                   const TensorMap* terms)
+      : shared(shared), p(p), map_once(once), map_rows(rows), map_terms(terms) {}
+
+  __device__ __forceinline__ void once(const KeyTile& tile) {
+    const uint32 full = (KEYS ? shared.full_k : shared.full_v) + 8 * keys.at;
+    const uint32 to = KEYS ? shared.k + keys.at * kBytesK : shared.v + keys.at * kBytesV;
+    keys.wait_empty(KEYS ? shared.empty_k : shared.empty_v);
+    barrier_expect(full, kSlabs * kSlabKv);
+#pragma unroll 1
+    for (int c = 0; c < kSlabs; c++)
+      tma_load(to + c * kSlabKv, map_once, full, c * 64, tile.seq.k_begin + tile.first_key, tile.kv_head,
+               p.sequence.cu_seqlens_k ? 0 : tile.batch, kEvictFirst);
+    keys.next();
+  }
+
+  __device__ __forceinline__ void rows(const KeyTile& tile, const Step& step) {
+    constexpr int kBytes = kSlabs * kSlabQ;
+    const uint32 full = (KEYS ? shared.full_q : shared.full_o) + 8 * place.at;
+    const uint32 to = (KEYS ? shared.q : shared.o) + place.at * kBytes;
+    place.wait_empty(KEYS ? shared.empty_q : shared.empty_o);
+    barrier_expect(full, kBytes + kBytesTerms);
+    tma_load((KEYS ? shared.lse2 : shared.delta) + place.at * kBytesTerms, map_terms, full, tile.padded_row + step.m * kRows,
+             step.head, kEvictLast);
+#pragma unroll 1
+    for (int c = 0; c < kSlabs; c++)
+      tma_load(to + c * kSlabQ, map_rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,
+               p.sequence.cu_seqlens_q ? 0 : tile.batch, kEvictLast);
+    place.next();
+  }
+
+ private:
+  static constexpr int kStages = KEYS ? Q_STAGES : O_STAGES, kSlabs = KEYS ? kSlabsK : kSlabsV;
+
+  const Shared& shared;
+  const BackwardParams& p;
+  const TensorMap *const map_once, *const map_rows, *const map_terms;
   RingPlace<kStages> place;
   RingPlace<KEY_STAGES> keys;
+};
+
+// One warp: all that is loaded, in the order in which it is wanted, or (KEYS or VALUES alone) what one of two warps loads.
+template <bool KEYS, bool VALUES>
+__device__ __forceinline__ void load_tiles(const Shared& shared, const BackwardParams& p, Loads<true> of_keys,
+                                           Loads<false> of_values) {
+  if (threadIdx.x % 32 != 0) return;
+  RingPlace<TILE_SLOTS> slot;
 #pragma unroll 1
   for (;; slot.next()) {
     slot.wait_full(shared.full_tile);
@@ -64,31 +103,16 @@ __device__ __forceinline__ void load_tiles(const Shared& shared, const TensorMap
     if (tiles < 0) return;
     if (KEYS && tiles == 0) barrier_arrive(shared.wanted_tile);
     if (tiles > 0) {
-      const uint32 full = (KEYS ? shared.full_k : shared.full_v) + 8 * keys.at;
-      const uint32 to = KEYS ? shared.k + keys.at * kBytesK : shared.v + keys.at * kBytesV;
-      keys.wait_empty(KEYS ? shared.empty_k : shared.empty_v);
-      barrier_expect(full, kSlabs * kSlabKv);
-#pragma unroll 1
-      for (int c = 0; c < kSlabs; c++)
-        tma_load(to + c * kSlabKv, once, full, c * 64, tile.seq.k_begin + tile.first_key, tile.kv_head,
-                 p.sequence.cu_seqlens_k ? 0 : tile.batch, kEvictFirst);
-      keys.next();
+      if (VALUES) of_values.once(tile);  // whose place is free first
+      if (KEYS) of_keys.once(tile);
     }
     Step step(tile);
 #pragma unroll 1
     for (int left = tiles; left > 0; left--) {
-      const uint32 full = full_ring + 8 * place.at, to = ring + place.at * kBytes;
       if (KEYS && left == min(tiles, kDrawAhead)) barrier_arrive(shared.wanted_tile);
-      place.wait_empty(empty_ring);
-      barrier_expect(full, kBytes + kBytesTerms);
-      tma_load(terms_ring + place.at * kBytesTerms, terms, full, tile.padded_row + step.m * kRows,
-               step.head, kEvictLast);
-#pragma unroll 1
-      for (int c = 0; c < kSlabs; c++)
-        tma_load(to + c * kSlabQ, rows, full, c * 64, tile.seq.q_begin + step.m * kRows, step.head,
-                 p.sequence.cu_seqlens_q ? 0 : tile.batch, kEvictLast);
+      if (KEYS) of_keys.rows(tile, step);
+      if (VALUES) of_values.rows(tile, step);
       step.next(kTileSteps, tile);
-      place.next();
     }
     barrier_arrive(shared.empty_tile + 8 * slot.at);
   }

@@ -10,8 +10,12 @@ constexpr int kReadersOfTiles = 4 * kConsumers + 3 + 4 * APART;  // warps
 constexpr int kSpaces = 2;                             // that consumers write: chunks of dQ
 constexpr int kBytesHandover = HANDOVER * kChunk * 4;  // HANDOVER chunks
 constexpr int kZerosPerChunk = 4, kZerosBytes = FINISHES * kChunk * 4 / kZerosPerChunk;
-// Named barriers: 1 and 2 are the consumers', each its own; 4 and 5 tell of a chunk of dQ, 6 and 7 of a stage of dS.
+// Warps that add to dQ, each every other step: one that waits for its additions is to hold up no turn of the next step.
+constexpr int kAdders = DETERMINISTIC ? 2 : 1;
+// Named barriers: 1 and 2 are the consumers', each its own; 4 and 5 tell of a chunk of dQ, 6 and 7 of a stage of dS; 8 and 9
+// of a chunk for the second who adds.
 constexpr int kConsumersMeet = 3, kDsWhole = 6;
+__device__ __forceinline__ int handed_over(int chunk, int adder) { return 4 + chunk + 4 * adder; }
 
 struct Shared {
   uint32 k, v, q, o, ds, handover;  // all but the last are rings

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bulk_copies.cuh"
+#include "dependent_launch.cuh"
 #include "forward_rings.cuh"
 
 // How many steps before its last one the load of a tile's keys asks for the next tile. A tile drawn earlier than needed is
@@ -62,6 +63,7 @@ __device__ __forceinline__ void draw_tiles(const Shared& shared, const HopperPar
       p.work.counters[1] = 0;
     }
   }
+  wait_for_previous();  // it may run beside this kernel, and the next one counts on both
 }
 
 // Calls load(tile, its number) for every tile, on all lanes of one warp.

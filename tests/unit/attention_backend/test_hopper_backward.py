@@ -76,24 +76,16 @@ def test_the_default_tile_is_the_first_and_extras_have_the_last() -> None:
         tiles = backward_tiles(*widths)
         assert backward_tile(*widths) == tiles[0]
         assert backward_tile(*widths, extras=True) == tiles[-1]
-        assert backward_tile(*widths, extras=True, deterministic=True) == tiles[-1]
+        assert BackwardOptions(torch.bfloat16, *widths, deterministic=True).tile == tiles[0]
         assert not tiles[-1].apart
         assert not tiles[-1].terms_first
         assert all((x.kernel, x.head_dim, x.head_dim_v) == (tiles[0].kernel, *widths) for x in tiles)
 
 
-def test_the_deterministic_mode_has_turns_where_there_are_any() -> None:
-    for widths in _TILES:
-        tiles, tile = backward_tiles(*widths), backward_tile(*widths, deterministic=True)
-        assert tile.turns if any(other.turns for other in tiles) else tile == tiles[0]
-        assert BackwardOptions(torch.bfloat16, *widths, deterministic=True).tile == tile
-    assert str(backward_tile(128, 128, deterministic=True)) == "turns-terms-kept0+0"
-
-
 def test_tiles_are_told_apart_by_their_names() -> None:
     names = {widths: [str(tile) for tile in backward_tiles(*widths)] for widths in _TILES}
     assert names[64, 64] == ["apart-kept4+4", "joint-kept4+4"]
-    assert names[128, 128] == ["joint-terms-kept4+0", "turns-terms-kept0+0", "joint-kept2+0"]
+    assert names[128, 128] == ["joint-terms-kept4+0", "joint-kept2+0"]
     assert all(len(names[widths]) == 1 for widths in _TILES if widths not in ((64, 64), (128, 128)))
 
 
