@@ -10,8 +10,8 @@ DECODE_ROWS = 64
 #: Up to how many they are faster than the Hopper forward: of more they read keys several times, where that, split over
 #: the keys, has one tile (benchmarks/few_rows.py).
 FEW_HOPPER_ROWS = 16
-#: Of the multiprocessors, for decodes beside a chunk: 80 of an H200's 132, a block each, read 4.2 TB/s where all of them
-#: read 4.45.
+#: Of the multiprocessors, for decodes beside a chunk: 80 of an H200's 132, a block each, read 4.2 TB/s where all read
+#: 4.45.
 BESIDE_SHARE = 0.61
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
