@@ -10,9 +10,11 @@ DECODE_ROWS = 64
 #: Up to how many they are faster than the Hopper forward: of more they read keys several times, where that, split over
 #: the keys, has one tile (benchmarks/few_rows.py).
 FEW_HOPPER_ROWS = 16
+FEWEST_ROWS = 8  # of a tile
 #: Of the multiprocessors, for decodes beside a chunk: 80 of an H200's 132, a block each, read 4.2 TB/s where all read
 #: 4.45.
 BESIDE_SHARE = 0.61
+LEAST_BESIDE = 0.4  # of fewer, decodes would be slower than the chunk beside them lets them be
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
 
@@ -114,12 +116,14 @@ def _padded_rows(rows: int, wide: int, *, turing: bool = False) -> int:
     """As many rows as registers allow; more are more blocks, which read the same keys again."""
     limits = ((64, 32), (128, 16), (256, 8)) if turing else ((128, 32), (256, 16))
     most = next(most for width, most in limits if wide <= width)
-    return min(8 if rows <= 8 else 16 if rows <= 16 else 32, most)
+    return min(next((few for few in (FEWEST_ROWS, 16) if rows <= few), 32), most)
 
 
 def beside_blocks(num_sms: int, num_kv_heads: int) -> int:
-    """Of flash_decode_sm90, beside a chunk's attention: as many for each key head; 0: there are too few for that."""
-    return int(BESIDE_SHARE * num_sms) // num_kv_heads * num_kv_heads
+    """Of flash_decode_sm90, beside a chunk's attention: as many for each key head. 0: no such number is near the best
+    one, so the two had better follow each other."""
+    blocks = int(BESIDE_SHARE * num_sms) // num_kv_heads * num_kv_heads
+    return blocks if blocks >= LEAST_BESIDE * num_sms else 0
 
 
 def hopper_page_rows(page_size: int) -> int | None:

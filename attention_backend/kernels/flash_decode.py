@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention_backend.heuristics.decode import (
     DECODE_MIN_TILES,
+    FEWEST_ROWS,
     HOPPER_DECODE_MIN_TILES,
     DecodeConfig,
     HopperDecodeConfig,
@@ -123,7 +124,8 @@ def _plan(
 
 def most_counters(args: AttentionArgs) -> int:
     """Of the stream's, that a launch uses."""
-    return args.batch * args.num_heads * args.seqlen_q
+    group_rows = args.num_heads // args.num_kv_heads * args.seqlen_q
+    return args.batch * args.num_kv_heads * -(-group_rows // FEWEST_ROWS)
 
 
 def _launch(

@@ -7,7 +7,7 @@
 template <int ADDER>
 __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParams& p) {
   RingPlace<TILE_SLOTS> slot;
-  int to_come = ADDER;  // steps before the next of this warp's
+  int adder = kAdders - 1;  // whose the last step was
   const bool first_lane = threadIdx.x % 32 == 0;
 #pragma unroll 1
   for (;; slot.next()) {
@@ -22,16 +22,14 @@ __device__ __forceinline__ void add_dq(const Shared& shared, const BackwardParam
     __syncwarp();
 #pragma unroll 1
     for (int left = tile.tiles; left > 0; left--, step.next(kTileSteps, tile)) {
-      if (kAdders == 2) {
-        to_come ^= 1;
-        if (!to_come) continue;
-      }
+      adder = kAdders - 1 - adder;
+      if (adder != ADDER) continue;
       const int chunk = step.head * head_chunks(p) + tile.sums_chunk + step.m * (kRows / kChunkRows);
       float* const sums = p.sums + chunk * kSlabsK * static_cast<int64>(kChunk);
 #if DETERMINISTIC
       const int rows = (step.head * p.padded_rows + tile.padded_row) / kChunkRows + step.m * (kRows / kChunkRows);
       int* const turns = p.turns + rows * static_cast<int64>(kSlabsK);
-      if (first_lane) await_turn_relaxed(turns, turn_of(tile, step.m));
+      if (first_lane) await_turn_relaxed(turns, turn_of(tile, step.m));  // mostly while the sums are computed
       __syncwarp();
       for (int w = 0; w < HANDOVER; w++) named_sync(handed_over(w, ADDER), 160);
       if (first_lane) {

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_backend.heuristics.decode import (
+    beside_blocks,
     decode_config,
     hopper_decode_config,
     hopper_page_rows,
@@ -62,6 +63,11 @@ def test_every_tile_fits_into_shared_memory(tile: int, tile_v: int, kv_bytes: in
     assert hopper.stages % (hopper.num_warps // 4) == 0, "a stage is always filled for the same four warps"
     assert tile_v % hopper.merge_width == 0
     assert hopper.stages * hopper_stage_bytes(tile, tile_v, kv_bytes) >= 64 * 1024 or hopper.stages == 12
+
+
+@pytest.mark.parametrize(("kv_heads", "blocks"), [(1, 80), (8, 80), (12, 72), (32, 64), (40, 80), (48, 0), (96, 0)])
+def test_blocks_beside_a_chunk_are_as_many_for_every_key_head(kv_heads: int, blocks: int) -> None:
+    assert beside_blocks(132, kv_heads) == blocks
 
 
 @pytest.mark.parametrize(("page", "rows"), [(1, None), (8, None), (16, 16), (48, 16), (64, 64), (96, 32), (256, 64)])
