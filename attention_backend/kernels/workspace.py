@@ -3,7 +3,8 @@
 Two launches may share counters only if one ends before the other starts, so whatever may run at once has its own:
 
 * Outside of CUDA graphs, a stream: its launches run one after another. (A stream's raw handle is the key. A new stream
-  may get the handle of a destroyed one; its work would have to overlap what the old one left unfinished.)
+  may get the handle of a destroyed one; its work would have to overlap what the old one left unfinished. Of two
+  launches of a stream that run beside each other, one has the counters behind the other's: kernels/beside.py.)
 * In a captured graph, a stream of one capture. Launches of that stream are a chain in the graph, and launches of one
   graph run one after another, whatever stream it is replayed on; eager work, other graphs and the graph's other
   branches have other counters, so graphs may be replayed beside anything.
