@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from server.api import (
@@ -35,6 +36,9 @@ from server.lifecycle import Lifecycle
 from server.middleware import OPEN_PATHS, Authentication, NoWebSocket, OriginForm, RequestContext
 from server.settings import Settings
 from server.training import Training
+
+#: Headers of replies that pages of other origins may read, beside those that they always may.
+READ_BY_PAGES = ("x-request-id", "retry-after")
 
 
 class Application(FastAPI):
@@ -146,6 +150,14 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     app.add_middleware(Authentication, keys=keys, secret=salts)
     app.add_middleware(NoWebSocket)
     app.add_middleware(RequestContext, metrics=lifecycle.metrics)
+    if settings.allowed_origins:  # outside of what answers errors, so that a page reads those, too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=READ_BY_PAGES,
+        )
     app.add_middleware(OriginForm)
     return app
 

@@ -73,6 +73,7 @@ def serve(
     host: Annotated[str | None, Flag(help="Address to listen on.")] = None,
     port: Annotated[int | None, Flag(help="Port to listen on.")] = None,
     api_key: Annotated[list[str] | None, Flag(help="Key(s) clients must send; or LONGWAVE_API_KEY.")] = None,
+    allowed_origins: Annotated[list[str] | None, Flag(help="Whose web pages may ask (CORS); * for all.")] = None,
     load_format: Annotated[str | None, Flag(help="auto, or dummy: random weights.")] = None,
     chat_template: Annotated[
         Path | None, Flag(help="Jinja file in the place of the model's own chat template.")
@@ -148,7 +149,7 @@ def serve(
         if model not in (None, positional_model):
             _refuse([f"the model is named twice: {positional_model} and {model}"], ConfigurationError.exit_code)
         flags["model"] = positional_model
-    for name in ("api_key", "served_model_name", "lora_modules"):
+    for name in ("api_key", "allowed_origins", "served_model_name", "lora_modules"):
         if name in flags:
             flags[name] = ",".join(flags[name])
     try:

@@ -1,6 +1,7 @@
 """What the values of settings are, beyond their bounds: names, keys, folders, and several of them in one text ("a,b");
 variables of chat templates, in requests too. Reads no environment."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,8 @@ from server.engine.token_ids import TokenIds
 
 PLACEHOLDER_KEYS = frozenset({"changeme", "change-me", "secret", "password", "your-api-key", "example"})
 MAX_NAME = 256  # characters of a model's name, as requests may give it (server/schemas/wire.py)
+ANY_ORIGIN = "*"
+ORIGIN = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")  # RFC 6454, 6.2, of web pages
 MAX_VARIABLES, MAX_VARIABLE_NAME = 64, 64  # that a chat template is given; characters
 MAX_VARIABLE_VALUES = 16_384  # of all of them together: characters of texts, digits, and other values
 MAX_VARIABLE_DEPTH = 8
@@ -27,6 +30,22 @@ SERVED_KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 
 def _comma_separated(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _json_or_commas(value: Any) -> Any:
+    """A list as vLLM's command line has it, '["a", "b"]', or what is between commas."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return _comma_separated(value or ())
+    return _json_read(value)
+
+
+def _origins_are_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in origins:
+        if origin != ANY_ORIGIN and not ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"{origin!r:.300} is no origin of a web page: https://chat.example:8443, without a path, or *"
+            )
+    return tuple(origin.lower() for origin in origins)
 
 
 def _names_are_names(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -115,6 +134,7 @@ Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_separated)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_comma_separated)]
 
 ModelNames = Annotated[Texts, AfterValidator(_names_are_names)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_json_or_commas), AfterValidator(_origins_are_origins)]
 LoraModules = Annotated[Texts, AfterValidator(_modules_have_names_and_folders)]
 ApiKeys = Annotated[Secrets, AfterValidator(_keys_are_secrets)]
 Folder = Annotated[Path | None, BeforeValidator(_empty_is_unset), AfterValidator(_is_absolute)]

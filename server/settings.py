@@ -10,7 +10,17 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from server.engine.config import EngineConfig
 from server.environment import PREFIX, data_home
 from server.finetune.config import TrainerConfig
-from server.setting_types import MAX_NAME, ApiKeys, BlockSize, Folder, JsonVariables, KvDtype, LoraModules, ModelNames
+from server.setting_types import (
+    MAX_NAME,
+    ApiKeys,
+    BlockSize,
+    Folder,
+    JsonVariables,
+    KvDtype,
+    LoraModules,
+    ModelNames,
+    Origins,
+)
 from server.training.config import TrainingConfig
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -54,6 +64,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, max_length=255)
     port: int = Field(8000, ge=0, le=65535, description="0: any free port.")
     api_key: ApiKeys = Field((), max_length=1024)
+    allowed_origins: Origins = Field(
+        (), max_length=64, description="Whose web pages may ask (CORS): https://chat.example, or * for all."
+    )
 
     max_model_len: int | None = Field(None, ge=2, le=MAX_MODEL_LEN)
     max_num_seqs: int = Field(256, ge=1, le=4096)

@@ -20,7 +20,7 @@ TOOLS = "there is no tool calling: requests with tools are refused"
 REASONING = "what a model thinks stays in the text of its answer; --default-chat-template-kwargs can turn thinking off"
 STRUCTURED = "there is no structured output: requests for it are refused"
 TLS = "TLS is for a reverse proxy in front to end (SECURITY.md)"
-CORS = "no CORS headers are sent: pages of other origins need a reverse proxy that adds them"
+CORS = "pages of --allowed-origins may ask with every method and header"
 METRICS = "/metrics has what is measured, always (docs/metrics.md)"
 LOGGED = "prompts and answers are not logged; a request has one line, with its route, status and time"
 RECURRENT = "models with a recurrent state are not served: leave it out"
@@ -214,8 +214,8 @@ TABLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("--uds", NONE, "the server listens on TCP: --host and --port"),
     ("--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers", NONE, TLS),
     ("--enable-ssl-refresh", OFF, TLS),
-    ("--allowed-origins --allowed-methods --allowed-headers", ("[]",), CORS),
-    ("--allow-credentials", OFF, CORS),
+    ("--allowed-methods --allowed-headers", ('["*"]',), CORS),
+    ("--allow-credentials", OFF, "requests bring an API key, and no cookies that a page might send with them"),
     ("--root-path", NONE, "paths begin at /: a reverse proxy in front can take a prefix off"),
     ("--middleware", NONE, "there is no code to add: put it into a reverse proxy in front"),
     ("--enable-request-id-headers", ON, "replies always have x-request-id"),

@@ -96,6 +96,37 @@ def test_the_description_of_the_api_is_made_beside_the_event_loop(monkeypatch: p
         assert 'handler="/openapi.json"' in client.get("/metrics").text
 
 
+def preflight(client: httpx.Client, origin: str) -> httpx.Response:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    return client.options("/v1/chat/completions", headers={"origin": origin, **asked})
+
+
+def test_pages_of_allowed_origins_may_ask_and_no_others() -> None:
+    page, other = "https://chat.example", "https://evil.example"
+    with live_server(api_key="first-key", allowed_origins=page) as server, server.client() as client:
+        asked = preflight(client, page)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == page
+        assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+        assert "access-control-allow-origin" not in preflight(client, other).headers
+        for body in (CHAT, {**CHAT, "stream": True}, {**CHAT, "model": "none"}):
+            headers = {"authorization": "Bearer first-key", "origin": page}
+            reply = client.post("/v1/chat/completions", json=body, headers=headers)
+            assert reply.headers["access-control-allow-origin"] == page
+            assert "x-request-id" in reply.headers["access-control-expose-headers"]
+            reply = client.post("/v1/chat/completions", json=body, headers={**headers, "origin": other})
+            assert "access-control-allow-origin" not in reply.headers
+        refused = client.post("/v1/chat/completions", json=CHAT, headers={"origin": page})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page)
+
+
+def test_without_allowed_origins_no_page_of_another_may_ask(narrow: LiveServer) -> None:
+    with narrow.client() as client:
+        assert preflight(client, "https://chat.example").status_code == 405
+        reply = client.post("/v1/chat/completions", json=CHAT, headers={"origin": "https://chat.example"})
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
 @pytest.mark.parametrize(
     "value",
     ["", "Bearer", "Bearer wrong", "Bearer first-ke", "Bearer first-key2", "Basic first-key", "first-key",

@@ -44,6 +44,39 @@ def test_all_problems_are_listed_at_once() -> None:
         assert any(line.startswith(name) for line in listed), name
 
 
+@pytest.mark.parametrize(
+    ("given", "origins"),
+    [
+        ("", ()),
+        ("[]", ()),
+        ("*", ("*",)),
+        ('["*"]', ("*",)),
+        ("https://Chat.example, http://localhost:3000", ("https://chat.example", "http://localhost:3000")),
+        (' ["http://[::1]:8080"]', ("http://[::1]:8080",)),
+    ],
+)
+def test_origins_are_a_list_of_vllms_or_between_commas(given: str, origins: tuple[str, ...]) -> None:
+    assert load_settings({"allowed_origins": given}).allowed_origins == origins
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "chat.example",
+        "https://chat.example/",
+        "https://a.b/c",
+        "ws://a.b",
+        "null",
+        '["https://a.b"',
+        "[1]",
+        "[[]]",
+        "a,,",
+    ],
+)
+def test_what_is_no_origin_of_a_page_is_refused(given: str) -> None:
+    assert all(line.startswith("allowed-origins") for line in problems(allowed_origins=given))
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "nvfp4", "int8", ""])
 def test_unserved_kv_dtypes_name_what_is_served(dtype: str) -> None:
     (line,) = problems(kv_cache_dtype=dtype)
