@@ -13,6 +13,8 @@ from attention_backend import capabilities, dispatch
 from attention_backend.capabilities import HALVES, Capability, KernelSpec
 from attention_backend.heuristics.sm80 import HEAD_DIM_TILES
 from attention_backend.heuristics.sm80_backward import FEWEST_KEYS
+from attention_backend.kernels import device
+from attention_backend.kernels.rows import is_expanded
 from attention_backend.problem import AttentionArgs
 from attention_backend.reference.gradients import Gradients
 
@@ -24,19 +26,30 @@ _ALL = (torch.float64, torch.float32, *HALVES)
 
 
 def _hopper(args: AttentionArgs) -> Iterator[str]:
-    from attention_backend.kernels import flash_bwd_sm90
-
-    yield from flash_bwd_sm90.refusals(args)
+    if device.capability(args.q.device.index) != (9, 0):
+        yield "this GPU is not a Hopper (sm_90)"
+    if args.k.dtype != args.dtype:
+        yield f"keys and values are {args.k.dtype}, queries {args.dtype}"
+    if args.num_heads * (capabilities.MAX_HEAD_DIM // 64) > capabilities.MAX_GRID:
+        yield f"num_heads {args.num_heads} is too large"
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if is_expanded(x):
+            yield f"{name} is expanded (strides {x.stride()}), which the TMA cannot read"
+    yield from _on_tensor_cores(args)
 
 
 def _generic(args: AttentionArgs) -> Iterator[str]:
+    keys = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
+    if keys > capabilities.MAX_GRID * FEWEST_KEYS:
+        yield f"{keys} keys of a sequence are above {capabilities.MAX_GRID * FEWEST_KEYS}"
+    yield from _on_tensor_cores(args)
+
+
+def _on_tensor_cores(args: AttentionArgs) -> Iterator[str]:
     if args.paged:
         yield "keys lie in pages"
     if args.bias is not None:
         yield "it has no gradient of a bias"
-    keys = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k
-    if keys > capabilities.MAX_GRID * FEWEST_KEYS:
-        yield f"{keys} keys of a sequence are above {capabilities.MAX_GRID * FEWEST_KEYS}"
     yield from capabilities.tensor_cores(args)
 
 

@@ -3,19 +3,12 @@
 Assumes a checked problem.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.sm90_backward import (
-    HEAD_DIM_TILES,
-    BackwardTile,
-    held_units,
-    query_parts,
-    section_lines,
-)
+from attention_backend.heuristics.sm90_backward import BackwardTile, held_units, query_parts, section_lines
 from attention_backend.jit import load
 from attention_backend.kernels import device, workspace
 from attention_backend.kernels.backward_params import set_strides
@@ -31,29 +24,6 @@ from attention_backend.reference.gradients import Gradients
 
 _ROWS = 64  # of a chunk of dQ, and keys of a box of dK or dV
 _COUNTERS = 2  # of the order of work
-_MAX_GRID = 65535  # blocks in y and z
-
-
-def refusals(args: AttentionArgs) -> Iterator[str]:
-    """Why this kernel cannot serve the gradients of a problem on a GPU, in words."""
-    if torch.cuda.get_device_capability(args.q.device) != (9, 0):
-        yield "this GPU is not a Hopper (sm_90)"
-    if args.paged:
-        yield "keys in pages have no gradient"
-    if args.bias is not None:
-        yield "it has no bias"
-    if args.k.dtype != args.dtype:
-        yield f"keys and values are {args.k.dtype}, queries {args.dtype}"
-    widest = HEAD_DIM_TILES[-1]
-    if args.head_dim % 8 or args.head_dim_v % 8 or min(args.head_dim, args.head_dim_v) < 16:
-        yield f"head_dim {args.head_dim}/{args.head_dim_v} is not a multiple of 8 from 16 to {widest}"
-    if max(args.head_dim, args.head_dim_v) > widest:
-        yield f"head_dim {args.head_dim}/{args.head_dim_v} is above {widest}"
-    if args.batch > _MAX_GRID or args.num_heads * (widest // 64) > _MAX_GRID:
-        yield f"batch {args.batch} or num_heads {args.num_heads} is too large"
-    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
-        if not _readable(x):
-            yield f"{name} is not as the TMA reads tensors (16-byte aligned, not expanded): strides {x.stride()}"
 
 
 def backward(
@@ -170,12 +140,6 @@ def _launch(
     if parts > 1:
         sum_parts((to_k, to_v), (dk, dv))
     return None if args.sinks is None else sinks_gradient(args.sinks, terms)
-
-
-def _readable(x: Tensor) -> bool:
-    """Whether the TMA can read it."""
-    outer = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in outer)
 
 
 def _set_keys(p: BackwardParams, name: str, x: Tensor, parts: int) -> None:
