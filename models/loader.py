@@ -29,7 +29,7 @@ from models.load_report import read_report
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
 from models.quantization import Quantization
-from models.quantized_blocks import check_blocks
+from models.quantized_blocks import check_blocks, check_scales
 from models.registry import ModelSource
 from models.stored_weights import check_files
 from models.towers import fetch_text_model
@@ -245,7 +245,7 @@ def _load_weights(
 
 
 def _refuse_other_weights(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """transformers would go on with random weights in place of what is not there."""
+    """transformers would go on with random weights in place of what is not there, and with codes for weights."""
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         name, stored, expected = mismatched[0]
@@ -253,6 +253,7 @@ def _refuse_other_weights(folder: Path, model: PreTrainedModel, report: Mapping[
     lacking = sorted(report["missing_keys"])
     if lacking:
         raise ModelLoadError(f"{folder} lacks weights of {type(model).__name__}: {', '.join(lacking[:5])}")
+    check_scales(folder, report["unexpected_keys"])
 
 
 def _config_error(folder: Path, config: PretrainedConfig, error: Exception) -> ModelLoadError:

@@ -1,10 +1,12 @@
-"""Whether fp8 weights are whole blocks of their scales, by the headers of their files. Reads no weights.
+"""Whether quantised weights have scales, whole blocks of them, and all of them were read. Reads no weights.
 
 transformers (5.23) derives a block's size from the number of scales: 576 rows with 5 scales of 128 rows each fail, and
-192 rows with 2 of them become two blocks of 96, which are other weights.
+192 rows with 2 of them become two blocks of 96, which are other weights. What has no scale that it knows keeps its
+codes as they are.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,23 @@ from models.errors import ModelLoadError
 from models.stored_weights import stored_tensors
 
 _SCALES = "_scale_inv"
+_SCALES_OF_WEIGHT = re.compile(r"(?P<weight>.*(\.weight|_proj))_scale(_inv)?")
+#: What published checkpoints call the scales of a linear layer's `weight`.
+_BESIDE_WEIGHT = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
 
 
 def check_blocks(folder: Path, settings: Mapping[str, Any]) -> None:
-    """`settings`: quantization_config of config.json. Raises ModelLoadError."""
+    """`settings`: quantization_config of config.json, whose method is fp8. Raises ModelLoadError."""
+    try:
+        tensors = stored_tensors(folder)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder} has no whole *.safetensors files: {error}") from error
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    _refuse_lacking([tensor.name for tensor in tensors if tensor.dtype in _FLOAT8], shapes.keys())
     block = settings.get("weight_block_size")
     if block is None:
         return
-    try:
-        shapes = {tensor.name: tensor.shape for tensor in stored_tensors(folder)}
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder} has no whole *.safetensors files: {error}") from error
     for name, scales in shapes.items():
         weight = shapes.get(name.removesuffix(_SCALES), ()) if name.endswith(_SCALES) else ()
         sides = list(zip(weight[-2:], block, scales[-2:], strict=False))
@@ -31,3 +39,25 @@ def check_blocks(folder: Path, settings: Mapping[str, Any]) -> None:
                 f"the weights are quantised (fp8) in blocks of {block[0]} x {block[1]}, and {list(weight)} of "
                 f"{name.removesuffix(_SCALES)} is not made of whole ones, which is not served"
             )
+
+
+def check_scales(folder: Path, unread: Iterable[str]) -> None:
+    """`unread`: tensors of the files that transformers has no use for. Raises ModelLoadError for scales of weights that
+    it did read: their codes then stand for themselves (AutoFP8's weight_scale; no quantization_config)."""
+    names = set(unread)
+    for name in sorted(names):
+        scales = _SCALES_OF_WEIGHT.fullmatch(name)
+        if scales is not None and scales["weight"] not in names:
+            raise ModelLoadError(
+                f"{folder} holds {name}, and by its config.json nothing is multiplied by that: the weights are "
+                "quantised in a format that is not served, or quantization_config is missing"
+            )
+
+
+def _refuse_lacking(weights: Iterable[str], stored: Iterable[str]) -> None:
+    """Of float8 weights. Only of linear layers, whose scales' names are known."""
+    names = set(stored)
+    for weight in weights:
+        module, _, last = weight.rpartition(".")
+        if last == "weight" and not any(f"{module}.{scales}" in names for scales in _BESIDE_WEIGHT):
+            raise ModelLoadError(f"the weights are quantised (fp8), and {weight} has no scales in the files")
