@@ -279,9 +279,10 @@ def test_a_method_that_is_not_served_is_refused_by_name(tmp_path: Path, method: 
     assert ("downloaded from the hub" in said) == (method == "eetq")
 
 
-def test_settings_that_transformers_rejects_are_told(tmp_path: Path) -> None:
-    say_quantized(unquantized(tmp_path), {"quant_method": "fp8", "activation_scheme": "psychic"})
-    with pytest.raises(ModelLoadError, match=r"quantised \(fp8\), which cannot run on cpu: .*psychic"):
+@pytest.mark.parametrize(("scheme", "reason"), [("psychic", "psychic"), (None, "'NoneType' object has no attribute")])
+def test_settings_that_transformers_rejects_are_told(tmp_path: Path, scheme: str | None, reason: str) -> None:
+    say_quantized(unquantized(tmp_path), {"quant_method": "fp8", "activation_scheme": scheme})
+    with pytest.raises(ModelLoadError, match=rf"quantised \(fp8\), which cannot run on cpu: .*{reason}"):
         load(ModelSource(name="quantised", folder=tmp_path))
 
 
