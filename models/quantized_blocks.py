@@ -11,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import ModelLoadError
-from models.stored_weights import stored_tensors
+from models.stored_weights import StoredTensor, stored_tensors
 
 _SCALES = "_scale_inv"
 _SCALES_OF_WEIGHT = re.compile(r"(?P<weight>.*(\.weight|_proj))_scale(_inv)?")
 #: What published checkpoints call the scales of a linear layer's `weight`.
 _BESIDE_WEIGHT = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
-_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
 
 
 def check_blocks(folder: Path, settings: Mapping[str, Any]) -> None:
-    """`settings`: quantization_config of config.json, whose method is fp8. Raises ModelLoadError."""
-    try:
-        tensors = stored_tensors(folder)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{folder} has no whole *.safetensors files: {error}") from error
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    _refuse_lacking([tensor.name for tensor in tensors if tensor.dtype in _FLOAT8], shapes.keys())
+    """`settings`: quantization_config of config.json. Raises ModelLoadError."""
     block = settings.get("weight_block_size")
     if block is None:
         return
+    shapes = {tensor.name: tensor.shape for tensor in _stored(folder)}
     for name, scales in shapes.items():
         weight = shapes.get(name.removesuffix(_SCALES), ()) if name.endswith(_SCALES) else ()
         sides = list(zip(weight[-2:], block, scales[-2:], strict=False))
@@ -41,7 +36,19 @@ def check_blocks(folder: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
-def check_scales(folder: Path, unread: Iterable[str]) -> None:
+def check_scales(folder: Path) -> None:
+    """Of quantised weights that will be dequantised. Raises ModelLoadError for linear layers' codes in 8 bits without
+    scales beside them."""
+    tensors = _stored(folder)
+    names = {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        module, _, last = tensor.name.rpartition(".")
+        is_code = last == "weight" and tensor.dtype in _EIGHT_BITS
+        if is_code and not any(f"{module}.{scales}" in names for scales in _BESIDE_WEIGHT):
+            raise ModelLoadError(f"the weights are quantised, and {tensor.name} has no scales in the files of {folder}")
+
+
+def check_unread(folder: Path, unread: Iterable[str]) -> None:
     """`unread`: tensors of the files that transformers has no use for. Raises ModelLoadError for scales of weights that
     it did read: their codes then stand for themselves (AutoFP8's weight_scale; no quantization_config)."""
     names = set(unread)
@@ -54,10 +61,8 @@ def check_scales(folder: Path, unread: Iterable[str]) -> None:
             )
 
 
-def _refuse_lacking(weights: Iterable[str], stored: Iterable[str]) -> None:
-    """Of float8 weights. Only of linear layers, whose scales' names are known."""
-    names = set(stored)
-    for weight in weights:
-        module, _, last = weight.rpartition(".")
-        if last == "weight" and not any(f"{module}.{scales}" in names for scales in _BESIDE_WEIGHT):
-            raise ModelLoadError(f"the weights are quantised (fp8), and {weight} has no scales in the files")
+def _stored(folder: Path) -> list[StoredTensor]:
+    try:
+        return stored_tensors(folder)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{folder} has no whole *.safetensors files: {error}") from error

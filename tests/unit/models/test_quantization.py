@@ -5,6 +5,7 @@ where somebody installed it (`pip install -c constraints.txt bitsandbytes`), and
 """
 
 import importlib.metadata
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -344,13 +345,17 @@ def test_scales_of_layers_that_are_not_read_are_nobodys(tmp_path: Path) -> None:
     load(source)
 
 
-def test_fp8_weights_without_scales_are_refused(tmp_path: Path) -> None:
-    source, _meant = fp8(tmp_path)
+@pytest.mark.parametrize(
+    "write", [fp8, pytest.param(compressed_int8, id="compressed-tensors", marks=needs_compressed_tensors)]
+)
+def test_weights_without_their_scales_are_refused(tmp_path: Path, write: Callable[[Path], Written]) -> None:
+    source, _meant = write(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
-    del weights["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    lacking = "model.layers.1.mlp.up_proj.weight"
+    weights = {name: weight for name, weight in weights.items() if not name.startswith(f"{lacking}_scale")}
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"fp8.*, and model\.layers\.1\.mlp\.up_proj\.weight has no scales"):
+    with pytest.raises(ModelLoadError, match=rf"the weights are quantised, and {re.escape(lacking)} has no scales"):
         load(source)
 
 
