@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attention_backend.problem import UNBOUNDED
-from models.errors import WRONG_CONFIG
 from models.patching import UnsupportedModelError
-from models.patching.errors import refusing_calls
+from models.patching.errors import refusing_calls, refusing_failures
 from models.patching.paged import chunk_size, window
 from models.patching.rule import MaskFunction, MaskRule, classify, describe
 
@@ -123,7 +122,7 @@ def find_attention_sites(model: PreTrainedModel) -> list[AttentionSite]:
 
     AttentionInterface.register(_RECORDER, record)
     AttentionMaskInterface.register(_RECORDER, masks.make)
-    with attention_implementation(model, _RECORDER), refusing_calls(model):
+    with attention_implementation(model, _RECORDER), refusing_calls(model), refusing_failures(model):
         _run(model)
     found = [site.layer_idx for site, _ in calls]
     expected = list(range(text_config.num_hidden_layers))
@@ -138,13 +137,7 @@ def find_attention_sites(model: PreTrainedModel) -> list[AttentionSite]:
 
 
 def _run(model: PreTrainedModel) -> None:
-    """Its first forward: a configuration that transformers made a model of may be none that it can run."""
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
-    try:
-        # With a 2-D mask nobody looks for packed sequences, which a model without weights could not answer.
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)
-    except WRONG_CONFIG as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not run as its config.json has it: {type(error).__name__}: {error}"
-        ) from error
+    # With a 2-D mask nobody looks for packed sequences, which a model without weights could not answer.
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False)

@@ -29,7 +29,7 @@ from models.load_report import read_report
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
 from models.quantization import Quantization
-from models.quantized_blocks import check_blocks
+from models.quantized_blocks import check_blocks, check_scales, check_unread
 from models.registry import ModelSource
 from models.stored_weights import check_files
 from models.towers import fetch_text_model
@@ -139,8 +139,8 @@ def _make(
     else:
         slow = training and device.type == "cpu"  # training there is float32, whatever the processor
         torch_dtype = torch.float32 if slow and dtype == "auto" else choose_dtype(dtype, config, device)
-    if quantized is not None and quantized.method == "fp8" and load_format == "auto":
-        check_blocks(folder, quantized.settings)
+    if quantized is not None and load_format == "auto":
+        _check_quantized(folder, quantized)
     if device.type == "cpu":
         # torch counts the host's cores, not the container's share of them.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
@@ -156,6 +156,13 @@ def _make(
         logger.info("quantised weights: %s", quantized)
         quantization.settle(model, quantized, torch_dtype)
     return model
+
+
+def _check_quantized(folder: Path, quantized: Quantization) -> None:
+    if quantized.method in ("fp8", "compressed-tensors"):
+        check_scales(folder)
+    if quantized.method == "fp8":
+        check_blocks(folder, quantized.settings)
 
 
 def _finish(reading: WeightReading) -> dict[str, Tensor]:
@@ -245,7 +252,7 @@ def _load_weights(
 
 
 def _refuse_other_weights(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """transformers would go on with random weights in place of what is not there."""
+    """transformers would go on with random weights in place of what is not there, and with codes for weights."""
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         name, stored, expected = mismatched[0]
@@ -253,6 +260,7 @@ def _refuse_other_weights(folder: Path, model: PreTrainedModel, report: Mapping[
     lacking = sorted(report["missing_keys"])
     if lacking:
         raise ModelLoadError(f"{folder} lacks weights of {type(model).__name__}: {', '.join(lacking[:5])}")
+    check_unread(folder, report["unexpected_keys"])
 
 
 def _config_error(folder: Path, config: PretrainedConfig, error: Exception) -> ModelLoadError:

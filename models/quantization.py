@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from models.errors import ModelLoadError
+from models.errors import WRONG_CONFIG, ModelLoadError
 from models.patching import UnsupportedModelError
 from models.unused_packages import without_hub_kernels
 
@@ -105,7 +105,7 @@ def prepare(config: PretrainedConfig, device: torch.device) -> Quantization | No
                 import_module(_KEPT[method])
             quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
             quantizer.validate_environment(device_map={"": device}, weights_only=True)
-    except (ImportError, ValueError, TypeError, KeyError, AssertionError, RuntimeError) as error:
+    except (*WRONG_CONFIG, ImportError, RuntimeError) as error:
         raise ModelLoadError(f"the weights are quantised ({method}), which cannot run on {device}: {error}") from error
     holder.quantization_config = settings
     return Quantization(method, method in _KEPT, settings)

@@ -25,10 +25,11 @@ class LogprobRows:
 
 
 def logprob_rows(raw_logits: Tensor, token_ids: Tensor, k: int) -> LogprobRows:
-    """raw_logits float32 `[m, vocab]`, token_ids int64 `[m]`; k: the most alternatives any of these rows wants."""
+    """raw_logits float32 `[m, vocab]`, token_ids int64 `[m]`; k: the most alternatives any of these rows wants. It gets
+    all that there are, of a smaller vocabulary."""
     total = raw_logits.logsumexp(-1, keepdim=True)
     chosen = raw_logits.gather(1, token_ids[:, None])
-    top = raw_logits.topk(k)
+    top = raw_logits.topk(min(k, raw_logits.shape[1]))
     return LogprobRows(
         chosen=(chosen - total)[:, 0],
         rank=(raw_logits > chosen).sum(-1) + 1,

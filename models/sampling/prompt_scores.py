@@ -47,7 +47,7 @@ class PromptScores:
                 found.append(None)
                 continue
             arrays = of_tokens, ranks[start:end], top_ids[start:end, : rows.num_top], of_top
-            found.append(PromptLogprobs(rows.num_top, *(array.tobytes() for array in arrays)))
+            found.append(PromptLogprobs(of_top.shape[1], *(array.tobytes() for array in arrays)))
         return found
 
 

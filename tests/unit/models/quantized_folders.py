@@ -57,6 +57,19 @@ def fp8(folder: Path, config: PretrainedConfig | None = None) -> tuple[ModelSour
     return _write(folder, stored, settings), meant
 
 
+def auto_fp8(folder: Path) -> ModelSource:
+    """AutoFP8's layout, which no method of transformers reads: one scale a tensor, under another name than fp8's."""
+    unquantized(folder)
+    stored = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = weight
+        if "proj" in name:
+            scale = weight.float().abs().max() / 448
+            stored[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
+            stored |= {f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.02)}
+    return _write(folder, stored, {"quant_method": "fp8", "activation_scheme": "static"})
+
+
 def mxfp4(folder: Path) -> tuple[ModelSource, dict[str, Tensor]]:
     """gpt-oss's layout: experts in two 4-bit codes a byte, a power of two for each 32. The weights come along."""
     config = GptOssConfig(
@@ -122,7 +135,7 @@ def compressed_int8(folder: Path) -> tuple[ModelSource, dict[str, Tensor]]:
     return _write(folder, stored, settings), meant
 
 
-def say_quantized(folder: Path, settings: dict[str, Any]) -> None:
+def say_quantized(folder: Path, settings: dict[str, Any] | None) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
 

@@ -7,6 +7,7 @@ import torch
 from tiny_models import random_model, tiny_config
 from transformers import (
     Gemma3TextConfig,
+    HeliumConfig,
     Llama4TextConfig,
     MistralConfig,
     PhimoeConfig,
@@ -80,5 +81,14 @@ def test_a_window_that_is_missing_where_layers_have_one_is_refused_in_words() ->
     model = random_model(Gemma3TextConfig(**_SIZES, head_dim=16, num_hidden_layers=1, sliding_window=None))
     with pytest.raises(
         UnsupportedModelError, match=r"Gemma3ForCausalLM does not run as its config\.json .*sliding_win"
+    ):
+        find_attention_sites(model)
+
+
+def test_sizes_that_do_not_go_together_are_refused_in_words() -> None:
+    """Helium's last projection is as wide as the model, whatever its heads are."""
+    model = random_model(HeliumConfig(**_SIZES, head_dim=32, num_hidden_layers=1))
+    with pytest.raises(
+        UnsupportedModelError, match=r"HeliumForCausalLM does not run as its config\.json .*RuntimeError: "
     ):
         find_attention_sites(model)

@@ -5,14 +5,16 @@ where somebody installed it (`pip install -c constraints.txt bitsandbytes`), and
 """
 
 import importlib.metadata
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from quantized_folders import compressed_int8, fp8, mxfp4, quantized, say_quantized, unquantized
+from quantized_folders import auto_fp8, compressed_int8, fp8, mxfp4, quantized, say_quantized, unquantized
 from safetensors.torch import load_file, save_file
 from tiny_models import random_model, tiny_config
 from torch import Tensor, nn
@@ -278,9 +280,10 @@ def test_a_method_that_is_not_served_is_refused_by_name(tmp_path: Path, method: 
     assert ("downloaded from the hub" in said) == (method == "eetq")
 
 
-def test_settings_that_transformers_rejects_are_told(tmp_path: Path) -> None:
-    say_quantized(unquantized(tmp_path), {"quant_method": "fp8", "activation_scheme": "psychic"})
-    with pytest.raises(ModelLoadError, match=r"quantised \(fp8\), which cannot run on cpu: .*psychic"):
+@pytest.mark.parametrize(("scheme", "reason"), [("psychic", "psychic"), (None, "'NoneType' object has no attribute")])
+def test_settings_that_transformers_rejects_are_told(tmp_path: Path, scheme: str | None, reason: str) -> None:
+    say_quantized(unquantized(tmp_path), {"quant_method": "fp8", "activation_scheme": scheme})
+    with pytest.raises(ModelLoadError, match=rf"quantised \(fp8\), which cannot run on cpu: .*{reason}"):
         load(ModelSource(name="quantised", folder=tmp_path))
 
 
@@ -308,6 +311,51 @@ def test_weights_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
     say_quantized(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 64]})
     with pytest.raises(ModelLoadError, match=r"in blocks of 64 x 64, and .* is not made of whole ones"):
+        load(source)
+
+
+@pytest.mark.parametrize("loads", [load, partial(load_for_training, dtype="float32")], ids=["serving", "training"])
+def test_scales_that_transformers_does_not_know_are_refused(tmp_path: Path, loads: Callable[..., Any]) -> None:
+    """Its weights would be codes up to 448, and eager attention would agree with ours over them."""
+    with pytest.raises(
+        ModelLoadError, match=r"holds \S+_proj\.weight_scale, and by its config\.json nothing is multipl"
+    ):
+        loads(auto_fp8(tmp_path))
+
+
+@pytest.mark.parametrize("write", [fp8, compressed_int8])
+def test_quantised_weights_without_a_word_in_the_config_are_refused(
+    tmp_path: Path, write: Callable[[Path], Written]
+) -> None:
+    source, _meant = write(tmp_path)
+    say_quantized(tmp_path, None)
+    with pytest.raises(ModelLoadError, match=r"_proj\.weight_scale.* or quantization_config is missing"):
+        load(source)
+
+
+def test_scales_of_layers_that_are_not_read_are_nobodys(tmp_path: Path) -> None:
+    """Layers that predict more tokens are left out with their weights."""
+    source, _meant = fp8(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    for name in [name for name in weights if "layers.2." in name]:
+        weights[name.replace("layers.2.", "layers.3.")] = weights[name].clone()
+    weights["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)  # of a cache in 8 bits
+    save_file(weights, path, metadata={"format": "pt"})
+    load(source)
+
+
+@pytest.mark.parametrize(
+    "write", [fp8, pytest.param(compressed_int8, id="compressed-tensors", marks=needs_compressed_tensors)]
+)
+def test_weights_without_their_scales_are_refused(tmp_path: Path, write: Callable[[Path], Written]) -> None:
+    source, _meant = write(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    lacking = "model.layers.1.mlp.up_proj.weight"
+    weights = {name: weight for name, weight in weights.items() if not name.startswith(f"{lacking}_scale")}
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"the weights are quantised, and {re.escape(lacking)} has no scales"):
         load(source)
 
 

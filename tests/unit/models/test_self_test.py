@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import random_model, tiny_config
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from tiny_models import TINY, random_model, tiny_config
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 from models import patching
 from models.attention_sites import find_attention_sites
@@ -79,6 +79,41 @@ def test_a_layer_that_keeps_its_own_attention_is_refused() -> None:
 def test_a_softcap_that_the_family_does_not_read_is_not_applied(config: type[PretrainedConfig]) -> None:
     model = random_model(config(**{**tiny_config().to_diff_dict(), "final_logit_softcapping": 3.0}))
     check_engine_path(model, find_attention_sites(model), block_size=16)
+
+
+CANNOT_RUN = {
+    "fewer key heads than MLA makes": (
+        DeepseekV3Config(
+            **TINY, kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+            first_k_dense_replace=3,
+        ),
+        "RuntimeError: The size of tensor",
+    ),
+    "fewer positions than the prompts": (
+        GPT2Config(vocab_size=120, n_positions=32, n_embd=64, n_layer=1, n_head=4), "IndexError: "
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANNOT_RUN)
+def test_a_model_that_eager_attention_cannot_run_is_refused_in_words(name: str) -> None:
+    config, reason = CANNOT_RUN[name]
+    model = random_model(config)
+    sites = find_attention_sites(model)
+    with pytest.raises(UnsupportedModelError, match=rf"does not run as its config\.json has it: {reason}"):
+        check_engine_path(model, sites, block_size=16)
+
+
+def test_memory_that_is_not_there_is_no_fault_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(tiny_config())
+    sites = find_attention_sites(model)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("all in use")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        check_engine_path(model, sites, block_size=16)
 
 
 def test_layers_that_share_a_number_are_refused() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.batch import SamplingParams, StepOutput
-from models.sampling import LaunchedSample, Sampler, sampler
+from models.batch import SamplingParams, ScoredRows, StepOutput
+from models.sampling import LaunchedSample, PromptScores, Sampler, sampler
 
 EOS = 2
 CPU = torch.device("cpu")
@@ -274,6 +274,20 @@ def test_logprobs_are_the_models_own_log_softmax() -> None:
         assert [token for token, _ in entry.top] == best.indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert output.token_ids[2] == 50
+
+
+def test_a_vocabulary_smaller_than_what_is_asked_for_is_told_whole() -> None:
+    chooser = _sampler(12)
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(1))
+    chooser.add_request(0, SamplingParams(temperature=0.0, logprobs=20), [1])
+    entry = _sample(chooser, logits, [0], [1]).logprobs[0]
+    assert entry is not None
+    assert [token for token, _ in entry.top] == logits[0].argsort(descending=True).tolist()
+    scores = PromptScores([ScoredRows(0, [3], num_top=20)], torch.device("cpu"))
+    scores.add(logits)
+    (score,) = scores.collect()
+    assert score is not None
+    assert (score.num_top, score.top_ids) == (12, entry.top_ids)
 
 
 def test_rows_with_nan_or_inf_are_flagged_and_do_not_disturb_others() -> None:
