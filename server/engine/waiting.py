@@ -1,9 +1,9 @@
 """Requests without blocks, and which of them may start now. Knows blocks and the prefix cache, not what runs in a step.
 
 Their order is that of prefill.py: least served tenant, then soonest done, with ageing; what is in the prefix cache is
-done already. One that does not fit lets others pass. The oldest is always looked at first, and others pass it up to a
-limit only: a giant prompt neither blocks the queue nor waits for ever, and neither does one whose adapter has no
-slot."""
+done already. One that does not fit lets others pass. The oldest of tenants of one rank is always looked at first, and
+others pass it up to a limit only: a giant prompt neither blocks the queue nor waits for ever, nor one whose adapter has
+no slot."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -114,7 +114,7 @@ class WaitingQueue:
         oldest = self._oldest(plan.ranks)
         held = Counter(other.cache_salt for other in running)
         part = (len(running) + num_slots) // len(self._by_age.keys() | held.keys())
-        for request in self._candidates(oldest, plan.ranks, held, part):
+        for request, is_before_its_turn in self._candidates(plan.ranks, held, part):
             if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
                 return
             if not self._may_have_slot(request, slotless):
@@ -124,7 +124,7 @@ class WaitingQueue:
             if num_looked_at > LOOKAHEAD:
                 return
             if not self._has_room(request, plan, request.last_hits, oldest):
-                if request is oldest:
+                if is_before_its_turn:
                     continue
                 return  # and the others come after it, or have their part already
             if self._twin_is_ahead(request, computing):
@@ -153,30 +153,31 @@ class WaitingQueue:
         return min((requests[0] for t, requests in self._by_age.items() if ranks[t] == least), key=by_age)
 
     def _candidates(
-        self, oldest: Request, ranks: Mapping[bytes, int], held: Mapping[bytes, int], part: int
-    ) -> Iterator[Request]:
-        """The oldest, then all others in their order; of tenants that have `part` slots by then, `held` being what they
-        have, after all others: who was served least would have all that come free at once, and lose some of them
-        again (reclaim.py)."""
-        first = oldest if oldest.last_hits >= 0 and held[oldest.cache_salt] < part else None
-        if first is not None:
-            yield first
-        by_turn: dict[tuple[bool, int], list[list[tuple[Place, Request]]]] = {}
-        for tenant, places in self._by_tenant.items():
-            by_turn.setdefault((held[tenant] >= part, ranks[tenant]), []).append(places)
+        self, ranks: Mapping[bytes, int], held: Mapping[bytes, int], part: int
+    ) -> Iterator[tuple[Request, bool]]:
+        """In turn, tenants of one rank together: the oldest of their requests, which is true of it, then the others in
+        their order, and those of tenants that have `part` slots by then, `held` being what they have, after all others:
+        who was served least would have all that come free at once, and lose some of them again (reclaim.py)."""
+        by_turn: dict[tuple[bool, int], list[bytes]] = {}
+        for tenant in self._by_tenant:
+            by_turn.setdefault((held[tenant] >= part, ranks[tenant]), []).append(tenant)
         last: list[Request] = []
-        for (had_its_part, _), lists in sorted(by_turn.items()):
+        for (had_its_part, _), tenants in sorted(by_turn.items()):
             if had_its_part:
-                yield from last
+                yield from ((request, False) for request in last)
                 last = []
+            first = min((self._by_age[tenant][0] for tenant in tenants), key=by_age)
+            if first.last_hits >= 0:
+                yield first, True
+            lists = [self._by_tenant[tenant] for tenant in tenants]
             for _, request in lists[0] if len(lists) == 1 else merge(*lists, key=_place):
                 if request is first:
                     continue
                 if held[request.cache_salt] >= part and not had_its_part:
                     last.append(request)
                 else:
-                    yield request
-        yield from last
+                    yield request, False
+        yield from ((request, False) for request in last)
 
     def _has_room(self, request: Request, plan: PrefillPlan, num_hits: int, oldest: Request) -> bool:
         return plan.has_room(request, num_hits * self.cache.block_size, may_be_oldest=request is oldest)
