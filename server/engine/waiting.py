@@ -107,7 +107,7 @@ class WaitingQueue:
         self._fresh_hits.clear()
         self._replace()
         self._match_newcomers(len(running))
-        bypassed: Request | None = None  # the first that found no blocks
+        bypassed: list[Request] = []  # that found no blocks: the first, and those that were looked at before their turn
         slotless: Request | None = None  # the first whose adapter found no slot
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
         num_looked_at = self._matched_in_vain = 0
@@ -115,7 +115,7 @@ class WaitingQueue:
         held = Counter(other.cache_salt for other in running)
         part = (len(running) + num_slots) // len(self._by_age.keys() | held.keys())
         for request, is_before_its_turn in self._candidates(plan.ranks, held, part):
-            if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
+            if num_slots == 0 or any(other.num_bypassed >= MAX_BYPASSES for other in bypassed):
                 return
             if not self._may_have_slot(request, slotless):
                 slotless = slotless or request
@@ -131,17 +131,15 @@ class WaitingQueue:
                 continue
             hits = self._hits_if_it_fits(request, len(running))
             if hits is None:
-                bypassed = bypassed or request
+                if is_before_its_turn or not bypassed:
+                    bypassed.append(request)
                 continue
             self._fresh_hits.clear()  # from here on blocks may change hands
             # More of it may be coming back from slower memory, or what it had in the cache is gone.
             is_coming = self.cache.prepare(request, hits, self.blocks_wanted(request))
             if is_coming or not self._has_room(request, plan, len(hits), oldest):
                 continue
-            if bypassed is not None:
-                bypassed.num_bypassed += 1
-            if slotless is not None and request.adapter is not None:
-                slotless.num_slot_bypassed += 1
+            _count_passed(bypassed, slotless, request)
             num_slots -= 1
             held[request.cache_salt] += 1
             yield request, hits
@@ -266,6 +264,13 @@ class WaitingQueue:
                 request.blocks_needed = 0  # fewer than at the last look, once the twin is done
                 return not stands_still
         return False
+
+
+def _count_passed(bypassed: Sequence[Request], slotless: Request | None, by: Request) -> None:
+    for request in bypassed:
+        request.num_bypassed += 1
+    if slotless is not None and by.adapter is not None:
+        slotless.num_slot_bypassed += 1
 
 
 def _place(entry: tuple[Place, Request]) -> Place:

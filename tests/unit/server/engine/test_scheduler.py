@@ -175,32 +175,47 @@ def test_nor_is_it_where_another_tenant_comes_first_now_and_then() -> None:
     engine.assert_nothing_is_held()
 
 
-def test_a_request_of_a_tenant_that_is_served_more_is_not_passed_for_ever_by_its_own() -> None:
-    """Both tenants have all slots that are their part, and it is never the turn of the one with longer prompts."""
-    rng = random.Random(0)
-    engine = Engine(2000, 16, budget=1024, max_num_seqs=16)
-    prompts, number = {b"a": 200, b"b": 5}, 0
+def answer_a_long_one_in_a_flood(
+    engine: Engine, kinds: dict[bytes, tuple[int, range]], long: int, within: int, rng: random.Random
+) -> None:
+    """`kinds`: tokens of a tenant's prompts, and of their answers: 16 of each always wait. Asks for one that takes
+    `long` tokens and is of the first tenant, which is to be answered within so many turns."""
+    number = 0
 
     def flood() -> None:
         nonlocal number
-        for tenant, length in prompts.items():
+        for tenant, (length, counts) in kinds.items():
             coming = sum(message.cache_salt == tenant for message in engine.link.inbox)
             for _ in range(16 - coming - engine.scheduler.fairness.num_waiting(tenant)):
-                count = rng.randrange(10, 20) if tenant == b"a" else rng.randrange(20, 40)
+                count = rng.choice(counts)
                 engine.add(f"r{number}", tokens(rng, length), max_tokens=count, salt=tenant, ignore_eos=True)
                 number += 1
 
     for _ in range(20):
         flood()
         engine.turn()
-    engine.add("long", tokens(rng, 6000), max_tokens=1, salt=b"a")
+    engine.add("long", tokens(rng, long), max_tokens=1, salt=next(iter(kinds)))
     while "long" not in engine.tokens:
         flood()
         engine.turn()
-        assert engine.num_turns < 500
+        assert engine.num_turns < within
     engine.abort(*engine.scheduler.open.by_id)
     engine.run()
     engine.assert_nothing_is_held()
+
+
+def test_a_request_of_a_tenant_that_is_served_more_is_not_passed_for_ever_by_its_own() -> None:
+    """Both tenants have all slots that are their part, and it is never the turn of the one with longer prompts."""
+    engine = Engine(2000, 16, budget=1024, max_num_seqs=16)
+    kinds = {b"a": (200, range(10, 20)), b"b": (5, range(20, 40))}
+    answer_a_long_one_in_a_flood(engine, kinds, 6000, 500, random.Random(0))
+
+
+def test_a_request_that_waits_for_blocks_behind_another_tenants_is_not_passed_for_ever() -> None:
+    """That one waits for blocks, too, and is looked at before it, as its tenant has few slots."""
+    engine = Engine(251, 16, budget=1024, max_num_seqs=16)
+    kinds = {b"a": (5, range(100, 200)), b"b": (700, range(50, 100))}
+    answer_a_long_one_in_a_flood(engine, kinds, 3600, 2000, random.Random(0))
 
 
 def test_sixty_four_long_requests_on_a_pool_for_eight_all_finish_unchanged() -> None:
