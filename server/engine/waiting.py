@@ -8,6 +8,7 @@ no slot."""
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, takewhile
 from math import inf
@@ -29,6 +30,19 @@ HASHED_TOKENS, MATCHED_IN_VAIN = 262_144, 131_072
 WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
 
 Place = tuple[Urgency, int]  # urgency when it was last looked at, sequence number
+
+
+@dataclass(slots=True)
+class _Passed:
+    """Of those that cannot start in a step, the first and all that came before their turn: who starts nevertheless is
+    counted for them."""
+
+    requests: list[Request] = field(default_factory=list)
+    most: int = 0  # times that one of them was passed, in this step and before
+
+    def add(self, request: Request, times: int) -> None:
+        self.requests.append(request)
+        self.most = max(self.most, times)
 
 
 class WaitingQueue:
@@ -107,18 +121,18 @@ class WaitingQueue:
         self._fresh_hits.clear()
         self._replace()
         self._match_newcomers(len(running))
-        bypassed: list[Request] = []  # that found no blocks: the first, and those that were looked at before their turn
-        slotless: Request | None = None  # the first whose adapter found no slot
+        bypassed, slotless = _Passed(), _Passed()  # that found no blocks, and no slot for their adapter
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
         num_looked_at = self._matched_in_vain = 0
         oldest = self._oldest(plan.ranks)
         held = Counter(other.cache_salt for other in running)
         part = (len(running) + num_slots) // len(self._by_age.keys() | held.keys())
         for request, is_before_its_turn in self._candidates(plan.ranks, held, part):
-            if num_slots == 0 or any(other.num_bypassed >= MAX_BYPASSES for other in bypassed):
+            if num_slots == 0 or bypassed.most >= MAX_BYPASSES:
                 return
             if not self._may_have_slot(request, slotless):
-                slotless = slotless or request
+                if is_before_its_turn or not slotless.requests:
+                    slotless.add(request, request.num_slot_bypassed)
                 continue
             num_looked_at += 1
             if num_looked_at > LOOKAHEAD:
@@ -131,8 +145,8 @@ class WaitingQueue:
                 continue
             hits = self._hits_if_it_fits(request, len(running))
             if hits is None:
-                if is_before_its_turn or not bypassed:
-                    bypassed.append(request)
+                if is_before_its_turn or not bypassed.requests:
+                    bypassed.add(request, request.num_bypassed)
                 continue
             self._fresh_hits.clear()  # from here on blocks may change hands
             # More of it may be coming back from slower memory, or what it had in the cache is gone.
@@ -224,13 +238,12 @@ class WaitingQueue:
         if not places:
             del self._by_tenant[request.cache_salt]
 
-    def _may_have_slot(self, request: Request, slotless: Request | None) -> bool:
+    def _may_have_slot(self, request: Request, slotless: _Passed) -> bool:
         """Whether its adapter has a slot or can have one; not past another request that has waited long for a slot, so
         that slots come free: requests of the base model take none."""
         if request.adapter is None:
             return True
-        waits_too_long = slotless is not None and slotless.num_slot_bypassed >= MAX_BYPASSES
-        return not waits_too_long and self.adapters.may_start(request.adapter)
+        return slotless.most < MAX_BYPASSES and self.adapters.may_start(request.adapter)
 
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
         if self._matched_in_vain >= MATCHED_IN_VAIN or not self._may_fit(request, num_running):
@@ -266,11 +279,14 @@ class WaitingQueue:
         return False
 
 
-def _count_passed(bypassed: Sequence[Request], slotless: Request | None, by: Request) -> None:
-    for request in bypassed:
+def _count_passed(bypassed: _Passed, slotless: _Passed, by: Request) -> None:
+    for request in bypassed.requests:
         request.num_bypassed += 1
-    if slotless is not None and by.adapter is not None:
-        slotless.num_slot_bypassed += 1
+    bypassed.most += bool(bypassed.requests)
+    if by.adapter is not None:
+        for request in slotless.requests:
+            request.num_slot_bypassed += 1
+        slotless.most += bool(slotless.requests)
 
 
 def _place(entry: tuple[Place, Request]) -> Place:
