@@ -38,14 +38,13 @@ class EngineProcess:
             self.directory = Path(tempfile.mkdtemp(prefix="longwave-"))  # mode 0700
         except OSError as error:
             raise EngineUnavailable(f"The engine's sockets need a folder: {error}.") from error
+        self._opened = contextlib.ExitStack()  # what is to be closed
+        self._opened.callback(self.remove_directory)
         self.ended = asyncio.Event()
-        self._context = zmq.Context(io_threads=1)
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._inbox: Any = zmq.asyncio.Socket(self._context, zmq.PULL)  # Any: its stubs are those of the blocking one
-        self._monitor: Any = self._inbox.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connections = 0  # to the inbox, so far as the monitor's events were read
         self._loop = asyncio.get_running_loop()
         try:
+            self._open_sockets()
             self._bind(self._outbox, TO_ENGINE)
             self._bind(self._inbox, FROM_ENGINE)
             # The child holds the only write end: end-of-file says that it is gone, however it went.
@@ -58,7 +57,7 @@ class EngineProcess:
             finally:
                 os.close(childs_end)
         except (OSError, zmq.ZMQError) as error:
-            self._close_sockets()
+            self._opened.close()
             raise EngineUnavailable(f"The engine's process cannot be started: {error}.") from error
         self._loop.add_reader(self._sentinel, self._on_end)
 
@@ -113,7 +112,7 @@ class EngineProcess:
         await self.ended.wait()
         while self.process.poll() is None:
             await asyncio.sleep(REAP_INTERVAL)
-        self._close_sockets()
+        self._opened.close()
 
     def _spawn(self, config: EngineConfig, childs_end: int) -> subprocess.Popen[bytes]:
         level = logging.getLogger().getEffectiveLevel()
@@ -125,6 +124,17 @@ class EngineProcess:
             files=(childs_end,),
             process_group=0,  # Ctrl-C in a terminal is the API process's alone: it says when the engine is to end
         )
+
+    def _open_sockets(self) -> None:
+        context = zmq.Context(io_threads=1)
+        self._opened.callback(context.term)  # waits for sockets that are open
+        self._outbox = context.socket(zmq.PUSH)
+        self._opened.callback(self._outbox.close, 0)
+        self._inbox: Any = zmq.asyncio.Socket(context, zmq.PULL)  # Any: its stubs are those of the blocking one
+        self._opened.callback(self._inbox.close, 0)
+        self._monitor: Any = self._inbox.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._opened.callback(self._monitor.close, 0)
+        self._opened.callback(self._inbox.disable_monitor)
 
     def _bind(self, socket: Any, name: str) -> None:
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -144,11 +154,3 @@ class EngineProcess:
         self._loop.remove_reader(self._sentinel)
         os.close(self._sentinel)
         self.ended.set()
-
-    def _close_sockets(self) -> None:
-        self._outbox.close(0)
-        self._inbox.disable_monitor()
-        self._monitor.close(0)
-        self._inbox.close(0)
-        self._context.term()
-        self.remove_directory()

@@ -1,13 +1,14 @@
 """Requests without blocks, and which of them may start now. Knows blocks and the prefix cache, not what runs in a step.
 
 Their order is that of prefill.py: least served tenant, then soonest done, with ageing; what is in the prefix cache is
-done already. One that does not fit lets others pass. The oldest is always looked at first, and others pass it up to a
-limit only: a giant prompt neither blocks the queue nor waits for ever, and neither does one whose adapter has no
-slot."""
+done already. One that does not fit lets others pass. The oldest of tenants of one rank is always looked at first, and
+others pass it up to a limit only: a giant prompt neither blocks the queue nor waits for ever, nor one whose adapter has
+no slot."""
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, takewhile
 from math import inf
@@ -29,6 +30,19 @@ HASHED_TOKENS, MATCHED_IN_VAIN = 262_144, 131_072
 WATERMARK = 100  # at most 1 / WATERMARK of the blocks is kept for running requests to grow into
 
 Place = tuple[Urgency, int]  # urgency when it was last looked at, sequence number
+
+
+@dataclass(slots=True)
+class _Passed:
+    """Of those that cannot start in a step, the first and all that came before their turn: who starts nevertheless is
+    counted for them."""
+
+    requests: list[Request] = field(default_factory=list)
+    most: int = 0  # times that one of them was passed, in this step and before
+
+    def add(self, request: Request, times: int) -> None:
+        self.requests.append(request)
+        self.most = max(self.most, times)
 
 
 class WaitingQueue:
@@ -107,41 +121,39 @@ class WaitingQueue:
         self._fresh_hits.clear()
         self._replace()
         self._match_newcomers(len(running))
-        bypassed: Request | None = None  # the first that found no blocks
-        slotless: Request | None = None  # the first whose adapter found no slot
+        bypassed, slotless = _Passed(), _Passed()  # that found no blocks, and no slot for their adapter
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
         num_looked_at = self._matched_in_vain = 0
         oldest = self._oldest(plan.ranks)
         held = Counter(other.cache_salt for other in running)
         part = (len(running) + num_slots) // len(self._by_age.keys() | held.keys())
-        for request in self._candidates(oldest, plan.ranks, held, part):
-            if num_slots == 0 or (bypassed is not None and bypassed.num_bypassed >= MAX_BYPASSES):
+        for request, is_before_its_turn in self._candidates(plan.ranks, held, part):
+            if num_slots == 0 or bypassed.most >= MAX_BYPASSES:
                 return
             if not self._may_have_slot(request, slotless):
-                slotless = slotless or request
+                if is_before_its_turn or not slotless.requests:
+                    slotless.add(request, request.num_slot_bypassed)
                 continue
             num_looked_at += 1
             if num_looked_at > LOOKAHEAD:
                 return
             if not self._has_room(request, plan, request.last_hits, oldest):
-                if request is oldest:
+                if is_before_its_turn:
                     continue
                 return  # and the others come after it, or have their part already
             if self._twin_is_ahead(request, computing):
                 continue
             hits = self._hits_if_it_fits(request, len(running))
             if hits is None:
-                bypassed = bypassed or request
+                if is_before_its_turn or not bypassed.requests:
+                    bypassed.add(request, request.num_bypassed)
                 continue
             self._fresh_hits.clear()  # from here on blocks may change hands
             # More of it may be coming back from slower memory, or what it had in the cache is gone.
             is_coming = self.cache.prepare(request, hits, self.blocks_wanted(request))
             if is_coming or not self._has_room(request, plan, len(hits), oldest):
                 continue
-            if bypassed is not None:
-                bypassed.num_bypassed += 1
-            if slotless is not None and request.adapter is not None:
-                slotless.num_slot_bypassed += 1
+            _count_passed(bypassed, slotless, request)
             num_slots -= 1
             held[request.cache_salt] += 1
             yield request, hits
@@ -153,30 +165,31 @@ class WaitingQueue:
         return min((requests[0] for t, requests in self._by_age.items() if ranks[t] == least), key=by_age)
 
     def _candidates(
-        self, oldest: Request, ranks: Mapping[bytes, int], held: Mapping[bytes, int], part: int
-    ) -> Iterator[Request]:
-        """The oldest, then all others in their order; of tenants that have `part` slots by then, `held` being what they
-        have, after all others: who was served least would have all that come free at once, and lose some of them
-        again (reclaim.py)."""
-        first = oldest if oldest.last_hits >= 0 and held[oldest.cache_salt] < part else None
-        if first is not None:
-            yield first
-        by_turn: dict[tuple[bool, int], list[list[tuple[Place, Request]]]] = {}
-        for tenant, places in self._by_tenant.items():
-            by_turn.setdefault((held[tenant] >= part, ranks[tenant]), []).append(places)
+        self, ranks: Mapping[bytes, int], held: Mapping[bytes, int], part: int
+    ) -> Iterator[tuple[Request, bool]]:
+        """In turn, tenants of one rank together: the oldest of their requests, which is true of it, then the others in
+        their order, and those of tenants that have `part` slots by then, `held` being what they have, after all others:
+        who was served least would have all that come free at once, and lose some of them again (reclaim.py)."""
+        by_turn: dict[tuple[bool, int], list[bytes]] = {}
+        for tenant in self._by_tenant:
+            by_turn.setdefault((held[tenant] >= part, ranks[tenant]), []).append(tenant)
         last: list[Request] = []
-        for (had_its_part, _), lists in sorted(by_turn.items()):
+        for (had_its_part, _), tenants in sorted(by_turn.items()):
             if had_its_part:
-                yield from last
+                yield from ((request, False) for request in last)
                 last = []
+            first = min((self._by_age[tenant][0] for tenant in tenants), key=by_age)
+            if first.last_hits >= 0:
+                yield first, True
+            lists = [self._by_tenant[tenant] for tenant in tenants]
             for _, request in lists[0] if len(lists) == 1 else merge(*lists, key=_place):
                 if request is first:
                     continue
                 if held[request.cache_salt] >= part and not had_its_part:
                     last.append(request)
                 else:
-                    yield request
-        yield from last
+                    yield request, False
+        yield from ((request, False) for request in last)
 
     def _has_room(self, request: Request, plan: PrefillPlan, num_hits: int, oldest: Request) -> bool:
         return plan.has_room(request, num_hits * self.cache.block_size, may_be_oldest=request is oldest)
@@ -225,13 +238,12 @@ class WaitingQueue:
         if not places:
             del self._by_tenant[request.cache_salt]
 
-    def _may_have_slot(self, request: Request, slotless: Request | None) -> bool:
+    def _may_have_slot(self, request: Request, slotless: _Passed) -> bool:
         """Whether its adapter has a slot or can have one; not past another request that has waited long for a slot, so
         that slots come free: requests of the base model take none."""
         if request.adapter is None:
             return True
-        waits_too_long = slotless is not None and slotless.num_slot_bypassed >= MAX_BYPASSES
-        return not waits_too_long and self.adapters.may_start(request.adapter)
+        return slotless.most < MAX_BYPASSES and self.adapters.may_start(request.adapter)
 
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
         if self._matched_in_vain >= MATCHED_IN_VAIN or not self._may_fit(request, num_running):
@@ -265,6 +277,16 @@ class WaitingQueue:
                 request.blocks_needed = 0  # fewer than at the last look, once the twin is done
                 return not stands_still
         return False
+
+
+def _count_passed(bypassed: _Passed, slotless: _Passed, by: Request) -> None:
+    for request in bypassed.requests:
+        request.num_bypassed += 1
+    bypassed.most += bool(bypassed.requests)
+    if by.adapter is not None:
+        for request in slotless.requests:
+            request.num_slot_bypassed += 1
+        slotless.most += bool(slotless.requests)
 
 
 def _place(entry: tuple[Place, Request]) -> Place:

@@ -170,6 +170,34 @@ def test_a_stream_of_requests_of_one_adapter_does_not_keep_another_waiting_for_e
     engine.assert_nothing_is_held()
 
 
+def test_nor_where_another_tenant_comes_first_now_and_then(tmp_path: Path) -> None:
+    engine = Engine(1000, max_loras=1, max_num_seqs=16)
+    with_adapters(engine, tmp_path, 2)
+    sent = 0
+
+    def flood() -> None:
+        nonlocal sent
+        while len(engine.scheduler.waiting) + len(engine.link.inbox) < 20:
+            engine.add(f"own{sent}", [1, 2, 3], max_tokens=100 + sent % 40, salt=b"a", adapter="a1", ignore_eos=True)
+            sent += 1
+
+    flood()
+    engine.turn()
+    prompt = tokens(random.Random(0), 6000)  # so long that short ones come before it
+    engine.add("patient", prompt, max_tokens=4, salt=b"a", adapter="a2")
+    last = engine.num_turns + 2000
+    while "patient" not in engine.reasons:
+        flood()
+        if engine.num_turns % 10 == 0:
+            engine.add(f"other{engine.num_turns}", [9, 9], max_tokens=2, salt=b"b", adapter="a1")
+        engine.turn()
+        assert engine.num_turns < last
+    assert engine.tokens["patient"] == expected(prompt, 4, adapter=2)
+    engine.abort(*engine.scheduler.open.by_id)
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
 def test_a_placement_that_fails_costs_the_requests_of_that_adapter_only(tmp_path: Path) -> None:
     engine = Engine(max_loras=2)
     with_adapters(engine, tmp_path, 2)

@@ -249,6 +249,26 @@ async def test_an_engine_without_room_for_its_sockets_leaves_nothing(
     assert not list(far_away.iterdir())
 
 
+@pytest.mark.parametrize("most", range(1, 4))
+@in_loop
+async def test_an_engine_for_which_there_are_no_sockets_says_so_and_leaves_nothing(
+    most: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Full(zmq.Context):  # type: ignore[type-arg]
+        def __init__(self, io_threads: int) -> None:
+            super().__init__(io_threads)
+            self.set(zmq.MAX_SOCKETS, most)
+
+    monkeypatch.setattr(zmq, "Context", Full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    client = EngineClient(config())
+    with pytest.raises(EngineUnavailable, match="cannot be started: Too many open files"):
+        await client.start()
+    assert not client.alive
+    await client.shutdown()
+    assert not list(tmp_path.iterdir())
+
+
 @in_loop
 async def test_an_engine_that_cannot_be_started_again_stays_dead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -148,6 +148,76 @@ def test_a_request_that_waits_for_blocks_is_not_bypassed_for_ever() -> None:
     engine.assert_nothing_is_held()
 
 
+def test_nor_is_it_where_another_tenant_comes_first_now_and_then() -> None:
+    """Its requests are few and short. Others of its own tenant must not come in with them, and take what is free."""
+    rng = random.Random(0)
+    engine = Engine(401, 16, budget=512, max_num_seqs=16)
+    number = 0
+
+    def flood() -> None:
+        nonlocal number
+        while len(engine.scheduler.waiting) + len(engine.link.inbox) < 16:
+            engine.add(f"own{number}", tokens(rng, 30), max_tokens=rng.randrange(100, 200), salt=b"a", ignore_eos=True)
+            number += 1
+
+    flood()
+    engine.turn()
+    engine.add("giant", tokens(rng, 5700), max_tokens=1, salt=b"a")
+    while "giant" not in engine.tokens:
+        flood()
+        if engine.num_turns % 10 == 0:
+            engine.add(f"other{engine.num_turns}", tokens(rng, 20), max_tokens=4, salt=b"b")
+        engine.turn()
+        assert engine.num_turns < 3000
+    assert engine.tokens.keys() >= {"other200", "other400", "other600"}, "these did not wait for it"
+    engine.abort(*engine.scheduler.open.by_id)
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
+def answer_a_long_one_in_a_flood(
+    engine: Engine, kinds: dict[bytes, tuple[int, range]], long: int, within: int, rng: random.Random
+) -> None:
+    """`kinds`: tokens of a tenant's prompts, and of their answers: 16 of each always wait. Asks for one that takes
+    `long` tokens and is of the first tenant, which is to be answered within so many turns."""
+    number = 0
+
+    def flood() -> None:
+        nonlocal number
+        for tenant, (length, counts) in kinds.items():
+            coming = sum(message.cache_salt == tenant for message in engine.link.inbox)
+            for _ in range(16 - coming - engine.scheduler.fairness.num_waiting(tenant)):
+                count = rng.choice(counts)
+                engine.add(f"r{number}", tokens(rng, length), max_tokens=count, salt=tenant, ignore_eos=True)
+                number += 1
+
+    for _ in range(20):
+        flood()
+        engine.turn()
+    engine.add("long", tokens(rng, long), max_tokens=1, salt=next(iter(kinds)))
+    while "long" not in engine.tokens:
+        flood()
+        engine.turn()
+        assert engine.num_turns < within
+    engine.abort(*engine.scheduler.open.by_id)
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
+def test_a_request_of_a_tenant_that_is_served_more_is_not_passed_for_ever_by_its_own() -> None:
+    """Both tenants have all slots that are their part, and it is never the turn of the one with longer prompts."""
+    engine = Engine(2000, 16, budget=1024, max_num_seqs=16)
+    kinds = {b"a": (200, range(10, 20)), b"b": (5, range(20, 40))}
+    answer_a_long_one_in_a_flood(engine, kinds, 6000, 500, random.Random(0))
+
+
+def test_a_request_that_waits_for_blocks_behind_another_tenants_is_not_passed_for_ever() -> None:
+    """That one waits for blocks, too, and is looked at before it, as its tenant has few slots."""
+    engine = Engine(251, 16, budget=1024, max_num_seqs=16)
+    kinds = {b"a": (5, range(100, 200)), b"b": (700, range(50, 100))}
+    answer_a_long_one_in_a_flood(engine, kinds, 3600, 2000, random.Random(0))
+
+
 def test_sixty_four_long_requests_on_a_pool_for_eight_all_finish_unchanged() -> None:
     rng = random.Random(0)
     engine = Engine(8 * 20 + 1, 16, budget=512, max_num_seqs=64)

@@ -16,7 +16,7 @@ from server.engine.prefill import PrefillPlan
 from server.engine.request import Request
 from server.engine.step_time import StepTimeModel, StepWork
 from server.engine.token_ids import TokenIds
-from server.engine.waiting import WaitingQueue
+from server.engine.waiting import MAX_BYPASSES, WaitingQueue
 
 BLOCK_SIZE = 16
 
@@ -28,16 +28,22 @@ class Queue:
         self.cache = KVCache(num_blocks, BLOCK_SIZE)
         self.fairness = FairShare()
         self.model = StepTimeModel()
-        self.waiting = WaitingQueue(self.cache, AdapterTable(), self.model, self.fairness)
+        self.adapters = AdapterTable(max_loras=1, max_registered=9)
+        self.waiting = WaitingQueue(self.cache, self.adapters, self.model, self.fairness)
         self.running: list[Request] = []
         self.num_added = 0
 
-    def add(self, prompt: int | list[int], tenant: bytes = b"", *, entered_at: float = 0.0) -> Request:
+    def add(
+        self, prompt: int | list[int], tenant: bytes = b"", *, entered_at: float = 0.0, adapter: str = ""
+    ) -> Request:
         number = self.num_added
         if isinstance(prompt, int):
             prompt = random.Random(number).choices(range(30_000), k=prompt)
         message = AddRequest(f"r{number}", TokenIds(prompt), SamplingParams(max_tokens=8), tenant)
-        request = Request(message, sequence_number=number, eos_token_ids=(), max_model_len=10**6, now=0.0)
+        request = Request(
+            message, sequence_number=number, eos_token_ids=(), max_model_len=10**6, now=0.0,
+            adapter=self.adapters.find(adapter),
+        )  # fmt: skip
         request.entered_at = entered_at
         self.num_added += 1
         self.waiting.add(request)
@@ -205,6 +211,25 @@ def test_looking_at_those_that_do_not_fit_takes_little_of_a_step(monkeypatch: py
         assert not queue.admit(10**9)
         assert len(matched) <= 2
         assert sum(matched) <= 20_000 + 10_000
+
+
+def test_who_waits_for_an_adapters_slot_behind_another_tenants_is_passed_no_more_often_than_that() -> None:
+    queue = Queue()
+    for number, name in enumerate(("in its slot", "wanted first", "wanted too")):
+        queue.adapters.register(number, name, "")
+    holder = queue.adapters.find("in its slot")
+    assert holder is not None
+    queue.adapters.start(holder)
+    before = queue.add(100, b"before", adapter="wanted first")
+    queue.fairness.charge(b"served more", inputs=2 * QUANTUM)
+    patient = queue.add(100, b"served more", adapter="wanted too")
+    passing = [queue.add(100, b"served more", adapter="in its slot").request_id for _ in range(MAX_BYPASSES)]
+    assert queue.admit(100_000) == passing
+    queue.waiting.remove(before)
+    queue.add(100, b"served more", adapter="in its slot")
+    assert not queue.admit(100_000)
+    queue.adapters.stop(holder)
+    assert queue.admit(100)[0] == patient.request_id
 
 
 def test_a_request_can_leave_before_and_after_it_was_looked_at() -> None:
