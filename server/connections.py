@@ -121,7 +121,9 @@ class ImpatientProtocol(H11Protocol):
             error: LongwaveError = HeadersTooLarge(message)
         else:
             error = InvalidRequest(msg)
-        if self._refuse(error):
+        is_told = self._refuse(error)
+        self._end_exchange()
+        if is_told:
             self._linger()
         else:
             self.transport.close()
@@ -145,12 +147,15 @@ class ImpatientProtocol(H11Protocol):
             return False
         return True
 
+    def _end_exchange(self) -> None:
+        """Nothing more of an answer can be sent: whoever writes it is told, as of a client that has gone."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
+            self.cycle.message_event.set()
+
     def _linger(self) -> None:
         """Closes once the client has, or soon: closing on unread bytes resets the connection, and the client may lose
         what it was told."""
-        if self.cycle is not None and not self.cycle.response_complete:  # its own answer comes too late
-            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
-            self.cycle.message_event.set()
         self._lingering = self.loop.call_later(LINGER_SECONDS, self.transport.close)
         self.flow.resume_reading()
         with contextlib.suppress(OSError):  # the client has gone

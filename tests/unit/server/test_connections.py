@@ -14,7 +14,10 @@ import pytest
 from scripted_engine import LIMIT, live_server, wait_until
 
 from server import connections, process
-from server.connections import HEADER_BYTES, MOST_FILES, TURNS, connection_limits, raise_file_limit
+from server.asgi import Receive, Scope, Send
+from server.connections import HEADER_BYTES, MOST_FILES, TURNS, ImpatientProtocol, connection_limits, raise_file_limit
+from server.errors import LongwaveError
+from server.settings import Settings
 
 ASK = b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n"
 CLOSE = ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
@@ -94,6 +97,53 @@ def test_headers_without_end_are_refused_with_their_limit(start: bytes) -> None:
     error = json.loads(body)["error"]
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "headers_too_large")
     assert f"{HEADER_BYTES} bytes" in error["message"]
+
+
+def test_an_answer_that_is_broken_off_by_its_requests_body_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no chunk comes when the answer has begun; the rest of it is sent before the connection is closed."""
+    refuse, failures = ImpatientProtocol._refuse, list[Exception]()
+
+    async def exchange() -> bytes:
+        go_on, ended = asyncio.Event(), asyncio.Event()
+
+        def refuse_and_go_on(self: ImpatientProtocol, error: LongwaveError) -> bool:
+            go_on.set()
+            return refuse(self, error)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "lifespan":
+                for stage in ("startup", "shutdown"):
+                    await receive()
+                    await send({"type": f"lifespan.{stage}.complete"})
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+            await send({"type": "http.response.body", "body": b"an", "more_body": True})
+            await go_on.wait()
+            try:
+                await send({"type": "http.response.body", "body": b"sw"})
+            except Exception as error:
+                failures.append(error)
+            ended.set()
+
+        monkeypatch.setattr(ImpatientProtocol, "_refuse", refuse_and_go_on)
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = process.Server(process.uvicorn_config(app, Settings()))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n")
+        received = await asyncio.wait_for(reader.readuntil(b"\r\n\r\nan"), LIMIT)
+        writer.write(b"no chunk\r\n")
+        await asyncio.wait_for(ended.wait(), LIMIT)
+        with suppress(ConnectionResetError):
+            received += await asyncio.wait_for(reader.read(), LIMIT)
+        writer.close()
+        server.should_exit = True
+        await serving
+        return received
+
+    received = asyncio.run(exchange())
+    assert received.endswith(b"\r\n\r\nan")
+    assert failures == []
 
 
 def test_a_refusal_is_not_lost_with_what_the_client_still_sends(monkeypatch: pytest.MonkeyPatch) -> None:
