@@ -180,6 +180,7 @@ class Scheduler:
                 continue
             if row.drafts and self.drafter is not None:
                 self.drafter.count(len(row.drafts), num_right)
+                self.fairness.charge(request.cache_salt, outputs=len(token_ids) - 1)  # one was when it was scheduled
             request.last_token_time = now
             if request.num_generated == len(token_ids):
                 request.first_token_time = now

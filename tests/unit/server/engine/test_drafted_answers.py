@@ -39,6 +39,17 @@ def test_a_quotation_takes_fewer_steps_than_it_has_tokens() -> None:
     engine.assert_nothing_is_held()
 
 
+def test_tokens_that_were_guessed_count_for_whose_turn_it_is_as_any_others() -> None:
+    engine = Engine()
+    prompts = {b"quoting": quoting(random.Random(0), 200), b"other": tokens(random.Random(1), 206)}
+    for salt, prompt in prompts.items():
+        engine.add(salt.decode(), prompt[:206], max_tokens=300, salt=salt)
+    engine.run()
+    assert accepted(engine) > 100
+    quoted, other = map(engine.scheduler.fairness.served, prompts)
+    assert quoted == other
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("budget", [24, 4096])
