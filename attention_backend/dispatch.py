@@ -187,23 +187,26 @@ def _in_order(args: AttentionArgs) -> tuple[Capability, ...]:
 def run(args: AttentionArgs) -> Result:
     """Attention by the selected kernel: out `args.out_shape`, lse `args.lse_shape` in float32
     (float64 for float64 inputs)."""
-    spec = select(args)
-    count(spec.kernel)
-    return _implementation(spec.kernel)(args)
+    return _run(select(args), args)
 
 
 def run_both(few: AttentionArgs, many: AttentionArgs) -> tuple[Result, Result]:
     """Two problems of one step, of which one has few rows a sequence: beside each other where there are kernels for
     that."""
-    kernels = select(few).kernel, select(many).kernel
-    if kernels == ("flash_decode", "flash_fwd_sm90"):
+    first, second = select(few), select(many)
+    if (first.kernel, second.kernel) == ("flash_decode", "flash_fwd_sm90"):
         from attention_backend.kernels import beside
 
         if beside.serves(few, many):
-            for kernel in kernels:
-                count(kernel)
+            count(first.kernel)
+            count(second.kernel)
             return beside.forward(few, many)
-    return run(few), run(many)
+    return _run(first, few), _run(second, many)
+
+
+def _run(spec: KernelSpec, args: AttentionArgs) -> Result:
+    count(spec.kernel)
+    return _implementation(spec.kernel)(args)
 
 
 def count(kernel: str) -> None:

@@ -14,7 +14,7 @@ FEWEST_ROWS = 8  # of a tile
 #: Of the multiprocessors, for decodes beside a chunk: 80 of an H200's 132, a block each, read 4.2 TB/s where all read
 #: 4.45.
 BESIDE_SHARE = 0.61
-LEAST_BESIDE = 0.4  # of fewer, decodes would be slower than the chunk beside them lets them be
+LEAST_BESIDE = 0.4  # with fewer, decodes take longer than their company saves
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
 _HOPPER = "sm_90a"
 

@@ -1,5 +1,5 @@
-"""Two launches that run at once: flash_decode_sm90 on some multiprocessors, flash_fwd_sm90 on the others. One waits for
-memory, the other for the tensor cores, and on all multiprocessors neither is any faster than on a part of them.
+"""Two launches that run at once: flash_decode_sm90 on some multiprocessors, which read nearly as fast as all of them,
+flash_fwd_sm90 on the others.
 
 The forward is launched last, may start as soon as all of the decode's blocks have, and draws its tiles: its blocks fill
 the multiprocessors that the decode leaves, and take those that it gives back. Assumes that dispatch checked both."""

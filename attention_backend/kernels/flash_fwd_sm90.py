@@ -207,7 +207,8 @@ def _launch(
     tiles = -(-args.seqlen_q * work.pack // plan.tile_rows) * work.heads * work.batch * plan.num_splits
     cluster = layout.config.cluster
     key_maps = _key_maps(args, layout)
-    # Nothing is allocated between the two launches: it might be memory that the first one still uses.
+    # Nothing is allocated between the two launches, as it might be memory that the first one still uses; but counters
+    # are, where there were too few: what clears them waits for that one, and this kernel then follows.
     taken = 0 if beside is None else beside()
     counters = workspace.counters(args.q.device, taken + _COUNTERS)
     work.counters = counters.data_ptr() + 4 * taken
