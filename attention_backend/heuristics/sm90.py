@@ -50,6 +50,13 @@ FEW_TILES = 2.5  # for each SM: where some may be much longer than others
 SOME_TILES, SOME_SPLITS = 9, 3  # the same, where tiles are so long that a last round which is half empty costs more
 MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
+PART_STEPS = 5  # what a part costs beside its steps: its result is written, and read by the merge
+MOST_ROUNDS = 8  # of parts: their results take memory, 100 MB so many on an H200 at head_dim 128
+NEARLY = 1.02  # as fast: the fewest parts with which a problem is that
+#: Rows of a chunk, all of which see this share of the keys at least:
+EVEN_KEYS = 0.75
+#: tiles of 128 rows are so many times as fast there if they hold the rows of a group as if those of one head.
+PACKED_GAIN = 1.03
 
 _SHARED_MEMORY = 227 * 1024
 _TILE_SLOTS = 4  # descriptions of tiles
@@ -246,27 +253,53 @@ def page_rows(page_size: int, block_n: int) -> int | None:
 @lru_cache(maxsize=1024)  # the layers of a step have one
 def hopper_plan(config: HopperConfig, sizes: HopperSizes) -> HopperPlan:
     """Whether a group's rows are packed, and into how many parts the keys of a tile are cut."""
-    seqlen_q, seqlen_k, batch, heads, group, num_sms, packable, num_splits, total_rows, partial = sizes[:10]
-    tile_rows = config.block_m // group * group if group <= config.block_m else 0
-    pack = packable and group > 1 and tile_rows > 0
-    ragged = sizes.ragged
-    rows = batch * seqlen_q if total_rows is None else min(batch * seqlen_q, total_rows)
-    if pack and not (ragged and -(-rows * group // tile_rows) * (heads // group) < FEW_TILES * num_sms):
-        packed = _share(seqlen_q * group, tile_rows) * tile_rows / config.block_m
-        pack = _share(seqlen_q, config.block_m) < 0.9 * packed
-    if not pack:
-        tile_rows = config.block_m
-    per_row, lines = (group, heads // group) if pack else (1, heads)
-    if total_rows is None:
-        tiles = -(-seqlen_q * per_row // tile_rows) * batch * lines
-    else:
-        tiles = -(-rows * per_row // tile_rows) * lines
-    steps = max(1, -(-seqlen_k // config.block_n))
-    if num_splits == 0 and (ragged or partial):
-        most = _most_splits(tiles, steps, num_sms)
-        return HopperPlan(pack, tile_rows, most, chosen=most > 1)
-    splits = min(num_splits, MAX_SPLITS) or _splits(tiles, steps, num_sms)
-    return HopperPlan(pack, tile_rows, splits)
+    pack = sizes.packable and 1 < sizes.group <= config.block_m and _packs(config, sizes)
+    if sizes.num_splits == 0 and (sizes.ragged or sizes.partial):
+        steps = max(1, -(-sizes.seqlen_k // config.block_n))
+        most = _most_splits(_num_tiles(config, sizes, pack=pack), steps, sizes.num_sms)
+        return HopperPlan(pack, _tile_rows(config, sizes, pack=pack), most, chosen=most > 1)
+    return even_plan(config, sizes, pack=pack)
+
+
+def _packs(config: HopperConfig, sizes: HopperSizes) -> bool:
+    """Few rows over many keys by time, others by what their last tiles leave empty."""
+    few = _num_tiles(config, sizes, pack=True) < FEW_TILES * sizes.num_sms
+    if few and sizes.ragged:
+        return True
+    tile_rows = _tile_rows(config, sizes, pack=True)
+    seen = _keys_seen(tile_rows // sizes.group, sizes)
+    if few and not sizes.partial and seen.least >= EVEN_KEYS * seen.most:
+        alone, packed = (_even_time(config, sizes, even_plan(config, sizes, pack=pack)) for pack in (False, True))
+        return packed < alone
+    filled = _share(sizes.seqlen_q * sizes.group, tile_rows) * tile_rows / config.block_m
+    return _share(sizes.seqlen_q, config.block_m) < 0.9 * filled
+
+
+def _tile_rows(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> int:
+    return config.block_m // sizes.group * sizes.group if pack else config.block_m
+
+
+def _num_tiles(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> int:
+    tile_rows, (per_row, lines) = _tile_rows(config, sizes, pack=pack), _per_row(sizes, pack=pack)
+    if sizes.total_rows is None:
+        return -(-sizes.seqlen_q * per_row // tile_rows) * sizes.batch * lines
+    return -(-min(sizes.batch * sizes.seqlen_q, sizes.total_rows) * per_row // tile_rows) * lines
+
+
+def _per_row(sizes: HopperSizes, *, pack: bool) -> tuple[int, int]:
+    """A query's rows of a tile, and how many heads' tiles there are."""
+    return (sizes.group, sizes.heads // sizes.group) if pack else (1, sizes.heads)
+
+
+@lru_cache(maxsize=1024)
+def even_plan(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> HopperPlan:
+    """For sequences as long as each other, or given parts."""
+    tile_rows, tiles = _tile_rows(config, sizes, pack=pack), _num_tiles(config, sizes, pack=pack)
+    parts = sizes.num_splits
+    if parts == 0 and tiles < FEW_TILES * sizes.num_sms:
+        seen = _keys_seen(tile_rows // _per_row(sizes, pack=pack)[0], sizes)
+        parts = _splits(seen, tiles, config.block_n, sizes.num_sms)
+    return HopperPlan(pack, tile_rows, max(1, min(parts, MAX_SPLITS)))
 
 
 @lru_cache(maxsize=1024)
@@ -282,21 +315,54 @@ def is_tall(tiles: tuple[int, int], config: HopperConfig, sizes: HopperSizes) ->
 def _time(config: HopperConfig, sizes: HopperSizes) -> float:
     """Of all tiles, in rows times keys of one, were every configuration as fast."""
     plan = hopper_plan(config, sizes)
-    per_row = sizes.group if plan.pack else 1
-    rows, lines = plan.tile_rows // per_row, sizes.heads // per_row
-    seqlen_q, seqlen_k, batch = sizes[:3]
-    most = seqlen_k if sizes.window is None else min(seqlen_k, sizes.window + rows)
     if sizes.uneven:  # how long each sequence is only the device knows: half of its last tile is empty
+        per_row, lines = _per_row(sizes, pack=plan.pack)
+        rows, (seqlen_q, seqlen_k, batch) = plan.tile_rows // per_row, sizes[:3]
         num_tiles = max(batch, (sizes.total_rows or 0) / rows + batch / 2) * lines
         own = (sizes.typical_rows + rows) / 2 if sizes.causal else sizes.typical_rows
-        return config.block_m * min(max(seqlen_k - seqlen_q + own, 1), most) * num_tiles / sizes.num_sms
-    ends = (min(first + rows, seqlen_q) for first in range(0, seqlen_q, rows))
-    keys = [min(max(seqlen_k - (seqlen_q - end if sizes.causal else 0), 1), most) for end in ends]
-    parts = plan.num_splits
-    rounds = len(keys) * batch * lines * parts / sizes.num_sms
-    # The longest are drawn first: what stands still at the end does so for as long as the shortest take.
-    spent = sum(keys) / len(keys) * rounds + (ceil(rounds) - rounds) * min(keys)
-    return config.block_m * max(*keys, spent) / parts
+        keys = min(max(seqlen_k - seqlen_q + own, 1), _most_seen(rows, sizes))
+        return config.block_m * keys * num_tiles / sizes.num_sms
+    return _even_time(config, sizes, plan)
+
+
+def _even_time(config: HopperConfig, sizes: HopperSizes, plan: HopperPlan) -> float:
+    """See _time; of sequences as long as each other."""
+    per_row, lines = _per_row(sizes, pack=plan.pack)
+    seen = _keys_seen(plan.tile_rows // per_row, sizes)
+    walked = _walked(seen, seen.tiles * sizes.batch * lines, plan.num_splits, config.block_n, sizes.num_sms)
+    return config.block_m * walked / (PACKED_GAIN if plan.pack and config.block_m == 128 else 1)
+
+
+class _KeysSeen(NamedTuple):
+    """Of one sequence's rows: how many tiles they are, and how many keys those see at least, on average and at most."""
+
+    tiles: int
+    least: int
+    mean: float
+    most: int
+
+
+def _most_seen(rows: int, sizes: HopperSizes) -> int:
+    """Keys that a tile of `rows` queries may see."""
+    return sizes.seqlen_k if sizes.window is None else min(sizes.seqlen_k, sizes.window + rows)
+
+
+@lru_cache(maxsize=1024)
+def _keys_seen(rows: int, sizes: HopperSizes) -> _KeysSeen:
+    most = _most_seen(rows, sizes)
+    ends = (min(first + rows, sizes.seqlen_q) for first in range(0, sizes.seqlen_q, rows))
+    keys = [min(max(sizes.seqlen_k - (sizes.seqlen_q - end if sizes.causal else 0), 1), most) for end in ends]
+    return _KeysSeen(len(keys), min(keys), sum(keys) / len(keys), max(keys))
+
+
+def _walked(seen: _KeysSeen, tiles: int, parts: int, block_n: int, num_sms: int) -> float:
+    """Keys that the device's busiest multiprocessor walks, and what its parts cost beside that, in keys too.
+
+    The longest tiles are drawn first: what stands still at the end does so for as long as the shortest take.
+    """
+    rounds = tiles * parts / num_sms
+    spent = seen.mean * rounds + (ceil(rounds) - rounds) * seen.least
+    return max(seen.most, spent) / parts + (ceil(rounds) * PART_STEPS * block_n if parts > 1 else 0)
 
 
 def _share(rows: int, tile_rows: int) -> float:
@@ -304,13 +370,11 @@ def _share(rows: int, tile_rows: int) -> float:
     return rows / (-(-rows // tile_rows) * tile_rows)
 
 
-def _splits(tiles: int, steps: int, num_sms: int) -> int:
-    """The fewest parts of the keys that come within a tenth of the best use of the device; 1 where tiles are many."""
-    if tiles >= 0.8 * num_sms or steps < 2 * FEWEST_STEPS:
-        return 1
-    most = min(MAX_SPLITS, steps // FEWEST_STEPS, num_sms)
-    use = [tiles * s / (-(-tiles * s // num_sms) * num_sms) for s in range(1, most + 1)]
-    return next(s for s, u in enumerate(use, 1) if u >= 0.9 * max(use))
+def _splits(seen: _KeysSeen, tiles: int, block_n: int, num_sms: int) -> int:
+    """The fewest parts of the keys that are nearly as fast as any number."""
+    most = max(1, min(MAX_SPLITS, seen.most // block_n // FEWEST_STEPS, int(MOST_ROUNDS * num_sms) // tiles))
+    times = [_walked(seen, tiles, parts, block_n, num_sms) for parts in range(1, most + 1)]
+    return next(parts for parts, time in enumerate(times, 1) if time <= NEARLY * min(times))
 
 
 def _most_splits(tiles: int, steps: int, num_sms: int) -> int:

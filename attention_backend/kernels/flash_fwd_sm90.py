@@ -15,6 +15,7 @@ from attention_backend.heuristics.sm90 import (
     LONG,
     HopperPlan,
     HopperSizes,
+    even_plan,
     hopper_plan,
     is_tall,
     owns_keys,
@@ -50,6 +51,7 @@ def forward(
     own: bool | None = None,
     cluster: str | None = None,
     tall: bool | None = None,
+    pack: bool | None = None,
     beside: Callable[[], int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention on a Hopper GPU. Returns out `args.out_shape` and lse `args.lse_shape` (float32).
@@ -57,9 +59,10 @@ def forward(
     With `sparsity` (dense queries and keys, no other mask) a block of rows sees the blocks of keys on its list.
     `own`: whether each warpgroup leaves out keys that none of its own rows sees. `cluster`: whose blocks load keys for
     each other: BY_ROWS, BY_HEADS (of an even number for each key head) or ALONE (nobody's). `tall`: whether tiles have
-    192 rows instead of 128, all of which take each step together. By default where that is faster; raises ValueError
-    where it cannot be. `beside` launches a kernel that lets the next one start, and returns how many of the stream's
-    counters that uses: this one runs beside it, on the multiprocessors that it leaves, and ends after it.
+    192 rows instead of 128, all of which take each step together. `pack`: whether a tile holds the rows of all query
+    heads of a key head. By default where that is faster; raises ValueError where it cannot be.
+    `beside` launches a kernel that lets the next one start, and returns how many of the stream's counters that uses:
+    this one runs beside it, on the multiprocessors that it leaves, and ends after it.
     """
     out = args.q.new_empty(args.out_shape)
     lse = args.q.new_empty(args.lse_shape, dtype=torch.float32)
@@ -67,7 +70,7 @@ def forward(
         return out, lse.fill_(-torch.inf)
     if _no_keys(args):
         return out.zero_(), lse.fill_(-torch.inf)
-    which, plan = _plan(args, sparsity is not None, args.num_splits, own, cluster, tall)
+    which, plan = _plan(args, sparsity is not None, args.num_splits, own, cluster, tall, pack)
     if plan.num_splits == 1:
         _launch(args, which, plan, out, lse, sparsity, beside)
     else:
@@ -114,6 +117,7 @@ def _plan(
     own: bool | None = None,
     cluster: str | None = None,
     tall: bool | None = None,
+    pack: bool | None = None,
     partial: bool = False,
 ) -> tuple[HopperOptions, HopperPlan]:
     """How the problem is run; `num_splits` 0: as many as fill the device. `partial`: see HopperSizes."""
@@ -149,7 +153,9 @@ def _plan(
     elif tall:
         raise ValueError(f"no tile of 192 rows serves {which}")
     config = hopper_layout(which).config
-    plan = hopper_plan(config, sizes)
+    if pack and not (sizes.packable and 1 < group <= config.block_m):
+        raise ValueError(f"no tile holds the rows of {group} query heads of a key head, under {options}")
+    plan = hopper_plan(config, sizes) if pack is None else even_plan(config, sizes, pack=pack)
     # Through a window rows see few keys; what a descriptor says is not known here.
     bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None
     apart = not plan.pack and plan.num_splits == 1

@@ -279,6 +279,29 @@ def test_parts_that_are_merged_in_any_case_may_be_as_many_as_fill_the_device(row
         assert min(times) < 1.2 * tiles * keys / 132
 
 
+@pytest.mark.parametrize("keys", [50_000, 131_072, 1_000_000])
+def test_whatever_the_rows_of_a_chunk_the_device_is_full(keys: int) -> None:
+    """32 heads on 8: 633 rows are 5 rounds of tiles, of four parts each, and would be two of whole ones, of which the
+    second would be a fifth full."""
+    for rows in range(96, 1320, 12):
+        sizes = sizes_of(1, rows, keys)._replace(causal=True)
+        base = config_of((128, 128), (True, True, False, False))
+        config = sm90.TALL_TILES[128, 128] if sm90.is_tall((128, 128), base, sizes) else base
+        plan = hopper_plan(config, sizes)
+        per_row = 4 if plan.pack else 1
+        tiles = -(-rows * per_row // plan.tile_rows) * (32 // per_row)
+        rounds = -(-tiles * plan.num_splits // 132)
+        assert 32 * rows * plan.num_splits / (132 * rounds * config.block_m) > 0.82, (rows, config, plan)
+        assert tiles * plan.num_splits <= sm90.MOST_ROUNDS * 132 or plan.num_splits == 1
+
+
+def test_a_prompt_s_own_rows_are_packed_where_their_last_tiles_would_be_empty() -> None:
+    """Not by the time of parts: rows see from few to all keys, and may own some."""
+    config = config_of((128, 128), (False, True, False, False))
+    for rows in (256, 512, 1024):
+        assert hopper_plan(config, sizes_of(1, rows, rows)._replace(causal=True)) == HopperPlan(False, 128, 1)
+
+
 def test_short_rows_are_packed_and_long_ones_are_not() -> None:
     config = config_of((128, 128), (False, True, False, False))
     assert hopper_plan(config, sizes_of(1, 32, 4096)).pack
@@ -344,10 +367,21 @@ def test_which_lengths_have_tiles_of_192_rows(width: int, length: int, causal: b
 
 @pytest.mark.parametrize(
     ("rows", "keys", "tall"),
-    [(8192, 8192, True), (8192, 65_536, True), (2048, 32_768, False), (2048, 8192, False), (512, 65_536, False)],
+    [
+        (8192, 8192, True),
+        (8192, 65_536, True),
+        (2048, 32_768, False),
+        (2048, 8192, False),
+        (512, 65_536, True),
+        (512, 12_000, False),
+        (249, 100_000, False),
+        (441, 100_000, False),
+        (889, 100_000, True),
+    ],
 )
 def test_which_chunks_of_a_prompt_have_tiles_of_192_rows(rows: int, keys: int, tall: bool) -> None:
-    """As measured on an H200: 32 heads on 8. 2,048 rows are 3.9 rounds of tiles of 128 rows and 2.7 of 192: 4 and 3."""
+    """As measured on an H200: 32 heads on 8. 2,048 rows are 3.9 rounds of tiles of 128 rows and 2.7 of 192: 4 and 3. Of
+    few rows over many keys packed tiles are cut into parts, so that rounds are whole either way."""
     assert is_tall(128, sizes_of(1, rows, keys)._replace(causal=True)) == tall
 
 

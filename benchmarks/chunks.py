@@ -1,0 +1,102 @@
+"""Chunks of a prompt over what is in the cache: the Hopper forward's tiles of 128 and 192 rows, of one head's rows and
+of a key head's group's, beside what is chosen, and beside keys that are not cut into parts.
+
+    python benchmarks/chunks.py [--rows 249,505,889] [--contexts 12000,100000] [--out results.json]
+
+bfloat16, 32 query heads on 8 key heads, head_dim 128, shuffled pages of 32 keys, a causal mask. A step that has decodes
+beside it lasts as long as those want, so its chunk has any number of rows, fewer the deeper it is. All ways run on the
+same random inputs in turns of 15 ms, without an L2 flush, as layers follow each other; their outputs are compared
+first. Each form has as many parts as `attention_backend.heuristics.sm90` gives it, whose constants are chosen by these
+numbers.
+
+A minute on an H200. Exit code 0: timed. 1: some disagree. 2: no NVIDIA GPU.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
+from torch import Tensor
+
+from attention_backend.problem import AttentionArgs
+from benchmarks import machine
+from benchmarks.arguments import numbers, require_gpu
+from benchmarks.shared_keys import PAGE, Cell
+from benchmarks.stopwatch import Stopwatch, alternate
+
+ROWS = "128,249,377,441,505,569,633,697,761,825,889,953,1017,1273"
+CONTEXTS = "12000,40000,100000"
+CHOSEN, WHOLE = "chosen", "whole keys"
+FORMS = {"128": (False, False), "128 packed": (False, True), "192": (True, False), "192 packed": (True, True)}
+_TOLERANCE = 1e-2  # of outputs whose keys were added in another order
+_ROUNDS = 4
+
+Forward = Callable[[], tuple[Tensor, Tensor]]
+
+
+def ways(args: AttentionArgs) -> dict[str, Forward]:
+    """By name; all compute the same."""
+    from attention_backend.heuristics.sm90 import ALONE
+    from attention_backend.kernels.flash_fwd_sm90 import forward
+
+    forms: dict[str, Forward] = {
+        name: partial(forward, args, cluster=ALONE, own=False, tall=tall, pack=pack)
+        for name, (tall, pack) in FORMS.items()
+    }
+    return {CHOSEN: partial(forward, args), WHOLE: partial(forward, replace(args, num_splits=1)), **forms}
+
+
+def measure(cell: Cell, watch: Stopwatch) -> dict[str, float]:
+    """Milliseconds of each way. Raises ArithmeticError where one disagrees."""
+    calls = ways(cell.problem(watch.device))
+    outs = {name: call()[0] for name, call in calls.items()}
+    for name, out in outs.items():
+        if not torch.allclose(out.float(), outs[CHOSEN].float(), rtol=_TOLERANCE, atol=_TOLERANCE):
+            raise ArithmeticError(f"{cell}: {name} is not what {CHOSEN} is")
+    times = alternate({name: [call] for name, call in calls.items()}, watch.times, _ROUNDS)
+    return {name: ms for name, ms in times.items() if not isinstance(ms, Exception)}
+
+
+def main(
+    rows: Annotated[str, typer.Option(help="of the chunk")] = ROWS,
+    contexts: Annotated[str, typer.Option(help="tokens before it")] = CONTEXTS,
+    out: Annotated[Path | None, typer.Option(help="write every number to this JSON file")] = None,
+    commit: Annotated[str | None, typer.Option(help="the commit, where there is no git checkout")] = None,
+) -> None:
+    """Times the forms of the Hopper forward that may serve a chunk."""
+    cells = [Cell(128, 32, 8, n, context + n, PAGE) for context in numbers(contexts) for n in numbers(rows)]
+    watch = Stopwatch(require_gpu(), flush=False, warm_up_ms=5, repeat_ms=15)
+    results, wrong = [], False
+    names = (CHOSEN, WHOLE, *FORMS)
+    typer.echo("TFLOP/s    " + "".join(f"{name:>12}" for name in names) + "   / whole keys  / best form")
+    for cell in cells:
+        try:
+            ms = measure(cell, watch)
+        except ArithmeticError as error:
+            typer.echo(str(error))
+            wrong = True
+            continue
+        results.append(asdict(cell) | {"flops": cell.flops, "ms": ms})
+        speeds = [cell.flops / ms[name] / 1e9 if name in ms else float("nan") for name in names]
+        typer.echo(
+            f"{cell.rows:4} @ {cell.keys - cell.rows:<6}" + "".join(f"{speed:12.0f}" for speed in speeds)
+            + f"{speeds[0] / speeds[1]:12.3f}{speeds[0] / max(speeds[2:]):12.3f}"
+        )  # fmt: skip
+        if out:
+            content = {"machine": machine.facts(commit), "flush": False, "cells": results}
+            out.write_text(json.dumps(content, indent=1) + "\n")
+    if wrong:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

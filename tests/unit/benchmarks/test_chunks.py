@@ -1,0 +1,40 @@
+"""The comparison of forms that may serve a chunk, without a GPU."""
+
+from unittest import mock
+
+import torch
+
+from attention_backend.kernels import device, flash_fwd_sm90
+from benchmarks import chunks
+from benchmarks.arguments import numbers
+from benchmarks.shared_keys import PAGE, Cell
+
+
+def test_each_form_is_the_one_that_its_name_says() -> None:
+    args = Cell(128, 32, 8, 249, 12_256, PAGE).problem(torch.device("cpu"))
+    asked = []
+
+    def plan(*given: object) -> None:
+        with mock.patch.object(device, "num_sms", return_value=132):
+            asked.append(planned(*given))
+        raise InterruptedError
+
+    planned = flash_fwd_sm90._plan
+    for call in chunks.ways(args).values():
+        with mock.patch.object(flash_fwd_sm90, "_plan", plan):
+            try:
+                call()
+            except InterruptedError:
+                continue
+    found = dict(zip(chunks.ways(args), asked, strict=True))
+
+    assert found[chunks.WHOLE][1].num_splits == 1
+    for name, (tall, pack) in chunks.FORMS.items():
+        which, laid_out = found[name]
+        assert (which.tall, which.cluster, which.own, laid_out.pack) == (tall, "", False, pack)
+    chosen = found[chunks.CHOSEN]
+    assert chosen in [found[name] for name in chunks.FORMS]
+
+
+def test_chunks_have_any_number_of_rows() -> None:
+    assert len({rows % 64 for rows in numbers(chunks.ROWS)}) > 1
