@@ -18,7 +18,8 @@ from attention_backend.reference import dropout
 from . import oracle
 from .error_rule import assert_out_close, assert_sums_close, poisoned_memory
 
-_NOISE = 1e-5  # a row that sees one key has score gradient dP - D = 0, of which float32 keeps its rounding
+NAMES = ("dq", "dk", "dv", "dsinks")
+NOISE = 1e-5  # a row that sees one key has score gradient dP - D = 0, of which float32 keeps its rounding
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,10 @@ def gradients(
     backward is given it."""
     device, group = args.q.device, args.num_heads // args.num_kv_heads
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=device) for x in (args.q, args.k, args.v))
-    dsinks_terms, of_rounding = [], {"dq": 0.0, "dk": 0.0}
+    dsinks_terms, of_rounding = (
+        [torch.zeros((args.num_heads, 0), dtype=torch.float64, device=device)],
+        {"dq": 0.0, "dk": 0.0},
+    )
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     for seq in oracle.sequences(args):
         if seq.q.shape[0] == 0:
@@ -128,23 +132,36 @@ def check(
         results = {f"as called, {tile}": implementation(args, out, lse, grad_out, grad_lse)}
     with poisoned_memory():  # not by backward.run, to which it would be a wish for deterministic sums
         results["into NaN"] = implementation(args, out, lse, grad_out, grad_lse)
-    rtol = 3.0 if args.softcap else 2.0
-    for (how, result), name in product(results.items(), ("dq", "dk", "dv", "dsinks")):
-        got = getattr(result, name)
+    for (how, result), name in product(results.items(), NAMES):
         try:
-            if name != "dsinks":
-                exact, plain = getattr(truth, name), getattr(same_dtype, name)
-                assert got.shape == exact.shape
-                luck = max(0.0, truth.of_rounding.get(name, 0.0) - _largest(plain - exact))
-                assert_out_close(got, exact, plain, rtol, _NOISE + rtol * luck)
-            elif truth.dsinks_terms is None or same_dtype.dsinks_terms is None:
-                assert got is None
-            else:
-                assert got.shape == (args.num_heads,)
-                assert_sums_close(got, truth.dsinks_terms, same_dtype.dsinks_terms, rtol, _NOISE)
+            assert_close(args, name, getattr(result, name), truth, same_dtype)
         except AssertionError as error:
             error.add_note(f"{name} by {kernel}, {how}")
             raise
+
+
+def assert_close(
+    args: AttentionArgs,
+    name: str,
+    got: Tensor | None,
+    truth: Gradients,
+    same_dtype: Gradients,
+    noise: float = NOISE,
+) -> None:
+    """One of NAMES under the rule. `noise`: of numbers of size 1."""
+    rtol = 3.0 if args.softcap else 2.0
+    if name != "dsinks":
+        exact, plain = getattr(truth, name), getattr(same_dtype, name)
+        assert got is not None
+        assert got.shape == exact.shape
+        luck = max(0.0, truth.of_rounding.get(name, 0.0) - _largest(plain - exact))
+        assert_out_close(got, exact, plain, rtol, noise + rtol * luck)
+    elif truth.dsinks_terms is None or same_dtype.dsinks_terms is None:
+        assert got is None
+    else:
+        assert got is not None
+        assert got.shape == (args.num_heads,)
+        assert_sums_close(got, truth.dsinks_terms, same_dtype.dsinks_terms, rtol, noise)
 
 
 def kernels_for(args: AttentionArgs) -> list[str]:
