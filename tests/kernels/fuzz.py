@@ -46,6 +46,7 @@ KINDS: dict[str, Callable[[Draw, Draw, Place], None]] = {
 }
 SHAPES = 12  # of a set
 _MANY = 1 << 31
+_GRACE_S = 300  # beyond --seconds, for the last problem of each of several processes; then it hangs
 #: After these the context is gone.
 _FAULTS = ("CUDA_ERROR", "CUDA error", "illegal memory", "misaligned address", "unspecified launch", "launch failure")
 
@@ -84,7 +85,7 @@ def place_of(device: str, *, small: bool) -> Place:
         sizes, graphs = ((1 << 16, 300) if small else (1 << 24, 4096)), True
         return Place(torch.device("cuda", torch.cuda.current_device()), *sizes, graphs)
     if device == "emulated":
-        return Place(torch.device("cpu"), 1 << 14, 200)
+        return Place(torch.device("cpu"), 1 << 13, 150)
     return Place(torch.device("cpu"), *((1 << 14, 200) if small else (1 << 18, 800)))
 
 
@@ -180,11 +181,17 @@ def run_processes(options: argparse.Namespace, arguments: list[str]) -> Counts:
         log = report.with_suffix(".log")
         given = [*arguments, "--processes", "1", "--seed", str(seed), "--log", str(log), "--report", str(report)]
         children.append((subprocess.Popen([sys.executable, "-m", "tests.kernels.fuzz", *given]), report, log))
+    end = time.monotonic() + options.seconds + _GRACE_S
     for process, report, log in children:
-        process.wait()
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
         if report.exists():
             found = json.loads(report.read_text())
-            counts.add(Counts(*(Counter(found[x]) for x in ("ran", "kernels", "refused")), found["failed"]))
+            ran, kernels, refused = (Counter(found[x]) for x in ("ran", "kernels", "refused"))
+            counts.add(Counts(ran, kernels, refused, found["failed"]))
             report.unlink()
         else:
             last = log.read_text().split()[-1:] if log.exists() else []
@@ -224,9 +231,14 @@ def main(arguments: list[str]) -> int:
     if options.processes > 1 and not options.problem:
         counts = run_processes(options, arguments)
     else:
-        where = f" --device {options.device}" * (options.device != "cuda") + " --small" * options.small
+        emulated = options.device == "emulated"  # where the seed orders threads
+        where = (
+            f" --device {options.device}" * (options.device != "cuda")
+            + " --small" * options.small
+            + f" --seed {options.seed}" * emulated
+        )
         with ExitStack() as stack:
-            if options.device == "emulated":
+            if emulated:
                 from tests.emulator.device import Settings, emulated_device
 
                 stack.enter_context(emulated_device(Settings(seed=options.seed)))

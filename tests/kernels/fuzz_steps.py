@@ -191,7 +191,7 @@ def shared_step(fixed: Draw, free: Draw, place: Place) -> None:
 
 def _shared(count: int, most: int, free: Draw) -> tuple[tuple[int, ...], Any]:
     """Of each sequence the pages that it begins with, fewer and fewer; and runs of those that share some."""
-    from .test_shared_pages import run
+    from models.shared_runs import SharedRun
 
     shared = tuple(sorted((free.randint(0, most) for _ in range(count)), reverse=True))
     sharing = sum(n > 0 for n in shared)
@@ -199,13 +199,14 @@ def _shared(count: int, most: int, free: Draw) -> tuple[tuple[int, ...], Any]:
         return shared, ()
     end = free.randint(2, sharing)
     stop = free.randint(1, shared[end - 1])
-    first, second = [run(0, end, 0, stop)], ()
+    first: list[SharedRun] = [SharedRun(0, end, 0, stop)]
+    second: list[tuple[SharedRun, ...]] = []
     if sharing - end >= 2 and free.chance(0.5):
-        first.append(run(end, sharing, 0, shared[sharing - 1]))
+        first.append(SharedRun(end, sharing, 0, shared[sharing - 1]))
     deeper = sum(n > stop for n in shared[:end])
     if deeper >= 2 and free.chance(0.6):
         inner = free.randint(2, deeper)
-        second = ((run(0, inner, stop, free.randint(stop + 1, shared[inner - 1])),),)
+        second.append((SharedRun(0, inner, stop, free.randint(stop + 1, shared[inner - 1])),))
     return shared, (tuple(first), *second)
 
 
