@@ -116,6 +116,8 @@ def choose_door(args: AttentionArgs, free: Draw) -> Door:
     lengths, scaled = args.seqused_k is not None or args.leftpad_k is not None, args.k_scale is not None
     if plain and args.cu_seqlens_q is None:
         doors += [by_kvcache] * 3
+        if not args.paged:
+            doors.append(by_cache_rows)
         if not args.paged and not lengths and not args.num_splits:
             doors += [by_flash_attn] * 5
     elif plain and args.leftpad_k is None and args.num_splits == 0 and (args.paged or not lengths) and not scaled:
@@ -153,6 +155,16 @@ def by_kvcache(args: AttentionArgs, **new: Any) -> Results:
     options |= {"cache_leftpad": args.leftpad_k, "cache_seqlens": args.seqused_k} | new
     out, lse = flash_attn_with_kvcache(args.q, args.k, args.v, return_softmax_lse=True, **options)
     return out, lse
+
+
+def by_cache_rows(args: AttentionArgs) -> Results:
+    """`by_kvcache` of a larger cache, of which each sequence names its row."""
+    batch = args.batch
+    rows = torch.arange(batch + 2, device=args.q.device).flip(0)[1 : batch + 1]
+    caches = [x.new_full((batch + 2, *x.shape[1:]), torch.nan) for x in (args.k, args.v)]
+    for cache, x in zip(caches, (args.k, args.v), strict=True):
+        cache[rows] = x
+    return by_kvcache(replace(args, k=caches[0], v=caches[1]), cache_batch_idx=rows.to(torch.int32))
 
 
 def new_keys(args: AttentionArgs, free: Draw) -> bool:
@@ -193,7 +205,7 @@ def backward(fixed: Draw, free: Draw, place: Place) -> None:
     names = [name for name in ("q", "k", "v", "sinks", "bias") if getattr(args, name) is not None]
     leaves = {name: getattr(args, name).detach().requires_grad_() for name in names}
     door = choose_door(args, free)
-    door = attention_with_lse if door is by_kvcache else door
+    door = attention_with_lse if door in (by_kvcache, by_cache_rows) else door
     with refusals(), filled_memory():
         out, lse = door(replace(args, **leaves))
     hold(args, (out.detach(), lse.detach()))
@@ -222,41 +234,18 @@ def backward(fixed: Draw, free: Draw, place: Place) -> None:
 def hold_gradients(
     args: AttentionArgs, out: Tensor, got: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor | None
 ) -> None:
-    if args.bias is None:
-        truth = backward_oracle.gradients(args, grad_out, grad_lse, out=out)
-        same_dtype = backward_oracle.gradients(args, grad_out, grad_lse, args.dtype, reorder=True)
-        largest = max([float(x.nan_to_num().abs().max()) for x in (args.q, args.k) if x.numel()], default=1.0)
-        noise = backward_oracle.NOISE * max(1.0, largest / 8)  # queries may be louder than those of the tests
-        for name in ("q", "k", "v", "sinks"):
-            with _named(name):
-                backward_oracle.assert_close(args, f"d{name}", got.get(name), truth, same_dtype, noise)
-        return
-    exact, plain = (by_autograd(args, list(got), grad_out, grad_lse, exact=exact) for exact in (True, False))
-    rtol = 3.0 if args.softcap else 2.0
-    for name, x in got.items():
-        # Rows cancel in sums of few numbers, and plain torch may be lucky: a little is allowed besides.
-        noise = 1e-5 + 2 * torch.finfo(args.dtype).eps * float(exact[name].abs().max() if exact[name].numel() else 0)
+    truth = backward_oracle.gradients(args, grad_out, grad_lse, out=out)
+    same_dtype = backward_oracle.gradients(args, grad_out, grad_lse, args.dtype, reorder=True)
+    # Queries may be louder than those of the tests, and many rows' noise is added up where they see few keys.
+    largest = max([float(x.nan_to_num().abs().max()) for x in (args.q, args.k) if x.numel()], default=1.0)
+    noise = backward_oracle.NOISE * max(1.0, largest / 8)
+    rows = args.q.numel() // args.head_dim / args.num_kv_heads
+    for name in ("q", "k", "v", "sinks", "bias"):
+        allowed = noise * (max(1.0, rows**0.5 / 4) if name in ("k", "bias") else 1.0)
+        if args.dropout_threshold:  # so outputs of one key are rounded as well, where plain torch has no error
+            allowed += 2 * truth.of_rounding.get(f"d{name}", 0.0)
         with _named(name):
-            assert_out_close(x, exact[name], plain[name], rtol, noise)
-
-
-def by_autograd(
-    args: AttentionArgs, names: list[str], grad_out: Tensor, grad_lse: Tensor | None, *, exact: bool
-) -> dict[str, Tensor]:
-    """Gradients of the slow reference, in float64 or in the problem's dtype."""
-    leaves = {name: getattr(args, name).detach() for name in names}
-    leaves = {name: (x.double() if exact else x).requires_grad_() for name, x in leaves.items()}
-    problem = replace(args, **leaves)
-    out, lse = standard.attention(problem) if exact else (standard.same_dtype(problem), None)
-    loss = (out * grad_out.to(out.dtype)).sum()
-    if grad_lse is not None:
-        if lse is None:
-            lse = standard.attention(problem)[1]
-        loss = loss.double() + torch.where(lse == -torch.inf, 0.0, lse * grad_lse).sum()
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaves[name]) if x is None else x.detach() for name, x in zip(names, found, strict=True)
-    }
+            backward_oracle.assert_close(args, f"d{name}", got.get(name), truth, same_dtype, allowed)
 
 
 @contextmanager
