@@ -25,7 +25,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(GPU)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: help serve install install-dev test test-all test-gpu test-fast sanitize lint format bench kernels clean
+.PHONY: help serve install install-dev test test-all test-gpu test-fast fuzz sanitize lint format bench kernels clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,9 @@ test-fast: $(DEV_STAMP)  ## without the slow ones
 test-gpu: $(DEV_STAMP)  ## the tests that need an NVIDIA GPU
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi -L fails)" >&2; exit 1; }
 	$(BIN)/python -m pytest -m "gpu and not slow" $(ARGS)
+
+fuzz: $(DEV_STAMP)  ## random problems for the kernels, on an NVIDIA GPU (flags: make fuzz ARGS="--seconds 600")
+	$(BIN)/python -m tests.kernels.fuzz $(ARGS)
 
 sanitize: $(DEV_STAMP)  ## the kernels under compute-sanitizer: memcheck, racecheck, synccheck, initcheck
 	$(BIN)/python -m tests.kernels.sanitize $(ARGS)

@@ -74,7 +74,7 @@ class PagedMetadata:
             check_tensor("decodes_here", self.decodes_here, torch.bool, (self.num_decodes, 1, 1), device)
             if self.shared_prefills is not None:
                 raise ValueError("shared_prefills are served where every decode has its row, so not with decodes_here")
-        elif self.num_decodes > self.slot_mapping.shape[0]:
+        if self.num_decodes > self.slot_mapping.shape[0]:  # missing ones too: all are computed over the first rows
             raise ValueError(f"{self.num_decodes} decodes need a row each, there are {self.slot_mapping.shape[0]}")
 
     @classmethod

@@ -18,7 +18,8 @@ from attention_backend.reference import dropout
 from . import oracle
 from .error_rule import assert_out_close, assert_sums_close, poisoned_memory
 
-_NOISE = 1e-5  # a row that sees one key has score gradient dP - D = 0, of which float32 keeps its rounding
+NAMES = ("dq", "dk", "dv", "dsinks")  # what kernels give; autograd gives dbias besides
+NOISE = 1e-5  # a row that sees one key has score gradient dP - D = 0, of which float32 keeps its rounding
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Gradients:
     dk: Tensor
     dv: Tensor
     dsinks_terms: Tensor | None  # float64 [num_heads, rows of all sequences]; their sum is dsinks
-    of_rounding: dict[str, float]  # the largest change of dq and dk if D is taken from the output that was given
+    of_rounding: dict[
+        str, float
+    ]  # the largest change of dq, dk, dsinks and dbias if D is taken from the output that was given
+    dbias: Tensor | None = None
 
 
 def gradients(
@@ -45,8 +49,10 @@ def gradients(
     backward is given it."""
     device, group = args.q.device, args.num_heads // args.num_kv_heads
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=device) for x in (args.q, args.k, args.v))
-    dsinks_terms, of_rounding = [], {"dq": 0.0, "dk": 0.0}
+    dsinks_terms = [torch.zeros((args.num_heads, 0), dtype=torch.float64, device=device)]
+    of_rounding = {"dq": 0.0, "dk": 0.0, "dsinks": 0.0, "dbias": 0.0}
     exact = torch.float64 if dtype == torch.float64 else torch.float32
+    of_scores, changes = list[Tensor](), list[Tensor]()
     for seq in oracle.sequences(args):
         if seq.q.shape[0] == 0:
             continue
@@ -58,11 +64,7 @@ def gradients(
         scale = args.softmax_scale
         products = q @ (k * scale).mT if reorder else (q * scale) @ k.mT  # [heads, n_q, n_k]
         capped = torch.tanh(products / args.softcap) * args.softcap if args.softcap else products
-        scores = capped
-        if args.alibi_slopes is not None:
-            slopes = args.alibi_slopes if args.alibi_slopes.ndim == 1 else args.alibi_slopes[seq.index]
-            scores = scores - (slopes.to(scores.dtype)[:, None, None] * seq.distance).to(dtype)
-        logits = scores.to(exact).masked_fill(~seq.visible, -torch.inf)
+        logits = _with_additions(args, seq, capped).to(exact).masked_fill(~seq.visible, -torch.inf)
         if args.sinks is not None:
             sinks = args.sinks.to(exact).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
             logits = torch.cat([logits, sinks], dim=2)
@@ -76,13 +78,14 @@ def gradients(
             delta = delta - row_grads.to(exact).masked_fill(empty, 0.0).unsqueeze(2)
         dsinks_terms.append(-(p_sink * delta).double().sum(2))
         ds = (p.to(exact) * (dp.to(exact) - delta)).to(dtype)
+        of_scores.append(ds)
         slope = 1 - (capped / args.softcap) ** 2 if args.softcap else 1.0
         ds = ds * slope
         if out is not None:
             given = (out[seq.index] if dense else out[seq.rows]).to(dtype).transpose(0, 1)
-            change = p * (do * (given - (p * kept) @ v)).sum(2, keepdim=True) * slope
-            of_rounding["dq"] = max(of_rounding["dq"], _largest((change @ k) * scale))
-            of_rounding["dk"] = max(of_rounding["dk"], _largest(_of_key_heads(change.mT @ q, group) * scale))
+            of_d = (do * (given - (p * kept) @ v)).sum(2, keepdim=True)
+            changes.append(p * of_d)
+            _keep_largest(of_rounding, changes[-1] * slope * scale, p_sink * of_d, q, k, group)
         slots = oracle.key_slots(args, seq.index)
         seq_dq = ((ds @ k) * scale).transpose(0, 1)
         if dense:
@@ -91,7 +94,10 @@ def gradients(
             dq[seq.rows] = seq_dq
         dk[slots] = _of_key_heads(ds.mT @ q, group).to(dtype) * scale
         dv[slots] = _of_key_heads((p * kept).mT @ do, group).to(dtype)
-    return Gradients(dq, dk, dv, torch.cat(dsinks_terms, dim=1) if args.sinks is not None else None, of_rounding)
+    dbias = None if args.bias is None else _of_bias(args.bias, of_scores, exact).to(dtype)
+    of_rounding["dbias"] = 0.0 if args.bias is None else _largest(_of_bias(args.bias, changes, exact))
+    dsinks = torch.cat(dsinks_terms, dim=1) if args.sinks is not None else None
+    return Gradients(dq, dk, dv, dsinks, of_rounding, dbias)
 
 
 def check(
@@ -128,23 +134,38 @@ def check(
         results = {f"as called, {tile}": implementation(args, out, lse, grad_out, grad_lse)}
     with poisoned_memory():  # not by backward.run, to which it would be a wish for deterministic sums
         results["into NaN"] = implementation(args, out, lse, grad_out, grad_lse)
-    rtol = 3.0 if args.softcap else 2.0
-    for (how, result), name in product(results.items(), ("dq", "dk", "dv", "dsinks")):
-        got = getattr(result, name)
+    for (how, result), name in product(results.items(), NAMES):
         try:
-            if name != "dsinks":
-                exact, plain = getattr(truth, name), getattr(same_dtype, name)
-                assert got.shape == exact.shape
-                luck = max(0.0, truth.of_rounding.get(name, 0.0) - _largest(plain - exact))
-                assert_out_close(got, exact, plain, rtol, _NOISE + rtol * luck)
-            elif truth.dsinks_terms is None or same_dtype.dsinks_terms is None:
-                assert got is None
-            else:
-                assert got.shape == (args.num_heads,)
-                assert_sums_close(got, truth.dsinks_terms, same_dtype.dsinks_terms, rtol, _NOISE)
+            assert_close(args, name, getattr(result, name), truth, same_dtype)
         except AssertionError as error:
             error.add_note(f"{name} by {kernel}, {how}")
             raise
+
+
+def assert_close(
+    args: AttentionArgs,
+    name: str,
+    got: Tensor | None,
+    truth: Gradients,
+    same_dtype: Gradients,
+    noise: float = NOISE,
+) -> None:
+    """One of NAMES, or dbias, under the rule. `noise`: of numbers of size 1."""
+    rtol = 3.0 if args.softcap else 2.0
+    if name != "dsinks":
+        exact, plain = getattr(truth, name), getattr(same_dtype, name)
+        assert (got is None) == (exact is None)
+        if got is None:
+            return
+        assert got.shape == exact.shape
+        luck = max(0.0, truth.of_rounding.get(name, 0.0) - _largest(plain - exact))
+        assert_out_close(got, exact, plain, rtol, noise + rtol * luck)
+    elif truth.dsinks_terms is None or same_dtype.dsinks_terms is None:
+        assert got is None
+    else:
+        assert got is not None
+        assert got.shape == (args.num_heads,)
+        assert_sums_close(got, truth.dsinks_terms, same_dtype.dsinks_terms, rtol, noise)
 
 
 def kernels_for(args: AttentionArgs) -> list[str]:
@@ -161,6 +182,31 @@ def _kept(args: AttentionArgs, sequence: int, p: Tensor) -> Tensor:
     rows, keys = slice(0, p.shape[1]), slice(0, p.shape[2])
     kept = dropout.kept(args.dropout_seed, which, args.num_heads, rows, keys, args.dropout_threshold)[0]
     return kept.to(p.dtype) * args.dropout_scale
+
+
+def _keep_largest(
+    of_rounding: dict[str, float], change: Tensor, of_sinks: Tensor, q: Tensor, k: Tensor, group: int
+) -> None:
+    """`change`: of products of queries and keys; `of_sinks`: of sinks' gradients, each row's."""
+    for name, x in (("dq", change @ k), ("dk", _of_key_heads(change.mT @ q, group))):
+        of_rounding[name] = max(of_rounding[name], _largest(x))
+    of_rounding["dsinks"] += _largest(of_sinks.abs().sum(1))
+
+
+def _with_additions(args: AttentionArgs, seq: oracle.Sequence, scores: Tensor) -> Tensor:
+    if args.alibi_slopes is not None:
+        slopes = args.alibi_slopes if args.alibi_slopes.ndim == 1 else args.alibi_slopes[seq.index]
+        scores = scores - (slopes.to(scores.dtype)[:, None, None] * seq.distance).to(scores.dtype)
+    if args.bias is not None:
+        scores = scores + args.bias[seq.index if args.bias.shape[0] > 1 else 0].to(scores.dtype)
+    return scores
+
+
+def _of_bias(bias: Tensor, of_scores: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of all sequences' gradients of scores, in the bias's shape."""
+    if not of_scores:
+        return torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+    return torch.stack(of_scores).to(dtype).sum_to_size(bias.shape)
 
 
 def _largest(x: Tensor) -> float:

@@ -5,7 +5,9 @@ With `ref` the attention in float64 and `pt` plain torch in the input dtype: max
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,6 +34,30 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Inside, what torch leaves uninitialised is NaN (of integers, their largest value).
+
+    For compute-sanitizer: initcheck does not see what the TMA stores. It has nothing to say then, and what was never
+    written makes results NaN. `poisoned_memory` does that by torch's deterministic mode, in which the backward has only
+    its deterministic one.
+    """
+
+    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            if x.is_floating_point():
+                return x.fill_(torch.nan)
+            return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+        return made
+
+    with ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            stack.enter_context(mock.patch.object(owner, name, filling(getattr(owner, name))))
+        yield
 
 
 def kernels_for(args: AttentionArgs) -> dict[str, Implementation]:

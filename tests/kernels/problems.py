@@ -49,6 +49,8 @@ class Case:
     page: int = 64
     hnd: bool = True  # pages in the engine's order [block, head, slot, dim] rather than FlashAttention's
     num_splits: int = 0
+    q_lens: tuple[int, ...] = ()  # of varlen and pages, up to sq and sk; else they are random
+    k_lens: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         heads = f"h{self.heads}/{self.kv_heads}"
@@ -57,7 +59,8 @@ class Case:
             f"{self.sq}x{self.sk}", f"b{self.batch}", heads, f"d{self.dim}/{self.dim_v}", self.dtype,
             self.layout + page, self.mask, self.score, self.keys,
         ]  # fmt: skip
-        return "-".join(parts + ["sinks"] * self.sinks + [f"splits{self.num_splits}"] * (self.num_splits > 0))
+        parts += ["sinks"] * self.sinks + [f"splits{self.num_splits}"] * (self.num_splits > 0)
+        return "-".join(parts + ["_".join(map(str, lens)) for lens in (self.q_lens, self.k_lens) if lens])
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -90,14 +93,14 @@ def build(case: Case, device: torch.device) -> AttentionArgs:
     g = generator(case, device)
     host = generator(case, torch.device("cpu"))
     varlen = case.layout in ("varlen", "paged_varlen")
-    q_lens = _lengths(case.batch, case.sq, host) if varlen else [case.sq] * case.batch
+    q_lens = _lengths(case.q_lens, case.batch, case.sq, host) if varlen else [case.sq] * case.batch
     q_shape = (sum(q_lens),) if varlen else (case.batch, case.sq)
     q = _tensor((*q_shape, case.heads, case.dim), case, g)
     options: dict[str, Any] = _mask(case, host) | _score(case, g) | {"num_splits": case.num_splits}
     if varlen:
         options |= {"cu_seqlens_q": _cu(q_lens, device), "max_seqlen_q": case.sq}
     if case.layout == "varlen":
-        k_lens = _lengths(case.batch, case.sk, host)
+        k_lens = _lengths(case.k_lens, case.batch, case.sk, host)
         options |= {"cu_seqlens_k": _cu(k_lens, device), "max_seqlen_k": case.sk}
         k_shape: tuple[int, ...] = (sum(k_lens),)
     elif case.layout in ("paged", "paged_varlen"):
@@ -134,7 +137,7 @@ def pool(
 
 
 def _paged(case: Case, q: Tensor, options: dict[str, Any], g: torch.Generator, host: torch.Generator) -> AttentionArgs:
-    lens = _lengths(case.batch, case.sk, host)
+    lens = _lengths(case.k_lens, case.batch, case.sk, host)
     num_blocks = sum(-(-n // case.page) for n in lens) + 3
     table = block_table(lens, case.page, num_blocks, host).to(q.device)
     k, v = (
@@ -167,9 +170,12 @@ def _louder(q: Tensor, case: Case) -> Tensor:
     return q * (_SOFTCAP / 4) if "softcap" in case.score else q
 
 
-def _lengths(batch: int, longest: int, g: torch.Generator) -> list[int]:
-    """Random lengths up to `longest`; the first is the longest, every fifth is zero."""
-    lens = torch.randint(max(1, longest // 3), longest + 1, (batch,), generator=g).tolist()
+def _lengths(given: tuple[int, ...], batch: int, longest: int, g: torch.Generator) -> list[int]:
+    """Those that are given, or random lengths up to `longest`: the first is the longest, every fifth is zero."""
+    if given:
+        assert (len(given), max(given)) == (batch, longest)
+        return list(given)
+    lens = torch.randint(min(longest, max(1, longest // 3)), longest + 1, (batch,), generator=g).tolist()
     return [longest if b == 0 else 0 if b % 5 == 1 else n for b, n in enumerate(lens)]
 
 

@@ -14,10 +14,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 from unittest import mock
 
 import torch
@@ -48,6 +47,7 @@ from attention_backend.page_copy import PageCopy
 from attention_backend.token_choice import choose_tokens
 
 from .compile_ahead import compile_ahead
+from .error_rule import filled_memory
 from .problems import Case, build
 from .test_dropout import with_dropout
 from .test_kv_store import check_store
@@ -347,30 +347,6 @@ def chosen(names: str) -> list[str]:
     if unknown := [name for name in asked if name not in PARTS]:
         raise typer.BadParameter(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)} and all")
     return asked
-
-
-@contextmanager
-def filled_memory() -> Iterator[None]:
-    """Inside, what torch leaves uninitialised is NaN (of integers, their largest value).
-
-    initcheck does not see what the TMA stores. It has nothing to say then, and what was never written makes results
-    NaN, which every part looks for. `error_rule.poisoned_memory` does that by torch's deterministic mode, in which the
-    backward has only its deterministic one.
-    """
-
-    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*args: Any, **kwargs: Any) -> Tensor:
-            x = make(*args, **kwargs)
-            if x.is_floating_point():
-                return x.fill_(torch.nan)
-            return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
-
-        return made
-
-    with ExitStack() as stack:
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-            stack.enter_context(mock.patch.object(owner, name, filling(getattr(owner, name))))
-        yield
 
 
 def run_parts(names: str) -> int:

@@ -82,7 +82,9 @@ def run(
 
 
 def _parts(q: Tensor, k: Tensor, config: Fp8Config) -> int:
-    """Of the keys, where tiles are left for the last round."""
+    """Of the keys, where tiles are left for the last round; one on a CPU, whose emulation knows no tiles."""
+    if not q.is_cuda:
+        return 1
     tiles = -(-q.shape[1] // config.block_m) * q.shape[0] * q.shape[2]
     return splits_of_last_round(tiles, -(-k.shape[1] // config.block_n), num_sms(q.device.index or 0))
 

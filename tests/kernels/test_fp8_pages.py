@@ -34,7 +34,11 @@ def quantised(cache: Tensor, scale: Tensor) -> Tensor:
 
 def check_step(problem: Step) -> None:
     """The step over quantised pages against the attention over what they stand for, new tokens included."""
-    scales = [torch.tensor(both, device=problem.q.device) for both in ([2.0**-7, 2.0**-6], [2.0**-6, 0.01])]
+    dtype, kv_heads = problem.q.dtype, problem.k.shape[1]
+    scales = [
+        torch.tensor((both * kv_heads)[:kv_heads], device=problem.q.device)
+        for both in ([2.0**-7, 2.0**-6], [2.0**-6, 0.01])
+    ]
     caches = [quantised(cache, scale) for cache, scale in zip((problem.k_cache, problem.v_cache), scales, strict=True)]
     slots = problem.metadata.slot_mapping
     page = problem.k_cache.shape[2]
@@ -47,9 +51,9 @@ def check_step(problem: Step) -> None:
         assert torch.equal(stored, kv_cache.quantised(new, scale).view(torch.uint8))
     true = [cache.double() * scale.double()[:, None, None] for cache, scale in zip(caches, scales, strict=True)]
     meant = replace(problem.args(), k=true[0].transpose(1, 2), v=true[1].transpose(1, 2), q=problem.q.double())
-    rounded = replace(meant, **{name: getattr(meant, name).bfloat16() for name in "qkv"})
+    rounded = replace(meant, **{name: getattr(meant, name).to(dtype) for name in "qkv"})
     truth, _ = attention(meant)
-    same_dtype, _ = attention(rounded, torch.bfloat16, reorder=True)
+    same_dtype, _ = attention(rounded, dtype, reorder=True)
     assert_out_close(out, truth, same_dtype, rtol=3.0)
 
 

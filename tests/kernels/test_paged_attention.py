@@ -60,7 +60,17 @@ class Step:
         )
 
 
-def step(batch: list[tuple[int, int]], device: torch.device, page: int = 64, dim: int = 128) -> Step:
+def step(
+    batch: list[tuple[int, int]],
+    device: torch.device,
+    page: int = 64,
+    dim: int = 128,
+    *,
+    dim_v: int = 0,
+    heads: int = 8,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Step:
     g, host = generator((batch, page, dim), device), generator((batch, page), CPU)
     new, lens = [n for n, _ in batch], [n + prefix for n, prefix in batch]
     num_blocks = sum(-(-n // page) for n in lens) + 2
@@ -76,13 +86,15 @@ def step(batch: list[tuple[int, int]], device: torch.device, page: int = 64, dim
         max_seqlen_q=max(new),
         max_seqlen_k=max(lens),
     )
-    q, k, v = (randn((sum(new), h, dim), torch.bfloat16, g) for h in (8, 2, 2))
+    dims = (dim, dim_v or dim)
+    q = randn((sum(new), heads, dim), dtype, g)
+    k, v = (randn((sum(new), kv_heads, d), dtype, g) for d in dims)
     # Slots of the future are NaN: they may not be read before they are written.
-    caches = [torch.full((num_blocks, 2, page, dim), torch.nan, dtype=torch.bfloat16, device=device) for _ in "kv"]
+    caches = [torch.full((num_blocks, kv_heads, page, d), torch.nan, dtype=dtype, device=device) for d in dims]
     for b, (_, prefix) in enumerate(batch):
-        for cache in caches:
+        for cache, d in zip(caches, dims, strict=True):
             j = torch.arange(prefix, device=device)
-            cache[metadata.block_table[b, j // page].long(), :, j % page] = randn((prefix, 2, dim), torch.bfloat16, g)
+            cache[metadata.block_table[b, j // page].long(), :, j % page] = randn((prefix, kv_heads, d), dtype, g)
     return Step(q, k, v, caches[0], caches[1], metadata)
 
 

@@ -341,6 +341,11 @@ BAD_METADATA: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"slot_mapping": i32(2)}, TypeError, "slot_mapping must be torch.int64"),
     ({"slot_mapping": torch.zeros(4, dtype=torch.int64)[::2]}, ValueError, "last dimension of slot_mapping"),
     ({"slot_mapping": torch.zeros(1, dtype=torch.int64)}, ValueError, "2 decodes need a row each, there are 1"),
+    (  # those that may be missing, too
+        {"slot_mapping": torch.zeros(1, dtype=torch.int64), "decodes_here": i32(2, 1, 1).bool()},
+        ValueError,
+        "2 decodes need a row each, there are 1",
+    ),
     ({"num_decodes": 3}, ValueError, "num_decodes must be from 0 to 2"),
     ({"num_decodes": -1}, ValueError, "num_decodes must be from 0 to 2"),
     ({"decodes_here": i32(2, 1, 1)}, TypeError, "decodes_here must be torch.bool"),
