@@ -19,8 +19,8 @@ TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
 SUMMARY = {
     "forward": "forward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
     "padding": "forward, half of the keys padding",
-    "backward": "backward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
-    "decode": "decode over shuffled pages, 1,024 to 131,072 tokens",
+    "backward": "backward, head_dim 64, 128 and 256, 512 to 65,536 tokens",
+    "decode": "decode over shuffled pages (cuDNN, FA2: contiguous keys), 1,024 to 131,072 tokens",
     "shared_prefix": "decode, 64 requests that share 100,000 tokens",
 }
 GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
@@ -66,7 +66,8 @@ def times(ratio: float | None) -> str:
 
 
 def kernels(results: Path) -> str | None:
-    """How many times as fast ours is as each peer: the geometric mean of all cells in which that one was timed."""
+    """How many times as fast ours is as each peer: the geometric mean of all cells in which that one was timed, and how
+    many those are where they are not all."""
     runs = attention_results.runs(results)
     found = {section: attention_results.rows(runs, section) for section in SUMMARY}
     timed = {name for rows in found.values() for row in rows for name in row.ratios}
@@ -75,14 +76,20 @@ def kernels(results: Path) -> str | None:
     for section, what in SUMMARY.items():
         ratios = {peer: [row.ratios[peer] for row in found[section] if peer in row.ratios] for peer in peers}
         if any(ratios.values()):
-            means = [times(geometric_mean(each)) if each else "-" for each in ratios.values()]
-            lines.append([what, str(len(found[section])), *means])
+            cells = len(found[section])
+            lines.append([what, str(cells), *(_mean(each, cells) for each in ratios.values())])
     if not lines:
         return None
     reports = [run for run in runs if any(run.of_section(section) for section in SUMMARY)]
     header = ["our speed over that of", "cells", *(attention_results.LABELS[peer] for peer in peers)]
-    what = "Geometric means, above 1 where ours is faster; bfloat16"
+    what = "Geometric means, above 1 where ours is faster, in brackets of how many cells where not of all; bfloat16"
     return f"{what}; peers: {named(peers, reports)}\n({origins(reports)}):\n\n" + table(header, lines)
+
+
+def _mean(ratios: Sequence[float], cells: int) -> str:
+    if not ratios:
+        return "-"
+    return times(geometric_mean(ratios)) + (f" ({len(ratios)})" if len(ratios) < cells else "")
 
 
 def forward(results: Path) -> str | None:

@@ -59,11 +59,9 @@ def serving(results: Path) -> str:
             continue
         numbers = ["-" if value is None else f"{value:,.{digits}f}" for value in (mine, theirs)]
         ratio = "-" if mine is None or theirs is None else f"{mine / theirs:.2f}"
-        both = [_commit(run, case) for run in (ours, peer) if case in run.rows]
-        at = both[0]
+        at = _commits(ours, peer, case)
         title = name
         if at != most:
-            at = at if len(set(both)) == 1 else f"ours alone, {at}"
             if at not in others:
                 others[at] = MARKS[len(others)]
             title = f"{name} {others[at]}"
@@ -76,6 +74,14 @@ def serving(results: Path) -> str:
         "A gap is the time before one token, of all answers; time per token is an answer's mean gap:\n\n"
     )
     return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
+
+
+def _commits(ours: Run, peer: Run, case: str) -> str:
+    """Of a row: of both engines, where they ran it at different ones."""
+    both = {name: _commit(run, case) for name, run in (("ours", ours), ("vLLM", peer)) if case in run.rows}
+    if len(set(both.values())) == 1:
+        return next(iter(both.values()))
+    return "in two runs: " + ", ".join(f"{name} {commit}" for name, commit in both.items())
 
 
 def _commit(run: Run, case: str) -> str:
