@@ -196,6 +196,13 @@ def test_a_trial_that_raises_has_failed_and_says_why(tmp_path: Path, monkeypatch
     assert (row["met"], row["failure"], row["measures"]) == (False, "SystemError: no server", [])
     assert "SystemError: no server" in trial_list.report(row)
 
+    out = tmp_path / "new" / "folder" / trial_tables.FILE
+    monkeypatch.setattr(sys, "argv", ["faults", "--trials", "soak", "--out", str(out), "--commit", "c"])
+    with pytest.raises(SystemExit) as ended:
+        faults.main()
+    assert ended.value.code == 1
+    assert json.loads(out.read_text())["trials"]["soak"]["failure"] == "SystemError: no server"
+
 
 def test_every_kind_of_request_is_in_the_mix_but_for_jobs() -> None:
     assert set(EVERY_KIND) - set(MIXED) == {EVERY_KIND[-1]}
