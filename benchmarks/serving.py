@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,6 +160,15 @@ def json_objects(texts: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+@contextmanager
+def told_as_usage() -> Iterator[None]:
+    """A file that is not there, or holds something else, is a wrong option and no bug."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def main(
     names: Annotated[str, Flag("--peers", help=f"Some of {','.join(ENGINES)}; all: those that are found.")] = "all",
     cases: Annotated[str, Flag(help=f"Some of {','.join((*STARTS, *CASES))}.")] = "all",
@@ -181,7 +190,8 @@ def main(
     """Exit code 1 when a case failed; goals that are missed are said and are no failure."""
     if report is not None:
         kept = Results({}, {}, None)
-        kept.content = read(report)
+        with told_as_usage():
+            kept.content = read(report)
         typer.echo("\n".join(table(kept.runs)))
         return
     if driver not in (OFFLINE, HTTP):
@@ -193,12 +203,14 @@ def main(
     options = {"model": str(model or model_shape), "scale": scale, "dtype": dtype, "device": device}
     results = Results(machine.facts(commit), options, out)
     if merge and out is not None and out.exists():
-        results.merge(out)
+        with told_as_usage():
+            results.merge(out)
     with tempfile.TemporaryDirectory(prefix="serving-") as scratch:
         folder, load_format = model_folder_of(
             model_shape, model, Size(scale), Path(scratch), weights=weights, device=device
         )
-        config = json.loads((folder / "config.json").read_text())
+        with told_as_usage():
+            config = json.loads((folder / "config.json").read_text())
         if config["max_position_embeddings"] < Size(scale).max_model_len:
             raise typer.BadParameter(f"the model has {config['max_position_embeddings']} positions: give a --scale")
         plan = Plan(

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import serving
+from benchmarks import serving, serving_child
 from benchmarks.serving import Size, json_objects, measure, model_folder_of, peers, rows_of
 from benchmarks.serving_child import Plan
 from benchmarks.serving_goals import GOALS, Goal, Run, table, verdicts
@@ -88,6 +88,17 @@ def test_our_engine_runs_the_cases_after_a_cold_and_a_warm_start(plan: Plan, tmp
     assert [row["case"] for row in rows] == ["start_cold", "start_warm", "ttft_32k"]
     assert not [row for row in rows if "error" in row]
     assert rows[0]["ready_s"] <= rows[0]["s"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_a_process_without_a_plan_ends_nobody_and_says_who_starts_it(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends its whole group when its stdin ends, which in a script is the script's."""
+    monkeypatch.setattr(sys, "argv", ["serving_ours", *arguments])
+    monkeypatch.setattr(serving_child, "end_with_parent", lambda: pytest.fail("it watches somebody's stdin"))
+    with pytest.raises(SystemExit, match=r"benchmarks/serving.py starts this process"):
+        serving_child.main(None)  # type: ignore[arg-type]
 
 
 def test_random_weights_may_be_files_that_a_start_reads(tmp_path: Path) -> None:
@@ -229,3 +240,14 @@ def test_unknown_cases_are_refused() -> None:
     result = CliRunner().invoke(app, ["--cases", "ttft_1k"])
     assert result.exit_code == 2
     assert "ttft_1k" in result.output
+
+
+@pytest.mark.parametrize("option", ["--report", "--model", "--out"])
+def test_a_file_that_holds_something_else_is_a_wrong_option(option: str, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(serving.main)
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    merge = ["--merge", "--device", "cpu"] if option == "--out" else []
+    result = CliRunner().invoke(app, [option, str(other), *merge])
+    assert (result.exit_code, "Invalid value" in result.output) == (2, True)
