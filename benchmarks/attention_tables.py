@@ -6,7 +6,7 @@ from statistics import geometric_mean
 
 from benchmarks import attention_results, first_call
 from benchmarks.attention_goal import Rule, number
-from benchmarks.attention_registry import OURS
+from benchmarks.attention_registry import FA3, OURS, OURS_BF16, OURS_KERNEL
 from benchmarks.attention_report import Report
 from benchmarks.markdown import load, origin, table
 
@@ -171,6 +171,23 @@ def goals(results: Path) -> str | None:
     return f"Goals ({origins([*reports, *calls])}):\n\n" + table(
         ["what", "goal", "worst", "mean", "cells", "met"], lines
     )
+
+
+def fp8(results: Path) -> str | None:
+    """TFLOP/s of the forward in 8 bits, beside FlashAttention-3's and ours in 16 bits."""
+    reports = attention_results.with_section(attention_results.runs(results), "fp8_forward")
+    names = {OURS_KERNEL: "kernel", OURS: "with quantisation", FA3: "FA3, kernel", OURS_BF16: "ours in bf16"}
+    lines = []
+    for record in reports[0].of_section("fp8_forward") if reports else ():
+        cell, ratio = record.cell, record.ratio(OURS_KERNEL, FA3)
+        rates = [record.rate(name) for name in names]
+        shape = [str(cell.head_dim), cell.mask, str(cell.seqlen_k), f"{cell.batch} x {cell.heads}"]
+        lines.append([*shape, *("-" if rate is None else f"{rate:,.0f}" for rate in rates), times(ratio)])
+    if not lines:
+        return None
+    what = f"Forward in 8 bits, TFLOP/s; peer timed: {named([FA3], reports[:1])}"
+    header = ["head_dim", "mask", "length", "batch x heads", *names.values(), "kernel / FA3"]
+    return f"{what}\n({origins(reports[:1])}):\n\n" + table(header, lines)
 
 
 def linear(results: Path) -> str:

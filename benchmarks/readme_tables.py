@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "backward": attention_tables.backward,
     "decode": attention_tables.decode,
     "goals": attention_tables.goals,
+    "fp8": attention_tables.fp8,
     "shapes": attention_feature_tables.shapes,
     "features": attention_feature_tables.features,
     "patterns": attention_feature_tables.patterns,

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import attention_results, attention_tables, plots, readme_tables
 from benchmarks.attention_cells import Cell
-from benchmarks.attention_grid import decode_cells, forward_cells
+from benchmarks.attention_grid import decode_cells, forward_cells, fp8_forward_cells
 from benchmarks.attention_report import Record, Report, Result
 from benchmarks.markdown import origin
 
@@ -86,6 +86,17 @@ def test_the_summary_says_of_how_many_cells_a_mean_is_where_not_of_all(results: 
     text = attention_tables.kernels(results)
     assert text is not None
     assert "| 48 | 0.95 | 1.10 | 1.10 (40) | 1.30 |" in text
+
+
+def test_eight_bits_stand_beside_a_peer_that_is_faster_too(tmp_path: Path) -> None:
+    cells = [cell for cell in fp8_forward_cells() if (cell.head_dim, cell.seqlen_q, cell.causal) == (128, 16384, False)]
+    ms = {"longwave": 2.0, "longwave-kernel": 1.5, "longwave-bf16": 2.5, "fa3": 1.2}
+    run(cells, {"fa3": "fa3 3"}, **ms).write(tmp_path / "attention_fp8.json")
+    text = attention_tables.fp8(tmp_path) or ""
+    flops = cells[0].flops
+    rates = [f"{flops / ms[name] / 1e9:,.0f}" for name in ("longwave-kernel", "longwave", "fa3", "longwave-bf16")]
+    assert f"| 128 | full | 16384 | 1 x 16 | {' | '.join(rates)} | 0.80 |" in text
+    assert attention_tables.fp8(tmp_path / "nothing") is None
 
 
 def test_plots_are_drawn_at_800_pixels_twice_over(results: Path, tmp_path: Path) -> None:
