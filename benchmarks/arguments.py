@@ -14,6 +14,13 @@ def numbers(text: str) -> list[int]:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 64,128") from error
 
 
+def positive(text: str) -> int:
+    """Raises ValueError for what is none, as argparse wants it."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
 def write_out(out: Path, text: str) -> None:
     """To the file that an option names, in a folder that may be a new one: what was measured took minutes."""
     out.parent.mkdir(parents=True, exist_ok=True)

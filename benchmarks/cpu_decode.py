@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 import attention_backend  # noqa: E402
 from attention_backend.metadata import PagedMetadata  # noqa: E402
 from benchmarks import machine  # noqa: E402
+from benchmarks.arguments import positive  # noqa: E402
 from models import loader, registry  # noqa: E402
 from models.batch import SamplingParams, ScheduledSeq, StepBatch  # noqa: E402
 from models.descriptions import read_config  # noqa: E402
@@ -198,13 +199,6 @@ def busy(count: int) -> Iterator[None]:
         for process in others:
             process.kill()
             process.wait()
-
-
-def positive(text: str) -> int:
-    """Raises ValueError for what is none, as argparse wants it."""
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import fault_clients, machine, trial_list
-from benchmarks.arguments import write_out
+from benchmarks.arguments import positive, write_out
 from benchmarks.fault_clients import RECOVERY, Target
 from benchmarks.fault_list import Fault, faults
 from benchmarks.fault_outcomes import PATIENCE, Outcome, classify, error_of, in_openai_shape, names
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="*", choices=SERVERS, default=[], help="started here, one after the other")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--model", default="bundled", help="started servers: its folder; else its name in requests")
-    parser.add_argument("--context", type=int, default=8192, help="tokens that the model behind --url takes")
+    parser.add_argument("--context", type=positive, default=8192, help="tokens that the model behind --url takes")
     parser.add_argument("--device", default="cpu", help="of the servers that are started")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--commit", help="recorded where there is no git")
@@ -185,15 +185,15 @@ def main() -> None:
     trials.add_argument("--soak-minutes", type=float, default=usual.soak_seconds / 60)
     trials.add_argument("--chaos-minutes", type=float, default=usual.chaos_seconds / 60)
     trials.add_argument("--overload-seconds", type=float, default=usual.seconds)
-    trials.add_argument("--disconnects", type=int, default=usual.disconnects)
-    trials.add_argument("--kills", type=int, default=usual.kills)
-    trials.add_argument("--drains", type=int, default=usual.drains)
-    trials.add_argument("--raw-requests", type=int, default=usual.raw_requests)
-    trials.add_argument("--slow", type=int, default=usual.slow)
-    trials.add_argument("--stalled", type=int, default=usual.stalled)
-    trials.add_argument("--prompts", type=int, default=usual.prompts)
-    trials.add_argument("--prompts-at-once", type=int, default=usual.prompts_at_once)
-    trials.add_argument("--pairs", type=int, default=usual.pairs)
+    trials.add_argument("--disconnects", type=positive, default=usual.disconnects)
+    trials.add_argument("--kills", type=positive, default=usual.kills)
+    trials.add_argument("--drains", type=positive, default=usual.drains)
+    trials.add_argument("--raw-requests", type=positive, default=usual.raw_requests)
+    trials.add_argument("--slow", type=positive, default=usual.slow)
+    trials.add_argument("--stalled", type=positive, default=usual.stalled)
+    trials.add_argument("--prompts", type=positive, default=usual.prompts)
+    trials.add_argument("--prompts-at-once", type=positive, default=usual.prompts_at_once)
+    trials.add_argument("--pairs", type=positive, default=usual.pairs)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
