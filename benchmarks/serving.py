@@ -32,7 +32,7 @@ import typer
 from benchmarks import machine, model_folder
 from benchmarks.serving_cases import CASES, Row, Size
 from benchmarks.serving_child import Plan
-from benchmarks.serving_goals import HTTP, OFFLINE, OURS, table
+from benchmarks.serving_goals import HTTP, OFFLINE, OURS, are_goals, table
 from benchmarks.serving_peers import ENGINES, TRANSFORMERS, VLLM, Peer, why_not
 from benchmarks.serving_results import Results, read
 
@@ -192,7 +192,7 @@ def main(
         kept = Results({}, {}, None)
         with told_as_usage():
             kept.content = read(report)
-        typer.echo("\n".join(table(kept.runs)))
+        typer.echo("\n".join(table(kept.runs, judged=are_goals(kept.content["options"]))))
         return
     if driver not in (OFFLINE, HTTP):
         raise typer.BadParameter(f"--driver is {OFFLINE} or {HTTP}")
@@ -237,7 +237,7 @@ def main(
             for row in measure(peer, driver, plan, Path(scratch) / f"caches-{number}"):
                 typer.echo(f"{label}: {json.dumps(row)}")
                 results.add(peer.engine, peer.variant, driver, row)
-    typer.echo("\n".join(table(results.runs)))
+    typer.echo("\n".join(table(results.runs, judged=are_goals(options))))
     for error in results.errors:
         typer.echo(f"FAILED {error}", err=True)
     raise typer.Exit(1 if results.errors else 0)

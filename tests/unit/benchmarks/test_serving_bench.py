@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import serving, serving_child
 from benchmarks.serving import Size, json_objects, measure, model_folder_of, peers, rows_of
 from benchmarks.serving_child import Plan
-from benchmarks.serving_goals import GOALS, Goal, Run, table, verdicts
+from benchmarks.serving_goals import GOALS, Goal, Run, are_goals, table, verdicts
 from benchmarks.serving_peers import Peer, as_flags, why_not
 from benchmarks.serving_results import Results
 from models import loader, stored_weights
@@ -181,6 +181,15 @@ def test_the_long_prompt_is_measured_against_itself_alone() -> None:
     rows = {"ttft_131k": {"ms": 100.0}, "chats_under_131k_prefill": {"long_ttft_ms": 109.0}}
     found = {verdict.goal.figure: verdict for verdict in verdicts([run_of("ours", rows)])}
     assert found["long_ttft_ms"].text == "met"
+
+
+def test_cases_that_are_scaled_down_are_not_judged() -> None:
+    run = Run("ours", "", "offline", {"start_cold": {"s": 9.0}})
+    whole, small = "\n".join(table([run])), "\n".join(table([run], judged=False))
+    assert ("met" in whole, "<= 20" in whole) == (True, True)
+    assert ("met" in small, "<= 20" in small, "nothing is judged" in small) == (False, False, True)
+    assert are_goals({"scale": 1.0, "model": "8b", "device": "cuda"})
+    assert not are_goals({"scale": 0.01, "model": "8b", "device": "cuda"})
 
 
 def test_every_goal_is_of_a_case_that_exists() -> None:
