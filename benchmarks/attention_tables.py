@@ -159,9 +159,8 @@ def goals(results: Path) -> str | None:
         [
             goal.name,
             f"{GOAL_SIGNS[goal.rule]} {goal.goal:g}",
-            number(goal.values[goal.worst]),
-            number(goal.mean),
-            str(len(goal.values)),
+            *([number(goal.values[goal.worst]), number(goal.mean)] if goal.values else ["-", "-"]),
+            str(len(goal.values)) + (f", {len(goal.failed)} failed" if goal.failed else ""),
             "yes" if goal.met else "no",
         ]
         for goal in (*attention_results.all_goals(reports), *(goal for run in calls for goal in run.goals()))

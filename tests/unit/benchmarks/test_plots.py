@@ -151,3 +151,16 @@ def test_a_table_without_results_or_markers_is_left_out(tmp_path: Path, monkeypa
     assert readme_tables.rewritten(text) == text
     with pytest.raises(SystemExit, match="goals"):
         readme_tables.rewritten(text.replace("<!-- /goals -->", ""))
+
+
+def test_a_cell_in_which_ours_failed_meets_nothing_and_has_no_older_number(results: Path) -> None:
+    newest = MACHINE | {"date": "2026-11-23T12:00:00+00:00"}
+    cells = list(forward_cells())
+    run(cells[:1], machine=newest, longwave="wrong result", cudnn=1.9).write(results / "attention_c.json")
+    runs = attention_results.runs(results)
+    assert len(attention_results.rows(runs, "forward")) == len(cells) - 1
+    goal = {goal.name: goal for goal in attention_results.all_goals(runs)}["forward over its best peer, all cells"]
+    assert (len(goal.cells), list(goal.failed), goal.met) == (len(cells) - 1, [str(cells[0])], False)
+    assert f"ours failed: {cells[0]}" in str(goal)
+    assert "| forward over its best peer, all cells | mean ≥ 1.03 |" in (attention_tables.goals(results) or "")
+    assert f"| {len(cells) - 1}, 1 failed | no |" in (attention_tables.goals(results) or "")
