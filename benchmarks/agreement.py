@@ -54,7 +54,7 @@ def agreement(dtype: str, scale: Scale) -> list[Measure]:
     flags = ("--dtype", dtype)
     with trial_server("bundled", (*UNCACHED, *flags)) as server:
         alone = asyncio.run(_answers(server, prompts, 1))
-        others = {"alone again": asyncio.run(_answers(server, prompts[: len(prompts) // 4], 1))}
+        others = {"alone again": asyncio.run(_answers(server, prompts[: -(-len(prompts) // 4)], 1))}
         others[f"among {AMONG}"] = asyncio.run(_answers(server, prompts, AMONG))
     with trial_server("bundled", (*SEATS, *flags)) as server:
         others[f"among {AMONG}, nothing cached"] = asyncio.run(_answers(server, prompts, AMONG))

@@ -1,5 +1,7 @@
 """What the benchmarks' command lines have in common. Knows no kernel."""
 
+from pathlib import Path
+
 import torch
 import typer
 
@@ -10,6 +12,19 @@ def numbers(text: str) -> list[int]:
         return [int(x) for x in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 64,128") from error
+
+
+def positive(text: str) -> int:
+    """Raises ValueError for what is none, as argparse wants it."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
+
+
+def write_out(out: Path, text: str) -> None:
+    """To the file that an option names, in a folder that may be a new one: what was measured took minutes."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
 
 
 def require_gpu() -> torch.device:

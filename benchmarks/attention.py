@@ -124,7 +124,7 @@ def main(
 def summarise(report: Report, sections: Sequence[str]) -> None:
     for section in sections:
         typer.echo("\n" + report.table(section))
-    timed = [goal for goal in goals(report.records, report.copy_tb_per_s) if goal.values]
+    timed = [goal for goal in goals(report.records, report.copy_tb_per_s) if goal.values or goal.failed]
     typer.echo("\n" + "\n".join([*report.missing(), *map(str, timed)]))
 
 

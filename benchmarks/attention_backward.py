@@ -1,6 +1,6 @@
 """Contenders of the backward: every one through autograd, from a forward that was run before.
 
-What is timed is `torch.autograd.grad`: all kernels of the backward, and the host's way to them. Returns q's gradient.
+What is timed is `torch.autograd.grad`: all kernels of the backward, and the host's way to them.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from benchmarks.attention_registry import (
     OURS_DETERMINISTIC,
     OURS_GENERIC,
     Call,
+    Output,
     contender,
 )
 
@@ -35,7 +36,12 @@ def _gradient(t: Tensors, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -
     with torch.enable_grad():
         out = forward(*leaves)
     grad_out = t.grad_out
-    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)[0]
+
+    def call() -> Output:
+        dq, dk, dv = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        return dq, dk, dv
+
+    return call
 
 
 def _args(cell: Cell, t: Tensors) -> AttentionArgs:
@@ -58,7 +64,12 @@ def generic(cell: Cell, t: Tensors) -> Call:
     """The kernel for every GPU from sm_75 on, by its name and without autograd."""
     args = _args(cell, t)
     out, lse = dispatch.run(args)
-    return lambda: backward.run(args, out, lse, t.grad_out, kernel="flash_bwd_sm80").dq
+
+    def call() -> Output:
+        found = backward.run(args, out, lse, t.grad_out, kernel="flash_bwd_sm80")
+        return found.dq, found.dk, found.dv
+
+    return call
 
 
 @contender(CUDNN, _SECTION)

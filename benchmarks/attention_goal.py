@@ -26,6 +26,7 @@ class Goal:
     cells: Sequence[str] = ()  # what each value is of
     rule: Rule = Rule.EACH
     over_best: bool = False  # whether the values are ratios over each cell's best peer
+    failed: Sequence[str] = ()  # cells in which ours was wrong or raised: none of them meets anything
 
     @property
     def worst(self) -> int:
@@ -39,6 +40,8 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
+        if self.failed:
+            return False
         if not self.values:
             return None
         if self.rule is Rule.MEAN:
@@ -47,13 +50,14 @@ class Goal:
         return worst <= self.goal if self.rule is Rule.AT_MOST else worst >= self.goal
 
     def __str__(self) -> str:
+        failed = f"; ours failed: {', '.join(self.failed)}" if self.failed else ""
         if not self.values:
-            return f"{self.name}: not measured ({self.rule} {self.goal:g})"
+            return f"{self.name}: not measured ({self.rule} {self.goal:g}){failed}"
         where = f" ({self.cells[self.worst]})" if self.cells else ""
         count = f", {sum(self._passes(x) for x in self.values)} of {len(self.values)} cells pass"
         verdict = "met" if self.met else "MISSED"
         numbers = f"worst {number(self.values[self.worst])}{where}, mean {number(self.mean)}{count}"
-        return f"{verdict:6} {self.name}, {self.rule} {self.goal:g}: {numbers}"
+        return f"{verdict:6} {self.name}, {self.rule} {self.goal:g}: {numbers}{failed}"
 
     def _passes(self, value: float) -> bool:
         return value <= self.goal if self.rule is Rule.AT_MOST else value >= self.goal
@@ -65,6 +69,7 @@ class Goal:
             "rule": str(self.rule),
             "values": list(self.values),
             "cells": list(self.cells),
+            "failed": list(self.failed),
             "met": self.met,
         }
 
@@ -82,13 +87,17 @@ def of_cells(
     rule: Rule = Rule.EACH,
     where: Callable[[Record], bool] = lambda _: True,
 ) -> Goal:
-    """A goal over the cells of a section that `where` picks and that have a value."""
-    values, cells = [], []
+    """A goal over the cells of a section that `where` picks and that have a value, or have none as ours failed."""
+    values, cells, failed = [], [], []
     for record in records:
-        if record.cell.section == section and where(record) and (x := value(record)) is not None:
+        if record.cell.section != section or not where(record):
+            continue
+        if (x := value(record)) is not None:
             values.append(x)
             cells.append(str(record.cell))
-    return Goal(name, goal, values, cells, rule, value is over_best)
+        elif record.ours_failed:
+            failed.append(str(record.cell))
+    return Goal(name, goal, values, cells, rule, value is over_best, failed)
 
 
 def over(peer: str) -> Callable[[Record], float | None]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from benchmarks.attention_cells import Cell, dense_twin
 from benchmarks.attention_inputs import Tensors
 
-Call = Callable[[], Tensor]  # returns a tensor shaped like q
+Output = Tensor | tuple[Tensor, Tensor, Tensor]  # shaped like q; of a backward the gradients of q, k and v
+Call = Callable[[], Output]
 Make = Callable[[Cell, Tensors], Call]
 
 OURS, OURS_GENERIC, OURS_CONTIGUOUS = "longwave", "longwave-generic", "longwave-contiguous"

@@ -77,6 +77,11 @@ class Record:
         ours, theirs = self.ms(name), self.ms(peer)
         return theirs / ours if ours and theirs else None
 
+    @property
+    def ours_failed(self) -> bool:
+        """Whether ours was to be timed and was wrong, or raised."""
+        return OURS in self.results and self.results[OURS].ms is None
+
     def peers(self) -> list[str]:
         """The contenders that are not ours and were timed."""
         return [name for name, r in self.results.items() if r.ms is not None and not name.startswith(OURS)]

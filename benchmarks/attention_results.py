@@ -59,14 +59,18 @@ def with_section(reports: Sequence[Report], section: str) -> list[Report]:
 
 
 def rows(reports: Sequence[Report], section: str) -> list[Row]:
-    """Of the cells that ours was timed in, in the order of the run with the most of them."""
+    """Of the cells that ours was timed in, in the order of the run with the most of them. One in which ours failed in
+    the newest run that has it is none of them."""
     largest = max(reports, key=lambda report: len(report.of_section(section)), default=None)
     places = {} if largest is None else {record.cell: i for i, record in enumerate(largest.of_section(section))}
     found: dict[Cell, Row] = {}
+    failed: set[Cell] = set()
     for report in reports:
         for record in report.of_section(section):
+            if record.ours_failed and record.cell not in found:
+                failed.add(record.cell)
             ours = record.number(OURS)
-            if ours is None:
+            if ours is None or record.cell in failed:
                 continue
             extra, dense = record.results[OURS].extra_bytes, record.times_as_fast(OURS_DENSE, OURS)
             row = found.setdefault(record.cell, Row(record.cell, ours, _share(ours, report), {}, extra, dense))
@@ -90,15 +94,17 @@ def all_goals(reports: Sequence[Report]) -> list[Goal]:
     together: dict[str, Goal] = {}
     for report in reports:
         for goal in goals(report.records, report.copy_tb_per_s):
-            if not goal.values:
+            if not goal.values and not goal.failed:
                 continue
             known = together.get(goal.name)
             if known is None:
                 together[goal.name] = goal
             else:
-                new = [(v, c) for v, c in zip(goal.values, goal.cells, strict=True) if c not in known.cells]
+                seen = {*known.cells, *known.failed}
+                new = [(v, c) for v, c in zip(goal.values, goal.cells, strict=True) if c not in seen]
                 values, cells = [*known.values, *(v for v, _ in new)], [*known.cells, *(c for _, c in new)]
-                together[goal.name] = replace(known, values=values, cells=cells)
+                failed = [*known.failed, *(c for c in goal.failed if c not in seen)]
+                together[goal.name] = replace(known, values=values, cells=cells, failed=failed)
     return [
         replace(goal, values=[best[cell] for cell in goal.cells]) if goal.over_best else goal
         for goal in together.values()

@@ -6,7 +6,7 @@ from statistics import geometric_mean
 
 from benchmarks import attention_results, first_call
 from benchmarks.attention_goal import Rule, number
-from benchmarks.attention_registry import OURS
+from benchmarks.attention_registry import FA3, OURS, OURS_BF16, OURS_KERNEL
 from benchmarks.attention_report import Report
 from benchmarks.markdown import load, origin, table
 
@@ -19,8 +19,8 @@ TORCH, CONTIGUOUS = ("cudnn", "fa2"), ", contiguous"
 SUMMARY = {
     "forward": "forward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
     "padding": "forward, half of the keys padding",
-    "backward": "backward, head_dim 64, 128 and 256, 512 to 32,768 tokens",
-    "decode": "decode over shuffled pages, 1,024 to 131,072 tokens",
+    "backward": "backward, head_dim 64, 128 and 256, 512 to 65,536 tokens",
+    "decode": "decode over shuffled pages (cuDNN, FA2: contiguous keys), 1,024 to 131,072 tokens",
     "shared_prefix": "decode, 64 requests that share 100,000 tokens",
 }
 GOAL_SIGNS = {Rule.EACH: "≥", Rule.MEAN: "mean ≥", Rule.AT_MOST: "≤"}
@@ -66,7 +66,8 @@ def times(ratio: float | None) -> str:
 
 
 def kernels(results: Path) -> str | None:
-    """How many times as fast ours is as each peer: the geometric mean of all cells in which that one was timed."""
+    """How many times as fast ours is as each peer: the geometric mean of all cells in which that one was timed, and how
+    many those are where they are not all."""
     runs = attention_results.runs(results)
     found = {section: attention_results.rows(runs, section) for section in SUMMARY}
     timed = {name for rows in found.values() for row in rows for name in row.ratios}
@@ -75,14 +76,20 @@ def kernels(results: Path) -> str | None:
     for section, what in SUMMARY.items():
         ratios = {peer: [row.ratios[peer] for row in found[section] if peer in row.ratios] for peer in peers}
         if any(ratios.values()):
-            means = [times(geometric_mean(each)) if each else "-" for each in ratios.values()]
-            lines.append([what, str(len(found[section])), *means])
+            cells = len(found[section])
+            lines.append([what, str(cells), *(_mean(each, cells) for each in ratios.values())])
     if not lines:
         return None
     reports = [run for run in runs if any(run.of_section(section) for section in SUMMARY)]
     header = ["our speed over that of", "cells", *(attention_results.LABELS[peer] for peer in peers)]
-    what = "Geometric means, above 1 where ours is faster; bfloat16"
+    what = "Geometric means, above 1 where ours is faster, in brackets of how many cells where not of all; bfloat16"
     return f"{what}; peers: {named(peers, reports)}\n({origins(reports)}):\n\n" + table(header, lines)
+
+
+def _mean(ratios: Sequence[float], cells: int) -> str:
+    if not ratios:
+        return "-"
+    return times(geometric_mean(ratios)) + (f" ({len(ratios)})" if len(ratios) < cells else "")
 
 
 def forward(results: Path) -> str | None:
@@ -152,9 +159,8 @@ def goals(results: Path) -> str | None:
         [
             goal.name,
             f"{GOAL_SIGNS[goal.rule]} {goal.goal:g}",
-            number(goal.values[goal.worst]),
-            number(goal.mean),
-            str(len(goal.values)),
+            *([number(goal.values[goal.worst]), number(goal.mean)] if goal.values else ["-", "-"]),
+            str(len(goal.values)) + (f", {len(goal.failed)} failed" if goal.failed else ""),
             "yes" if goal.met else "no",
         ]
         for goal in (*attention_results.all_goals(reports), *(goal for run in calls for goal in run.goals()))
@@ -164,6 +170,23 @@ def goals(results: Path) -> str | None:
     return f"Goals ({origins([*reports, *calls])}):\n\n" + table(
         ["what", "goal", "worst", "mean", "cells", "met"], lines
     )
+
+
+def fp8(results: Path) -> str | None:
+    """TFLOP/s of the forward in 8 bits, beside FlashAttention-3's and ours in 16 bits."""
+    reports = attention_results.with_section(attention_results.runs(results), "fp8_forward")
+    names = {OURS_KERNEL: "kernel", OURS: "with quantisation", FA3: "FA3, kernel", OURS_BF16: "ours in bf16"}
+    lines = []
+    for record in reports[0].of_section("fp8_forward") if reports else ():
+        cell, ratio = record.cell, record.ratio(OURS_KERNEL, FA3)
+        rates = [record.rate(name) for name in names]
+        shape = [str(cell.head_dim), cell.mask, str(cell.seqlen_k), f"{cell.batch} x {cell.heads}"]
+        lines.append([*shape, *("-" if rate is None else f"{rate:,.0f}" for rate in rates), times(ratio)])
+    if not lines:
+        return None
+    what = f"Forward in 8 bits, TFLOP/s; peer timed: {named([FA3], reports[:1])}"
+    header = ["head_dim", "mask", "length", "batch x heads", *names.values(), "kernel / FA3"]
+    return f"{what}\n({origins(reports[:1])}):\n\n" + table(header, lines)
 
 
 def linear(results: Path) -> str:

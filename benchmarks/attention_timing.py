@@ -1,5 +1,6 @@
 """Times one cell of the attention benchmark: inputs, contenders in turn, each checked before and after."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import torch
 
 from benchmarks.attention_cells import Cell
 from benchmarks.attention_inputs import Tensors
-from benchmarks.attention_registry import Call, Contender
+from benchmarks.attention_registry import Call, Contender, Output
 from benchmarks.attention_report import MEASURED, Record, Result
 from benchmarks.attention_truth import Truth, acceptable
 from benchmarks.stopwatch import Stopwatch, alternate
@@ -41,7 +42,7 @@ def prepare(
     """The calls of a contender over all input sets, checked on the first; no calls when it cannot run or is wrong."""
     try:
         calls = [contender.makes[section](cell, tensors) for tensors in sets]
-        error = truth.error(calls[0]())
+        error = truth.error(on_nan(calls[0]))
     except Exception as failure:  # whatever stops a peer is its reason in the record
         return [], Result(None, reason_of(failure))
     if not acceptable(cell, error):  # NaN is wrong too
@@ -53,6 +54,18 @@ def prepare(
         except Exception as failure:  # as above
             return [], Result(None, f"not captured in a CUDA graph: {reason_of(failure)}", error)
     return calls, Result(None, None, error, extra_bytes=extra)
+
+
+def on_nan(call: Call) -> Output:
+    """What the call returns where its last result was, which is NaN by then: torch's allocator gives the same memory
+    again. So what a call leaves unwritten is not what another one had written there."""
+    _spoil(call())
+    return call()
+
+
+def _spoil(out: Output) -> None:
+    for x in out if isinstance(out, tuple) else (out,):
+        x.fill_(math.nan)
 
 
 def extra_bytes(call: Call) -> int:
@@ -71,9 +84,9 @@ class Replay:
 
     graph: torch.cuda.CUDAGraph
     calls: Sequence[Call]
-    outs: Sequence[torch.Tensor]
+    outs: Sequence[Output]
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> Output:
         self.graph.replay()
         return self.outs[0]
 
@@ -119,7 +132,7 @@ def time_cell(cell: Cell, contenders: Sequence[Contender], watch: Stopwatch, rou
 def still_right(truth: Truth, call: Call) -> str | None:
     """Why the call's result is not right any more, after it was repeated so often."""
     try:
-        error = truth.error(call())
+        error = truth.error(on_nan(call))
     except Exception as failure:
         return reason_of(failure)
     return None if acceptable(truth.cell, error) else f"wrong after repeats: relative error {error:.2e}"

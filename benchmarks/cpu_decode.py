@@ -29,9 +29,11 @@ sys.path.insert(0, str(ROOT))
 import attention_backend  # noqa: E402
 from attention_backend.metadata import PagedMetadata  # noqa: E402
 from benchmarks import machine  # noqa: E402
+from benchmarks.arguments import positive  # noqa: E402
 from models import loader, registry  # noqa: E402
 from models.batch import SamplingParams, ScheduledSeq, StepBatch  # noqa: E402
 from models.descriptions import read_config  # noqa: E402
+from models.errors import ModelNotFoundError  # noqa: E402
 from models.progress_bars import without_progress_bars  # noqa: E402
 from models.runner import ModelRunner  # noqa: E402
 
@@ -203,15 +205,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens generated per request")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--prompt", type=positive, default=64, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens generated per request")
+    parser.add_argument("--rounds", type=positive, default=4)
     parser.add_argument("--threads", type=int, default=0, help="0: as many as the runner takes by itself")
     parser.add_argument("--beside", type=int, default=0, help="processes that do nothing but keep a core busy each")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: this process's CPU time")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--commit", help="recorded where there is no git")
     options = parser.parse_args()
+    try:
+        registry.resolve(options.model)
+    except ModelNotFoundError as error:
+        parser.error(str(error))
     with busy(options.beside):
         result = measure(options)
     report = {

@@ -20,6 +20,7 @@ import torch
 import typer
 
 from benchmarks import machine, model_folder
+from benchmarks.arguments import write_out
 from benchmarks.list_link import ListLink
 from models import bundled, registry
 from models.batch import SamplingParams
@@ -138,7 +139,7 @@ def main(
             f"{drafts}, {same} of {len(plain)} answers the same"
         )
     if out is not None:
-        out.write_text(json.dumps({"machine": machine.facts(commit), "results": results}, indent=1) + "\n")
+        write_out(out, json.dumps({"machine": machine.facts(commit), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ Of each fault it says the status, whether the error has OpenAI's shape and names
 took; after each a small good request must be answered within 30 s. A server that was started here and does not answer
 one in five minutes is started again; one that runs already is left alone, and gets no SIGTERM. Trials (trial_list.py)
 each have servers of their own, on a CPU. What the file has from before and is not measured again is kept.
+
+Exit code 0: everything was sent (what went wrong is in the table, and goals may be missed). 1: a trial failed, or a
+server did not answer. 2: an option that makes no sense.
 """
 
 import argparse
@@ -23,9 +26,10 @@ from typing import Any
 import torch
 
 from benchmarks import fault_clients, machine, trial_list
-from benchmarks.fault_clients import Target
+from benchmarks.arguments import positive, write_out
+from benchmarks.fault_clients import RECOVERY, Target
 from benchmarks.fault_list import Fault, faults
-from benchmarks.fault_outcomes import Outcome, classify, error_of, in_openai_shape, names
+from benchmarks.fault_outcomes import PATIENCE, Outcome, classify, error_of, in_openai_shape, names
 from benchmarks.markdown import table
 from benchmarks.started_server import started
 from benchmarks.trial import Scale
@@ -62,10 +66,10 @@ def server(name: str, model: str, device: str) -> Iterator[Target]:
         yield Target(url, str(folder), context, process)
 
 
-def idle_ms(target: Target) -> float:
+def idle_ms(target: Target, limit: float = RECOVERY) -> float:
     """What the small good request takes when nothing else is asked: the median, after a first one. Raises SystemExit
-    when it is not answered."""
-    if fault_clients.answers_after(target) is None:
+    when that is not answered in `limit` seconds."""
+    if fault_clients.answers_after(target, limit) is None:
         raise SystemExit(f"{target.url} does not answer a good request")
     return sorted(fault_clients.good(target).ms for _ in range(IDLE_ROUNDS))[IDLE_ROUNDS // 2]
 
@@ -116,7 +120,7 @@ def measure_started(name: str, model: str, device: str) -> Row:
 def measure_running(target: Target) -> Row:
     """The faults that a server of somebody else's may be sent, until it does not answer any more."""
     rows: list[Row] = []
-    idle = idle_ms(target)
+    idle = idle_ms(target, PATIENCE)
     for fault in faults(idle + SOON_MS):
         if fault.ends_server:
             continue
@@ -164,7 +168,7 @@ def keep(out: Path | None, content: Row) -> None:
     before = json.loads(out.read_text()) if out.is_file() else {}
     trials = {**before.get("trials", {}), **content.get("trials", {})}
     in_order = {name: trials[name] for name in trial_list.TRIALS if name in trials}
-    out.write_text(json.dumps(before | content | ({"trials": in_order} if in_order else {}), indent=1) + "\n")
+    write_out(out, json.dumps(before | content | ({"trials": in_order} if in_order else {}), indent=1) + "\n")
 
 
 def main() -> None:
@@ -172,7 +176,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="*", choices=SERVERS, default=[], help="started here, one after the other")
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--model", default="bundled", help="started servers: its folder; else its name in requests")
-    parser.add_argument("--context", type=int, default=8192, help="tokens that the model behind --url takes")
+    parser.add_argument("--context", type=positive, default=8192, help="tokens that the model behind --url takes")
     parser.add_argument("--device", default="cpu", help="of the servers that are started")
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--commit", help="recorded where there is no git")
@@ -181,15 +185,15 @@ def main() -> None:
     trials.add_argument("--soak-minutes", type=float, default=usual.soak_seconds / 60)
     trials.add_argument("--chaos-minutes", type=float, default=usual.chaos_seconds / 60)
     trials.add_argument("--overload-seconds", type=float, default=usual.seconds)
-    trials.add_argument("--disconnects", type=int, default=usual.disconnects)
-    trials.add_argument("--kills", type=int, default=usual.kills)
-    trials.add_argument("--drains", type=int, default=usual.drains)
-    trials.add_argument("--raw-requests", type=int, default=usual.raw_requests)
-    trials.add_argument("--slow", type=int, default=usual.slow)
-    trials.add_argument("--stalled", type=int, default=usual.stalled)
-    trials.add_argument("--prompts", type=int, default=usual.prompts)
-    trials.add_argument("--prompts-at-once", type=int, default=usual.prompts_at_once)
-    trials.add_argument("--pairs", type=int, default=usual.pairs)
+    trials.add_argument("--disconnects", type=positive, default=usual.disconnects)
+    trials.add_argument("--kills", type=positive, default=usual.kills)
+    trials.add_argument("--drains", type=positive, default=usual.drains)
+    trials.add_argument("--raw-requests", type=positive, default=usual.raw_requests)
+    trials.add_argument("--slow", type=positive, default=usual.slow)
+    trials.add_argument("--stalled", type=positive, default=usual.stalled)
+    trials.add_argument("--prompts", type=positive, default=usual.prompts)
+    trials.add_argument("--prompts-at-once", type=positive, default=usual.prompts_at_once)
+    trials.add_argument("--pairs", type=positive, default=usual.pairs)
     options = parser.parse_args()
     if bool(options.servers or options.trials) == bool(options.url):
         parser.error("give --servers and --trials, or --url")
@@ -217,11 +221,15 @@ def main() -> None:
         prompts_at_once=options.prompts_at_once,
         pairs=options.pairs,
     )
+    failed = False
     for name in options.trials:
         row = trial_list.run(name, scale) | {"machine": facts}
+        failed |= row["failure"] is not None
         sys.stdout.write(trial_list.report(row))
         sys.stdout.flush()
         keep(options.out, {"trials": {name: row}})
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
-from benchmarks.arguments import numbers, require_gpu
+from benchmarks.arguments import numbers, require_gpu, write_out
 from benchmarks.stopwatch import FLUSHED_BY, Stopwatch, alternate
 
 ROWS = (8, 16, 24, 32, 48, 64)
@@ -106,7 +106,7 @@ def main(
         )
         if out:
             content = {"machine": machine.facts(commit), "flush": FLUSHED_BY, "page": PAGE, "cells": rows}
-            out.write_text(json.dumps(content, indent=1) + "\n")
+            write_out(out, json.dumps(content, indent=1) + "\n")
     if wrong:
         raise typer.Exit(1)
 

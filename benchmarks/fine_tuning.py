@@ -25,6 +25,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
+from benchmarks.arguments import write_out
 from benchmarks.machine import facts
 from benchmarks.started_server import started_server
 from models import bundled
@@ -154,7 +155,7 @@ def main(
     with server(url) as asked, openai.OpenAI(base_url=f"{asked}/v1", api_key="none", timeout=600) as client:
         content = teach(client, client.models.list().data[0].id, commit)
     if out is not None:
-        out.write_text(json.dumps(content, indent=1) + "\n")
+        write_out(out, json.dumps(content, indent=1) + "\n")
     if plot is not None:
         draw(content, plot)
     for name in ("before", "after", "base_after"):

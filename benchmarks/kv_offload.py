@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine, model_folder
+from benchmarks.arguments import write_out
 from benchmarks.kv_copies import DECODES, copies, steps_beside_loads
 from benchmarks.list_link import ListLink
 from models import loader, registry
@@ -217,7 +218,7 @@ def main() -> None:
     text = json.dumps({"machine": machine.facts(options.commit), "arguments": arguments, **result}, indent=1)
     print(text)  # noqa: T201
     if options.out is not None:
-        options.out.write_text(text + "\n")
+        write_out(options.out, text + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import machine, model_folder  # noqa: E402
+from benchmarks.arguments import write_out  # noqa: E402
 from benchmarks.started_server import started_server  # noqa: E402
 
 
@@ -158,7 +159,7 @@ def main() -> None:
             }
     text = json.dumps(result, indent=1)
     if args.out:
-        args.out.write_text(text + "\n")
+        write_out(args.out, text + "\n")
     print(text)  # noqa: T201
 
 

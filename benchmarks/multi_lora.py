@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import machine, model_folder
+from benchmarks.arguments import write_out
 from models import loader, registry
 from models.adapters import LoraLimits, find_linears
 from models.batch import NO_ADAPTER, SamplingParams, ScheduledSeq, StepBatch
@@ -150,8 +151,9 @@ def main() -> None:
         result = measure(options, Path(folder))
     arguments = {name: value for name, value in vars(options).items() if name not in ("out", "commit")}
     if options.out is not None:
-        options.out.write_text(
-            json.dumps({"machine": machine.facts(options.commit), "arguments": arguments, **result}, indent=1) + "\n"
+        write_out(
+            options.out,
+            json.dumps({"machine": machine.facts(options.commit), "arguments": arguments, **result}, indent=1) + "\n",
         )
 
 

@@ -33,7 +33,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from benchmarks import backward_tiles, machine
-from benchmarks.arguments import numbers, require_gpu
+from benchmarks.arguments import numbers, require_gpu, write_out
 from benchmarks.attention_contenders import REGISTRY
 from benchmarks.attention_inputs import Tensors
 from benchmarks.attention_registry import OURS, Call, Contender
@@ -145,8 +145,8 @@ def main(
             typer.echo(plain_table(header, table[-1:]).splitlines()[-1])
     typer.echo("\n" + plain_table(header, table))
     if out:
-        out.write_text(
-            json.dumps({"machine": machine.facts(commit), "seconds": seconds, "rows": rows}, indent=1) + "\n"
+        write_out(
+            out, json.dumps({"machine": machine.facts(commit), "seconds": seconds, "rows": rows}, indent=1) + "\n"
         )
 
 

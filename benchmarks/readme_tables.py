@@ -4,11 +4,13 @@ markers.
     python benchmarks/readme_tables.py            rewrites the pages
     python benchmarks/readme_tables.py --check    exit code 1 when one of them says something else
 
+Exit code 2: another argument; nothing was written.
+
 Knows the result files' names and no device.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
@@ -26,6 +28,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "backward": attention_tables.backward,
     "decode": attention_tables.decode,
     "goals": attention_tables.goals,
+    "fp8": attention_tables.fp8,
     "shapes": attention_feature_tables.shapes,
     "features": attention_feature_tables.features,
     "patterns": attention_feature_tables.patterns,
@@ -58,15 +61,19 @@ def rewritten(page: str) -> str:
     return page
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)  # noqa: T201
+        return 2
     texts = {page: page.read_text() for page in PAGES}
     wanted = {page: rewritten(text) for page, text in texts.items()}
-    if "--check" in sys.argv[1:]:
-        sys.exit(int(wanted != texts))
+    if arguments:
+        return int(wanted != texts)
     for page, text in wanted.items():
         if text != texts[page]:
             page.write_text(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

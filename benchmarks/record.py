@@ -16,6 +16,7 @@ Exit code 0: everything asked for is there. 1: something failed or was cut short
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ class Recording:
     arguments: tuple[str, ...] = ()
     peer: str = ""  # whose folder of packages it wants
     devices: frozenset[str] = GPU
+    adds: bool = False  # to what its file has: that has more than this measures
 
     def command(self, out: Path, commit: str, peers: dict[str, Path]) -> list[str]:
         command = [sys.executable, "-m", f"benchmarks.{self.module}", *self.arguments, "--out", str(out)]
@@ -142,7 +144,7 @@ RECORDINGS = (
     Recording("roofline", "roofline", 300),
     Recording("ladder", "ladder", 60),
     Recording("quick_start", "cpu_decode", 300, devices=CPU),
-    Recording("faults", "faults", 900, _ALL_SERVERS, devices=CPU),
+    Recording("faults", "faults", 900, _ALL_SERVERS, devices=CPU, adds=True),
     Recording("serving_client", "serving_client", 60, devices=CPU),
     Recording("stream_path", "stream_path", 240, devices=CPU),
 )
@@ -162,6 +164,9 @@ def recorded(path: Path, commit: str) -> bool:
 def record(one: Recording, path: Path, commit: str, peers: dict[str, Path], log: Path) -> str | None:
     """Runs a benchmark until it ends or its time is over; nothing that it started outlives it. Says what went wrong."""
     partial = path.with_suffix(".partial.json")
+    partial.unlink(missing_ok=True)  # of an earlier one, which is no result of this
+    if one.adds and path.exists():
+        shutil.copyfile(path, partial)
     command = one.command(partial, commit, peers)
     with (
         log.open("w") as output,

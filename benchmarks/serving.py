@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ import typer
 from benchmarks import machine, model_folder
 from benchmarks.serving_cases import CASES, Row, Size
 from benchmarks.serving_child import Plan
-from benchmarks.serving_goals import HTTP, OFFLINE, OURS, table
+from benchmarks.serving_goals import HTTP, OFFLINE, OURS, are_goals, table
 from benchmarks.serving_peers import ENGINES, TRANSFORMERS, VLLM, Peer, why_not
 from benchmarks.serving_results import Results, read
 
@@ -160,6 +160,15 @@ def json_objects(texts: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+@contextmanager
+def told_as_usage() -> Iterator[None]:
+    """A file that is not there, or holds something else, is a wrong option and no bug."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def main(
     names: Annotated[str, Flag("--peers", help=f"Some of {','.join(ENGINES)}; all: those that are found.")] = "all",
     cases: Annotated[str, Flag(help=f"Some of {','.join((*STARTS, *CASES))}.")] = "all",
@@ -181,8 +190,9 @@ def main(
     """Exit code 1 when a case failed; goals that are missed are said and are no failure."""
     if report is not None:
         kept = Results({}, {}, None)
-        kept.content = read(report)
-        typer.echo("\n".join(table(kept.runs)))
+        with told_as_usage():
+            kept.content = read(report)
+        typer.echo("\n".join(table(kept.runs, judged=are_goals(kept.content["options"]))))
         return
     if driver not in (OFFLINE, HTTP):
         raise typer.BadParameter(f"--driver is {OFFLINE} or {HTTP}")
@@ -193,12 +203,14 @@ def main(
     options = {"model": str(model or model_shape), "scale": scale, "dtype": dtype, "device": device}
     results = Results(machine.facts(commit), options, out)
     if merge and out is not None and out.exists():
-        results.merge(out)
+        with told_as_usage():
+            results.merge(out)
     with tempfile.TemporaryDirectory(prefix="serving-") as scratch:
         folder, load_format = model_folder_of(
             model_shape, model, Size(scale), Path(scratch), weights=weights, device=device
         )
-        config = json.loads((folder / "config.json").read_text())
+        with told_as_usage():
+            config = json.loads((folder / "config.json").read_text())
         if config["max_position_embeddings"] < Size(scale).max_model_len:
             raise typer.BadParameter(f"the model has {config['max_position_embeddings']} positions: give a --scale")
         plan = Plan(
@@ -225,7 +237,7 @@ def main(
             for row in measure(peer, driver, plan, Path(scratch) / f"caches-{number}"):
                 typer.echo(f"{label}: {json.dumps(row)}")
                 results.add(peer.engine, peer.variant, driver, row)
-    typer.echo("\n".join(table(results.runs)))
+    typer.echo("\n".join(table(results.runs, judged=are_goals(options))))
     for error in results.errors:
         typer.echo(f"FAILED {error}", err=True)
     raise typer.Exit(1 if results.errors else 0)

@@ -92,6 +92,9 @@ async def run(plan: Plan, open_engine: OpenEngine, emit: Callable[[Row], None]) 
 
 
 def main(open_engine: OpenEngine) -> None:
+    """Raises SystemExit where it was not started by benchmarks/serving.py, in whose absence others would be ended."""
+    if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
+        raise SystemExit("benchmarks/serving.py starts this process, and gives it a plan: python -m benchmarks.serving")
     end_with_parent()
     rows = take_stdout()
     asyncio.run(run(Plan.from_json(sys.argv[1]), open_engine, lambda row: print(json.dumps(row), file=rows)))

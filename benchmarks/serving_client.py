@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from benchmarks import machine
+from benchmarks.arguments import write_out
 from server.bench.stream_client import StreamClient, Target
 from server.bench.workload import Turn
 
@@ -116,7 +117,7 @@ def main(
     if out is not None:
         options = {"streams": streams, "tokens": tokens, "rounds": rounds}
         result = {"machine": machine.facts(commit), "options": options, "median": median, "rows": rows}
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_out(out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

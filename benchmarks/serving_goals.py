@@ -1,7 +1,7 @@
 """What the serving cases have to reach, and the table that says whether they did. Pure: rows in, lines out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 OURS = "ours"
@@ -116,16 +116,25 @@ def _against(goal: Goal, ours: Run, runs: Sequence[Run]) -> tuple[float | None, 
     return best(figures) if figures else (None, "not measured")
 
 
-def table(runs: Sequence[Run]) -> list[str]:
-    """Lines for a terminal: ours, what it stands beside (the best of the peers' variants), their ratio, the goal."""
+def are_goals(options: Mapping[str, Any]) -> bool:
+    """Whether a file's options are those that the goals are of: whole cases, the 8B model, a GPU."""
+    return (options["scale"], options["model"], options["device"]) == (1.0, "8b", "cuda")
+
+
+def table(runs: Sequence[Run], *, judged: bool = True) -> list[str]:
+    """Lines for a terminal: ours, what it stands beside (the best of the peers' variants), their ratio, the goal; not
+    `judged`: only what is compared."""
     lines = [f"{'':8}{'case':26}{'figure':14}{'ours':>11}{'against':>11}{'ratio':>8}  {'goal':16}{'':8}beside"]
     for verdict in verdicts(runs):
-        goal = verdict.goal
+        goal = verdict.goal if judged else replace(verdict.goal, factor=None)
         beside = "-" if verdict.against is None or goal.of == "absolute" else f"{verdict.against:.2f}"
         ratio = "-" if verdict.ratio is None or goal.of == "absolute" else f"{verdict.ratio:.3f}"
+        said = verdict.text if judged else "-"
         asked = "" if goal.factor is None else f"{goal.sense} {goal.factor:g}{'' if goal.of == 'absolute' else 'x'}"
         lines.append(
             f"{verdict.driver:8}{goal.case:26}{goal.figure:14}{verdict.ours:11.2f}{beside:>11}{ratio:>8}"
-            f"  {asked:16}{verdict.text:8}{verdict.against_name}"
+            f"  {asked:16}{said:8}{verdict.against_name}"
         )
+    if not judged:
+        lines.append("Goals are of the whole cases with the 8B model on a GPU: nothing is judged here.")
     return lines

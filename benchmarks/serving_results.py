@@ -21,7 +21,7 @@ class Results:
     def merge(self, path: Path) -> None:
         """Begins with what an earlier run has written. Raises ValueError when that was another GPU or other cases."""
         earlier = read(path)
-        for field, name in (("machine", "gpu"), ("options", "scale"), ("options", "model")):
+        for field, name in (("machine", "gpu"), ("options", "scale"), ("options", "model"), ("options", "dtype")):
             then, now = earlier[field].get(name), self.content[field].get(name)
             if then != now:
                 raise ValueError(f"{path} has results with {name} {then}, this run has {now}")

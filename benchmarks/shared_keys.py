@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 from attention_backend.heuristics.sm90 import ALONE, shares_keys_from
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
-from benchmarks.arguments import require_gpu
+from benchmarks.arguments import require_gpu, write_out
 from benchmarks.stopwatch import Stopwatch, alternate
 
 HEADS = ((128, 32, 8), (128, 32, 32), (256, 16, 4))  # head_dim, query heads, key heads
@@ -129,7 +129,7 @@ def main(
         )
         if out:
             content = {"machine": machine.facts(commit), "flush": False, "cells": rows}
-            out.write_text(json.dumps(content, indent=1) + "\n")
+            write_out(out, json.dumps(content, indent=1) + "\n")
     if wrong:
         raise typer.Exit(1)
 

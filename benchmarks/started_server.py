@@ -1,9 +1,11 @@
 """A server of its own process on a free port, `longwave serve` or another, for benchmarks that measure through HTTP.
 Asks nothing but whether it is ready."""
 
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +39,7 @@ def started(
     url = f"http://127.0.0.1:{port}"
     whole, root = [*command, "--port", str(port)], Path(__file__).resolve().parent.parent
     begin = time.perf_counter()
-    with subprocess.Popen(whole, cwd=root, env=environment) as process:
+    with _sigterm_as_sigint(), subprocess.Popen(whole, cwd=root, env=environment) as process:
         try:
             _wait(url + ready, process, begin)
             yield url, process
@@ -47,6 +49,19 @@ def started(
                 process.wait(END_TIMEOUT)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@contextmanager
+def _sigterm_as_sigint() -> Iterator[None]:
+    """A benchmark that is told to end, by `timeout` say, ends what it has started, as one that is interrupted does."""
+    if threading.current_thread() is not threading.main_thread():  # no other may say so
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], begin: float) -> None:

@@ -23,6 +23,7 @@ import typer
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import machine
+from benchmarks.arguments import write_out
 from benchmarks.engine_steps import BLOCK_SIZE, PROFILED, STEPS, Steps, make_runner
 from benchmarks.list_link import ListLink
 from models.batch import SamplingParams
@@ -162,7 +163,7 @@ def main(
         typer.echo(f"engine {length}: " + ", ".join(f"{r['ttft_ms']:.1f} ms, then {r['itl_ms']:.3f}" for r in engine))
     if out is not None:
         facts = machine.facts(commit)
-        out.write_text(json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
+        write_out(out, json.dumps({"machine": facts, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import machine, model_folder
+from benchmarks.arguments import write_out
 from benchmarks.paced_engine import FIRST_TOKEN, PACE, engine_config
 from benchmarks.process_tree import children
 from benchmarks.started_server import started
@@ -161,7 +162,7 @@ def main(
             result["cases"][case] = {**summary(rows), "rows": rows}
             typer.echo(f"{case}: {json.dumps(summary(rows))}")
     if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        write_out(out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

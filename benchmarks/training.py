@@ -24,6 +24,7 @@ import torch
 import typer
 
 from benchmarks import machine, model_folder
+from benchmarks.arguments import write_out
 from benchmarks.training_longest import longest
 from benchmarks.training_steps import Results, contenders, step_times
 from models import registry
@@ -56,7 +57,7 @@ class Report:
     def __call__(self, text: str, results: Results) -> None:
         self.say(text)
         if self._out is not None:
-            self._out.write_text(self.json(results) + "\n")
+            write_out(self._out, self.json(results) + "\n")
 
     def say(self, text: str) -> None:
         typer.echo(f"{time.perf_counter() - self._begin:6.1f} s  {text}", err=True)

@@ -166,6 +166,19 @@ def test_the_error_of_a_wrong_mask_is_large_and_of_nan_is_nan() -> None:
     assert math.isnan(truth.error(torch.full_like(t.q, torch.nan)))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_gradients_of_keys_and_values_are_checked(causal: bool, wrong: int) -> None:
+    cell = replace(FORWARD, section="backward", causal=causal, dtype="float32")
+    t = Tensors.random(cell, CPU)
+    truth = Truth.of(cell, t)
+    gradients = REGISTRY[OURS].makes["backward"](cell, t)()
+    assert isinstance(gradients, tuple)
+    assert truth.error(gradients) < 1e-5
+    gradients[wrong][:, :4] *= 1.5
+    assert truth.error(gradients) > 0.01
+
+
 def test_no_dropout_is_not_dropout() -> None:
     assert not acceptable(DROPOUT, 3e-3)
     assert acceptable(DROPOUT, 1 / 3)
@@ -187,13 +200,23 @@ def _wrong(_cell: Cell, t: Tensors) -> Call:
     return lambda: torch.full_like(t.q, torch.nan)
 
 
+def _unwritten(cell: Cell, t: Tensors) -> Call:
+    """Returns memory in which somebody else's right result is."""
+    out = REGISTRY[OURS].makes["forward"](cell, t)()
+    return lambda: out
+
+
 def peer(make: object, name: str = "peer", section: str = "forward") -> Contender:
     return Contender(name, {section: make})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(_broken, "NotImplementedError: no kernel for this"), (_wrong, "wrong result: relative error nan")],
+    [
+        (_broken, "NotImplementedError: no kernel for this"),
+        (_wrong, "wrong result: relative error nan"),
+        (_unwritten, "wrong result: relative error nan"),
+    ],
 )
 def test_a_contender_that_fails_is_recorded_with_its_reason(make: object, reason: str) -> None:
     t = Tensors.random(FORWARD, CPU)

@@ -56,7 +56,17 @@ def test_rows_of_a_later_run_are_marked_with_its_commit(tmp_path: Path) -> None:
     assert "time to first token of 32,768 tokens, ms" in found
     assert "commit 0123456789, 2026-11-20; * commit feedfeedfe, 2026-11-22)." in text
     serving_table(tmp_path, first | rate, {"tpot_b1_1024": {"p50": 5.0, "version": "1"}})
-    assert "2026-11-20; * ours alone, commit feedfeedfe, 2026-11-22)." in engine_tables.serving(tmp_path)
+    two = "in two runs: ours commit feedfeedfe, 2026-11-22, vLLM commit 0123456789, 2026-11-20"
+    assert f"2026-11-20; * {two})." in engine_tables.serving(tmp_path)
+
+
+def test_a_row_is_marked_where_only_the_peers_is_of_another_commit(tmp_path: Path) -> None:
+    later = {"commit": "feedfeedfeed", "date": "2026-11-22T10:00:00+00:00"}
+    found = serving_table(tmp_path, {"ttft_32k": {"ms": 1.0}}, {"ttft_32k": {"ms": 2.0, "version": "1"} | later})
+
+    assert found["time to first token of 32,768 tokens, ms *"][:3] == ["1", "2", "0.50"]
+    two = "in two runs: ours commit 0123456789, 2026-11-20, vLLM commit feedfeedfe, 2026-11-22"
+    assert f"; * {two})." in engine_tables.serving(tmp_path)
 
 
 def test_each_commit_has_a_mark_of_its_own(tmp_path: Path) -> None:

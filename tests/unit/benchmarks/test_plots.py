@@ -1,12 +1,13 @@
 """The README's plots and tables are drawn from result files, of several runs together."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import attention_results, attention_tables, plots, readme_tables
 from benchmarks.attention_cells import Cell
-from benchmarks.attention_grid import decode_cells, forward_cells
+from benchmarks.attention_grid import decode_cells, forward_cells, fp8_forward_cells
 from benchmarks.attention_report import Record, Report, Result
 from benchmarks.markdown import origin
 
@@ -75,6 +76,29 @@ def test_the_summary_has_the_mean_over_each_peer_of_its_own_run(results: Path) -
     assert "backward" not in text
 
 
+def test_the_summary_says_of_how_many_cells_a_mean_is_where_not_of_all(results: Path) -> None:
+    for file in results.glob("attention_*.json"):
+        content = json.loads(file.read_text())
+        forward = [cell for cell in content["cells"] if cell["section"] == "forward"]
+        for cell in forward[:8]:
+            cell["results"].pop("fa4", None)
+        file.write_text(json.dumps(content))
+    text = attention_tables.kernels(results)
+    assert text is not None
+    assert "| 48 | 0.95 | 1.10 | 1.10 (40) | 1.30 |" in text
+
+
+def test_eight_bits_stand_beside_a_peer_that_is_faster_too(tmp_path: Path) -> None:
+    cells = [cell for cell in fp8_forward_cells() if (cell.head_dim, cell.seqlen_q, cell.causal) == (128, 16384, False)]
+    ms = {"longwave": 2.0, "longwave-kernel": 1.5, "longwave-bf16": 2.5, "fa3": 1.2}
+    run(cells, {"fa3": "fa3 3"}, **ms).write(tmp_path / "attention_fp8.json")
+    text = attention_tables.fp8(tmp_path) or ""
+    flops = cells[0].flops
+    rates = [f"{flops / ms[name] / 1e9:,.0f}" for name in ("longwave-kernel", "longwave", "fa3", "longwave-bf16")]
+    assert f"| 128 | full | 16384 | 1 x 16 | {' | '.join(rates)} | 0.80 |" in text
+    assert attention_tables.fp8(tmp_path / "nothing") is None
+
+
 def test_plots_are_drawn_at_800_pixels_twice_over(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
@@ -127,3 +151,16 @@ def test_a_table_without_results_or_markers_is_left_out(tmp_path: Path, monkeypa
     assert readme_tables.rewritten(text) == text
     with pytest.raises(SystemExit, match="goals"):
         readme_tables.rewritten(text.replace("<!-- /goals -->", ""))
+
+
+def test_a_cell_in_which_ours_failed_meets_nothing_and_has_no_older_number(results: Path) -> None:
+    newest = MACHINE | {"date": "2026-11-23T12:00:00+00:00"}
+    cells = list(forward_cells())
+    run(cells[:1], machine=newest, longwave="wrong result", cudnn=1.9).write(results / "attention_c.json")
+    runs = attention_results.runs(results)
+    assert len(attention_results.rows(runs, "forward")) == len(cells) - 1
+    goal = {goal.name: goal for goal in attention_results.all_goals(runs)}["forward over its best peer, all cells"]
+    assert (len(goal.cells), list(goal.failed), goal.met) == (len(cells) - 1, [str(cells[0])], False)
+    assert f"ours failed: {cells[0]}" in str(goal)
+    assert "| forward over its best peer, all cells | mean ≥ 1.03 |" in (attention_tables.goals(results) or "")
+    assert f"| {len(cells) - 1}, 1 failed | no |" in (attention_tables.goals(results) or "")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import record
-from benchmarks.record import Recording
+from benchmarks.record import RECORDINGS, Recording
 
 WRITES = "import sys, json; json.dump({'machine': {'commit': 'abc'}}, open(sys.argv[1], 'w'))"
 
@@ -23,10 +23,12 @@ class Script(Recording):
         return [sys.executable, "-c", self.arguments[0], str(out)]
 
 
-def scripts(monkeypatch: pytest.MonkeyPatch, seconds: int = 60, **texts: str) -> None:
+def scripts(monkeypatch: pytest.MonkeyPatch, seconds: int = 60, adds: bool = False, **texts: str) -> None:
     """`seconds`: that each of them may take."""
     monkeypatch.setattr(
-        record, "RECORDINGS", tuple(Script(n, "", seconds, (t,), devices=record.CPU) for n, t in texts.items())
+        record,
+        "RECORDINGS",
+        tuple(Script(n, "", seconds, (t,), devices=record.CPU, adds=adds) for n, t in texts.items()),
     )
     monkeypatch.setattr(record, "device_name", lambda: "cpu")
 
@@ -63,6 +65,25 @@ def test_what_fails_stays_a_partial_result_beside_the_older_one(
     assert "silent: ended with code 0 and wrote nothing" in output
     assert json.loads((tmp_path / "bad_cpu.json").read_text()) == old
     assert (tmp_path / "bad_cpu.partial.json").exists()
+
+
+def test_what_an_earlier_run_left_is_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "silent_cpu.partial.json").write_text(json.dumps({"machine": {"commit": "abc"}}))
+    scripts(monkeypatch, silent="")
+    code, output = ran(tmp_path)
+    assert (code, "silent: ended with code 0 and wrote nothing" in output) == (1, True)
+    assert not (tmp_path / "silent_cpu.json").exists()
+
+
+def test_a_file_that_is_added_to_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are recorded here, the trials in the same file by hand."""
+    (tmp_path / "more_cpu.json").write_text(json.dumps({"machine": {"commit": "older"}, "trials": {"soak": 1}}))
+    adds = "import json, sys; f = sys.argv[1]; x = json.load(open(f)); "
+    adds += "x['machine']['commit'] = 'abc'; json.dump(x, open(f, 'w'))"
+    scripts(monkeypatch, adds=True, more=adds)
+    assert ran(tmp_path)[0] == 0
+    assert json.loads((tmp_path / "more_cpu.json").read_text()) == {"machine": {"commit": "abc"}, "trials": {"soak": 1}}
+    assert [one.name for one in RECORDINGS if one.adds] == ["faults"]
 
 
 def test_what_does_not_end_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import serving
+from benchmarks import serving, serving_child
 from benchmarks.serving import Size, json_objects, measure, model_folder_of, peers, rows_of
 from benchmarks.serving_child import Plan
-from benchmarks.serving_goals import GOALS, Goal, Run, table, verdicts
+from benchmarks.serving_goals import GOALS, Goal, Run, are_goals, table, verdicts
 from benchmarks.serving_peers import Peer, as_flags, why_not
 from benchmarks.serving_results import Results
 from models import loader, stored_weights
@@ -88,6 +88,17 @@ def test_our_engine_runs_the_cases_after_a_cold_and_a_warm_start(plan: Plan, tmp
     assert [row["case"] for row in rows] == ["start_cold", "start_warm", "ttft_32k"]
     assert not [row for row in rows if "error" in row]
     assert rows[0]["ready_s"] <= rows[0]["s"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_a_process_without_a_plan_ends_nobody_and_says_who_starts_it(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends its whole group when its stdin ends, which in a script is the script's."""
+    monkeypatch.setattr(sys, "argv", ["serving_ours", *arguments])
+    monkeypatch.setattr(serving_child, "end_with_parent", lambda: pytest.fail("it watches somebody's stdin"))
+    with pytest.raises(SystemExit, match=r"benchmarks/serving.py starts this process"):
+        serving_child.main(None)  # type: ignore[arg-type]
 
 
 def test_random_weights_may_be_files_that_a_start_reads(tmp_path: Path) -> None:
@@ -172,6 +183,15 @@ def test_the_long_prompt_is_measured_against_itself_alone() -> None:
     assert found["long_ttft_ms"].text == "met"
 
 
+def test_cases_that_are_scaled_down_are_not_judged() -> None:
+    run = Run("ours", "", "offline", {"start_cold": {"s": 9.0}})
+    whole, small = "\n".join(table([run])), "\n".join(table([run], judged=False))
+    assert ("met" in whole, "<= 20" in whole) == (True, True)
+    assert ("met" in small, "<= 20" in small, "nothing is judged" in small) == (False, False, True)
+    assert are_goals({"scale": 1.0, "model": "8b", "device": "cuda"})
+    assert not are_goals({"scale": 0.01, "model": "8b", "device": "cuda"})
+
+
 def test_every_goal_is_of_a_case_that_exists() -> None:
     assert {goal.case for goal in GOALS} <= {*serving.CASES, *serving.STARTS}
     assert Goal("a", "b", "<=", 2.0).is_met(2.0, 1.0)
@@ -229,3 +249,14 @@ def test_unknown_cases_are_refused() -> None:
     result = CliRunner().invoke(app, ["--cases", "ttft_1k"])
     assert result.exit_code == 2
     assert "ttft_1k" in result.output
+
+
+@pytest.mark.parametrize("option", ["--report", "--model", "--out"])
+def test_a_file_that_holds_something_else_is_a_wrong_option(option: str, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(serving.main)
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    merge = ["--merge", "--device", "cpu"] if option == "--out" else []
+    result = CliRunner().invoke(app, [option, str(other), *merge])
+    assert (result.exit_code, "Invalid value" in result.output) == (2, True)

@@ -6,11 +6,14 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import agreement as agreement_trial
 from benchmarks import egress, faults, trial_list, trial_tables
 from benchmarks.agreement import Token, compare, prompts_of
 from benchmarks.cache_timing import auc
@@ -196,6 +199,13 @@ def test_a_trial_that_raises_has_failed_and_says_why(tmp_path: Path, monkeypatch
     assert (row["met"], row["failure"], row["measures"]) == (False, "SystemError: no server", [])
     assert "SystemError: no server" in trial_list.report(row)
 
+    out = tmp_path / "new" / "folder" / trial_tables.FILE
+    monkeypatch.setattr(sys, "argv", ["faults", "--trials", "soak", "--out", str(out), "--commit", "c"])
+    with pytest.raises(SystemExit) as ended:
+        faults.main()
+    assert ended.value.code == 1
+    assert json.loads(out.read_text())["trials"]["soak"]["failure"] == "SystemError: no server"
+
 
 def test_every_kind_of_request_is_in_the_mix_but_for_jobs() -> None:
     assert set(EVERY_KIND) - set(MIXED) == {EVERY_KIND[-1]}
@@ -214,3 +224,25 @@ def test_prompts_are_the_same_each_time_and_differ() -> None:
     assert prompts == list(prompts_of(50))
     assert len(set(prompts)) == 50
     assert max(map(len, prompts)) > 10 * min(map(len, prompts))
+
+
+def test_a_trial_of_nothing_is_a_wrong_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["faults", "--trials", "agreement_float32", "--prompts", "0"])
+    with pytest.raises(SystemExit) as ended:
+        faults.main()
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_answers_of_few_prompts_are_compared_too(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def no_server(_model: str, _flags: Sequence[str]) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(metrics=dict)
+
+    async def answers(_server: object, prompts: Sequence[str], _at_once: int) -> list[list[Token]]:
+        return [[Token(b"a", -1.0, 1.0)] for _ in prompts]
+
+    monkeypatch.setattr(agreement_trial, "trial_server", no_server)
+    monkeypatch.setattr(agreement_trial, "_answers", answers)
+    shares = [one for one in agreement_trial.in_float32(Scale(prompts=count)) if "share of tokens" in one.name]
+    assert [one.value for one in shares] == [1.0] * 5
