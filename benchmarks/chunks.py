@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
-from benchmarks.arguments import numbers, require_gpu
+from benchmarks.arguments import numbers, require_gpu, write_out
 from benchmarks.shared_keys import PAGE, Cell
 from benchmarks.stopwatch import Stopwatch, alternate
 
@@ -93,7 +93,7 @@ def main(
         )  # fmt: skip
         if out:
             content = {"machine": machine.facts(commit), "flush": False, "cells": results}
-            out.write_text(json.dumps(content, indent=1) + "\n")
+            write_out(out, json.dumps(content, indent=1) + "\n")
     if wrong:
         raise typer.Exit(1)
 
