@@ -71,8 +71,8 @@ def serving(results: Path) -> str:
     text = (
         f"The engine beside vLLM {version} ({peer.variant}), both in process, one after the other on one card,\n"
         f"the shape of Llama-3.1-8B with random bf16 weights\n({origin(facts, most)}{starred}).\n"
-        "A gap is the time before one token, of all answers; time per token is an answer's mean gap. Of 24 chats alone and 36\n"
-        "beside the prompt a p99 of answers is the largest:\n\n"
+        "A gap is the time before one token, of all answers; time per token is an answer's mean gap. Of 24"
+        " chats alone and 36\nbeside the prompt a p99 of answers is the largest:\n\n"
     )
     return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
 

@@ -22,9 +22,10 @@ from server.engine.step_time import StepTimeModel, StepWork
 MIN_CHUNK = 16  # tokens: less of a long prompt costs a step more than it gives the prompt
 MIN_TIMED_CHUNK = 64  # the same where time is what is short,
 MIN_CHUNK_TIME = 1.5  # and so many rows at most as take that many reads of all weights: on a CPU no row is free
-#: Rows that leave no tile of a matrix product, and no round of tiles of 32 heads' attention, half empty.
-TILES = (512, 64)
-LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
+#: Rows that leave no tile of a matrix product half empty. Not 64: odd multiples of it are what cuBLAS is slowest at:
+#: 448 rows take it 1.4 times as long as 512 (Llama 8B's layers, an H200).
+TILES = (512, 128)
+LARGEST_CUT = 0.2  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
 #: A step may last so many reads of its chunk's keys and of all weights, or most of it would be reading. Beside decodes
