@@ -25,7 +25,7 @@ MIN_CHUNK_TIME = 1.5  # and so many rows at most as take that many reads of all 
 #: Rows that leave no tile of a matrix product half empty. Not 64: odd multiples of it are what cuBLAS is slowest at:
 #: 448 rows take it 1.4 times as long as 512 (Llama 8B's layers, an H200).
 TILES = (512, 128)
-LARGEST_CUT = 0.2  # of a chunk that is made smaller for that
+LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
 #: A step may last so many reads of its chunk's keys and of all weights, or most of it would be reading. Beside decodes
