@@ -233,6 +233,20 @@ def few_rows(results: Path) -> str:
     return f"{what}\n({origin(facts)}):\n\n" + table(["rows", *(f"head_dim {dim}" for dim in head_dims)], rows)
 
 
+def chunks(results: Path) -> str:
+    """How fast the forward is at a chunk's rows, and how many times as fast as without parts of the keys."""
+    facts = load(results / "chunks_h200.json")
+    found: dict[int, dict[int, str]] = {}
+    for cell in facts["cells"]:
+        chosen, whole = (cell["ms"][name] for name in ("chosen", "whole keys"))
+        speed = f"{cell['flops'] / chosen / 1e9:,.0f} ({times(whole / chosen)})"
+        found.setdefault(cell["rows"], {})[cell["keys"] - cell["rows"]] = speed
+    contexts = sorted({cell["keys"] - cell["rows"] for cell in facts["cells"]})
+    rows = [[f"{count:,}", *(of[context] for context in contexts)] for count, of in sorted(found.items())]
+    what = "TFLOP/s of a chunk by its rows and the tokens before it, in brackets over that of keys that are not cut"
+    return f"{what}\n({origin(facts)}):\n\n" + table(["rows", *(f"{context:,}" for context in contexts)], rows)
+
+
 def shared_keys(results: Path) -> str:
     """How many times as fast the forward is whose blocks load keys for each other, by what is asked and its keys."""
     facts = load(results / "shared_keys_h200.json")

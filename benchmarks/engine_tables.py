@@ -39,7 +39,7 @@ SERVING_ROWS = (  # case, figure, what a reader calls it, digits
 
 SIGNS = {"<=": "≤", ">=": "≥"}
 _PAGES = "--kv-cache-dtype"
-MARKS = ("*", "†", "‡", "§", "¶")  # of rows from other commits than most
+MARKS = ("*", "†", "‡", "§", "¶", "#", "**", "††", "‡‡", "§§")  # of rows from other commits than most
 
 
 def serving(results: Path) -> str:

@@ -35,6 +35,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "linear": attention_tables.linear,
     "roofline": attention_tables.roofline,
     "few_rows": attention_tables.few_rows,
+    "chunks": attention_tables.chunks,
     "shared_keys": attention_tables.shared_keys,
     "power": attention_tables.power,
     "serving": engine_tables.serving,

@@ -96,7 +96,8 @@ RECORDINGS = (
     Recording("attention_forward", "attention", 150, ("forward",), "fa3"),
     Recording("attention_forward_fa4", "attention", 150, ("forward", "--only", "longwave,fa2,fa4"), "fa4"),
     Recording("attention_backward", "attention", 400, ("backward", "--slow", "--rounds", "6"), "fa3"),
-    Recording("attention_backward_64k", "attention", 60, ("backward", "--slow", "--seqlens", "65536"), "fa3"),
+    Recording("attention_backward_64k", "attention", 60, ("backward", "--slow", "--seqlens", "65536"), "fa4"),
+    Recording("attention_backward_64k_torch", "attention", 60, ("backward", "--slow", "--seqlens", "65536")),
     Recording(
         "attention_backward_128",
         "attention",
@@ -140,6 +141,7 @@ RECORDINGS = (
     Recording("linear_attention", "linear_attention", 120),
     Recording("few_rows", "few_rows", 120),
     Recording("shared_keys", "shared_keys", 150),
+    Recording("chunks", "chunks", 90),
     Recording("power", "power", 120, ("backward", "--head-dims", "128")),
     Recording("roofline", "roofline", 300),
     Recording("ladder", "ladder", 60),

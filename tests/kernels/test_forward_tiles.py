@@ -75,6 +75,24 @@ def test_tiles_of_192_rows_packed_and_in_parts(dim: int, splits: int, hopper: to
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("group", [3, 4])
+def test_forms_of_a_chunk(group: int, tall: bool, pack: bool, hopper: torch.device) -> None:
+    for rows, keys, splits in ((70, 700, 0), (100, 1300, 3)):
+        case = Case(rows, keys, heads=2 * group, kv_heads=2, layout="paged_varlen", page=32, dim=128, dim_v=128)
+        args = build(replace(case, num_splits=splits), hopper)
+        check(args, run(args, partial(flash_fwd_sm90.forward, cluster=ALONE, own=False, tall=tall, pack=pack)))
+
+
+def test_rows_of_a_group_are_packed_where_there_is_one_and_scores_allow_it() -> None:
+    single = Case(100, 300, heads=2, kv_heads=2, dim=128, dim_v=128)
+    for case in (single, replace(single, heads=4, score="alibi")):
+        with pytest.raises(ValueError, match="no tile holds the rows of"), only_plans():
+            flash_fwd_sm90.forward(build(case, torch.device("cpu")), pack=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", EVEN + UNEVEN, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_error_rule(dim: int, case: Case, hopper: torch.device) -> None:
