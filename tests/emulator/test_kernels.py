@@ -233,6 +233,19 @@ def test_the_device_chooses_how_many_parts_of_keys_there_are(batch: int, layout:
             error_rule.check(args, error_rule.run(args, merged_parts))
 
 
+@pytest.mark.parametrize("beside", [(), (5,), (40, 5)], ids=str)
+def test_few_short_sequences_change_no_number_of_parts(beside: tuple[int, ...]) -> None:
+    """Padding of a CUDA graph, chats beside a long prompt. 64 rows of two groups of four are four long tiles: eight
+    multiprocessors have two parts of each. As many parts as for six would be four of each, in two rounds."""
+    keys = (4096, *(64 for _ in beside))
+    with left_at_zero(HOPPER._replace(num_sms=8)):
+        case = Case(64, 4096, batch=len(keys), heads=8, kv_heads=2, layout="paged_varlen", page=64)
+        args = build(replace(case, q_lens=(64, *beside), k_lens=keys), CPU)
+        _, lses = flash_fwd_sm90.forward_partials(args)
+        assert (lses[:, :, :64] > -torch.inf).sum(0).unique().tolist() == [2]
+        error_rule.check(args, error_rule.run(args, merged_parts))
+
+
 @pytest.mark.parametrize("bench", [forward_tiles, backward_tiles_benchmark], ids=lambda bench: bench.SECTION)
 def test_the_benchmark_of_tiles_runs_each_on_the_cells_inputs(bench: ModuleType) -> None:
     cell = Cell(bench.SECTION, 1, 140, 140, 2, 2, 64, True)

@@ -136,8 +136,9 @@ class WorkLine {
   }
 
   // Sequences of a step may have few rows over many keys beside many rows over few: the first alone would leave most
-  // blocks idle. All tiles together are the work of so many of the longest, in rounds of a tile a block; the fewest parts
-  // of those are taken with which the last round ends as early as with any number, or nearly.
+  // blocks idle. All tiles together are the work of so many of the longest, in rounds of a tile a block, and what is less
+  // than a whole one of those finds room in a round that is not full; the fewest parts are taken with which the last round
+  // ends as early as with any number, or nearly.
   __device__ __forceinline__ void choose(const HopperParams& p) {
     float work = 0.f;
     int longest = 0;
@@ -155,29 +156,29 @@ class WorkLine {
     }
     parts = 0.f;
     if (longest < 2 * kFewestSteps) return;
-    const float blocks = static_cast<float>(gridDim.x);
-    const float tiles = ceilf(work / static_cast<float>(longest)) * static_cast<float>(p.work.heads);
-    const int limit = min(p.work.num_splits, longest / kFewestSteps);
     const float steps = static_cast<float>(longest);
+    const float rounds = work / steps * static_cast<float>(p.work.heads) / static_cast<float>(gridDim.x);
+    const float whole = floorf(work / steps + 1e-3f) * static_cast<float>(p.work.heads) / static_cast<float>(gridDim.x);
+    const int limit = min(p.work.num_splits, longest / kFewestSteps);
     // A lane has every 32nd number.
     const int lane = threadIdx.x % 32;
     float best = kInfinity;
 #pragma unroll 1
-    for (int s = 1 + lane; s <= limit; s += 32) best = fminf(best, time_of(s, tiles / blocks, steps));
+    for (int s = 1 + lane; s <= limit; s += 32) best = fminf(best, time_of(s, whole, rounds, steps));
 #pragma unroll
     for (int d = 16; d; d /= 2) best = fminf(best, __shfl_xor_sync(~0u, best, d));
 #pragma unroll 1
     for (int first = 1; parts == 0.f && first <= limit; first += 32) {
       const int s = first + lane;
-      const uint32 good = __ballot_sync(~0u, s <= limit && time_of(s, tiles / blocks, steps) <= kNearly * best);
+      const uint32 good = __ballot_sync(~0u, s <= limit && time_of(s, whole, rounds, steps) <= kNearly * best);
       if (good) parts = static_cast<float>(first + __ffs(good) - 1) / steps;
     }
   }
 
-  // In steps of a block: `rounds` of whole tiles are so many more of parts.
-  static __device__ __forceinline__ float time_of(int splits, float rounds, float steps) {
+  // In steps of a block: rounds of tiles are so many more of parts, of which those of `whole` ones end together.
+  static __device__ __forceinline__ float time_of(int splits, float whole, float rounds, float steps) {
     const float s = static_cast<float>(splits);
-    return ceilf(rounds * s - 1e-3f) * (steps / s + kPartSteps);
+    return fmaxf(ceilf(whole * s - 1e-3f), rounds * s) * (steps / s + kPartSteps);
   }
 
   __device__ __forceinline__ void count(const HopperParams& p) {
