@@ -50,7 +50,7 @@ FEW_TILES = 2.5  # for each SM: where some may be much longer than others
 SOME_TILES, SOME_SPLITS = 9, 3  # the same, where tiles are so long that a last round which is half empty costs more
 MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
-PART_STEPS = 5  # what a part costs beside its steps: its result is written, and read by the merge
+PART_STEPS = 5  # what a part costs beside its steps, as its result is written and read again: kPartSteps there
 MOST_ROUNDS = 8  # of parts: their results take memory, 100 MB so many on an H200 at head_dim 128
 NEARLY = 1.02  # as fast: the fewest parts with which a problem is that
 #: Rows of a chunk, all of which see this share of the keys at least:

@@ -61,7 +61,7 @@ constexpr bool kHalfSteps = OWN_KEYS && BLOCK_N == 128;  // narrower products th
 
 constexpr int kNoEnd = 0x7fffffff;
 constexpr int kFewestSteps = 4;  // of a part; FEWEST_STEPS in heuristics/sm90.py
-constexpr float kPartSteps = 3.f;  // what a part costs beside its steps: its result is written, and read by the merge
+constexpr float kPartSteps = 5.f;  // what a part costs beside its steps: PART_STEPS in heuristics/sm90.py
 constexpr float kNearly = 1.02f;
 constexpr int kL2Kilobytes = 16 << 10;  // of keys and values that stay in the L2 beside what streams through it
 
