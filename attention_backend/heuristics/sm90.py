@@ -47,15 +47,17 @@ SPARSE_BLOCK = 128
 MAX_SPLITS = 128
 FEW_SPLITS = 8  # room for these at least, where some sequences may be much longer than others
 FEW_TILES = 2.5  # for each SM: where some may be much longer than others
+IDLE_TILES = 0.8  # for each SM: fewer leave some without work
 SOME_TILES, SOME_SPLITS = 9, 3  # the same, where tiles are so long that a last round which is half empty costs more
 MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
-PART_STEPS = 5  # what a part costs beside its steps, as its result is written and read again: kPartSteps there
+#: What a part costs beside its steps, as its result is written and read again: kPartSteps there.
+PART_STEPS = 5
 MOST_ROUNDS = 8  # of parts: their results take memory, 100 MB so many on an H200 at head_dim 128
 NEARLY = 1.02  # as fast: the fewest parts with which a problem is that
-#: Rows of a chunk, all of which see this share of the keys at least:
+#: Rows are a chunk's, over many keys, where each of their tiles sees this share of what the last one sees.
 EVEN_KEYS = 0.75
-#: tiles of 128 rows are so many times as fast there if they hold the rows of a group as if those of one head.
+#: Tiles of 128 rows are so many times as fast there if they hold the rows of a group as if those of one head.
 PACKED_GAIN = 1.03
 
 _SHARED_MEMORY = 227 * 1024
@@ -267,8 +269,8 @@ def _packs(config: HopperConfig, sizes: HopperSizes) -> bool:
     if few and sizes.ragged:
         return True
     tile_rows = _tile_rows(config, sizes, pack=True)
-    seen = _keys_seen(tile_rows // sizes.group, sizes)
-    if few and not sizes.partial and seen.least >= EVEN_KEYS * seen.most:
+    chunk = sizes.seqlen_q < SHARED_QUERIES and not sizes.partial
+    if few and chunk and _keys_seen(tile_rows // sizes.group, sizes).even:
         alone, packed = (_even_time(config, sizes, even_plan(config, sizes, pack=pack)) for pack in (False, True))
         return packed < alone
     filled = _share(sizes.seqlen_q * sizes.group, tile_rows) * tile_rows / config.block_m
@@ -296,7 +298,9 @@ def even_plan(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> Hopper
     """For sequences as long as each other, or given parts."""
     tile_rows, tiles = _tile_rows(config, sizes, pack=pack), _num_tiles(config, sizes, pack=pack)
     parts = sizes.num_splits
-    if parts == 0 and tiles < FEW_TILES * sizes.num_sms:
+    # Tiles of more queries may load keys for each other instead.
+    few = FEW_TILES if sizes.seqlen_q < SHARED_QUERIES else IDLE_TILES
+    if parts == 0 and tiles < few * sizes.num_sms:
         seen = _keys_seen(tile_rows // _per_row(sizes, pack=pack)[0], sizes)
         parts = _splits(seen, tiles, config.block_n, sizes.num_sms)
     return HopperPlan(pack, tile_rows, max(1, min(parts, MAX_SPLITS)))
@@ -330,7 +334,8 @@ def _even_time(config: HopperConfig, sizes: HopperSizes, plan: HopperPlan) -> fl
     per_row, lines = _per_row(sizes, pack=plan.pack)
     seen = _keys_seen(plan.tile_rows // per_row, sizes)
     walked = _walked(seen, seen.tiles * sizes.batch * lines, plan.num_splits, config.block_n, sizes.num_sms)
-    return config.block_m * walked / (PACKED_GAIN if plan.pack and config.block_m == 128 else 1)
+    gains = plan.pack and config.block_m == 128 and seen.even
+    return config.block_m * walked / (PACKED_GAIN if gains else 1)
 
 
 class _KeysSeen(NamedTuple):
@@ -340,6 +345,10 @@ class _KeysSeen(NamedTuple):
     least: int
     mean: float
     most: int
+
+    @property
+    def even(self) -> bool:
+        return self.least >= EVEN_KEYS * self.most
 
 
 def _most_seen(rows: int, sizes: HopperSizes) -> int:
@@ -372,9 +381,10 @@ def _share(rows: int, tile_rows: int) -> float:
 
 def _splits(seen: _KeysSeen, tiles: int, block_n: int, num_sms: int) -> int:
     """The fewest parts of the keys that are nearly as fast as any number."""
-    most = max(1, min(MAX_SPLITS, seen.most // block_n // FEWEST_STEPS, int(MOST_ROUNDS * num_sms) // tiles))
+    most = max(1, min(MAX_SPLITS, seen.most // block_n // FEWEST_STEPS, MOST_ROUNDS * num_sms // tiles))
     times = [_walked(seen, tiles, parts, block_n, num_sms) for parts in range(1, most + 1)]
-    return next(parts for parts, time in enumerate(times, 1) if time <= NEARLY * min(times))
+    enough = NEARLY * min(times)
+    return next(parts for parts, time in enumerate(times, 1) if time <= enough)
 
 
 def _most_splits(tiles: int, steps: int, num_sms: int) -> int:

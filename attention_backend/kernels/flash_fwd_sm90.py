@@ -153,8 +153,8 @@ def _plan(
     elif tall:
         raise ValueError(f"no tile of 192 rows serves {which}")
     config = hopper_layout(which).config
-    if pack and not (sizes.packable and 1 < group <= config.block_m):
-        raise ValueError(f"no tile holds the rows of {group} query heads of a key head, under {options}")
+    if pack and (own or cluster or not (sizes.packable and 1 < group <= config.block_m)):
+        raise ValueError(f"no tile holds the rows of {group} query heads of a key head, {own=}, {cluster=}, {options}")
     plan = hopper_plan(config, sizes) if pack is None else even_plan(config, sizes, pack=pack)
     # Through a window rows see few keys; what a descriptor says is not known here.
     bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None

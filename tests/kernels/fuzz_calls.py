@@ -257,7 +257,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def sparse(fixed: Draw, free: Draw, place: Place) -> None:
-    """Lists of blocks, of patterns or of nothing in particular; gradients of few."""
+    """Lists of blocks, of patterns or of nothing in particular."""
     device, kinds = place.device, ("causal", "window", "longformer", "prefix", "documents", "butterfly")
     dim, dim_v = fixed.head_dims()
     dtype = fixed.choice((torch.bfloat16, torch.float16))

@@ -90,6 +90,10 @@ def test_rows_of_a_group_are_packed_where_there_is_one_and_scores_allow_it() -> 
     for case in (single, replace(single, heads=4, score="alibi")):
         with pytest.raises(ValueError, match="no tile holds the rows of"), only_plans():
             flash_fwd_sm90.forward(build(case, torch.device("cpu")), pack=True)
+    args = build(replace(single, heads=4), torch.device("cpu"))
+    for asked in (partial(flash_fwd_sm90.forward, own=True), partial(flash_fwd_sm90.forward, cluster=BY_HEADS)):
+        with pytest.raises(ValueError, match="no tile holds the rows of"), only_plans():
+            asked(args, pack=True)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """The random tester: fixed problems of every kind, and that it finds what is wrong."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -93,10 +93,11 @@ def test_refusals_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch, capsys:
     assert f"refused {fuzz.SHAPES} times, decode: but N are many" in capsys.readouterr().out
 
 
-def test_an_error_of_another_kind_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(args: AttentionArgs) -> None:
-        raise KeyError("nothing")
-
+@pytest.mark.parametrize("broken", [lambda _: vars()["nothing"], lambda _: max(())], ids=["KeyError", "ValueError"])
+def test_an_error_of_another_kind_is_a_failure(
+    broken: Callable[[AttentionArgs], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own ValueErrors, too: what the library refuses it raises itself."""
     monkeypatch.setattr(dispatch, "select", broken)
     counts = fuzz.Counts()
     assert fuzz.attempt("forward-1-3", CPU, counts, "again")

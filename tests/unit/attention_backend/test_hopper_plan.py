@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -300,6 +301,24 @@ def test_a_prompt_s_own_rows_are_packed_where_their_last_tiles_would_be_empty() 
     config = config_of((128, 128), (False, True, False, False))
     for rows in (256, 512, 1024):
         assert hopper_plan(config, sizes_of(1, rows, rows)._replace(causal=True)) == HopperPlan(False, 128, 1)
+
+
+def test_the_rows_of_many_tiles_are_not_walked_to_be_laid_out() -> None:
+    """A million rows of 64 heads on one are half a million tiles of two queries each."""
+    config = config_of((128, 128), (False, True, False, False))
+    sizes = HopperSizes(1_000_000, 1_000_000, 1, 64, 64, 132, packable=True, causal=True)
+    with mock.patch.object(sm90, "_keys_seen", side_effect=AssertionError):
+        assert hopper_plan(config, sizes) == HopperPlan(False, 128, 1)
+
+
+@pytest.mark.parametrize(("width", "keys"), [(128, 16_384), (256, 40_000), (256, 131_072)])
+def test_tiles_that_may_load_keys_for_each_other_are_not_packed_for_a_tie(width: int, keys: int) -> None:
+    """2,048 rows of 16 heads on 8 are as many rounds either way; what packing gains was measured without such tiles."""
+    config = config_of((width, width), (True, True, False, False))
+    sizes = HopperSizes(2048, keys, 1, 16, 2, 132, packable=True, causal=True)
+    assert hopper_plan(config, sizes) == HopperPlan(False, 128, 1)
+    assert sm90.who_shares_keys(width, 128, sizes, can_own=False) == BY_HEADS
+    assert hopper_plan(config, sizes._replace(seqlen_q=1024, heads=32, group=4)).pack, "fewer rows share nothing"
 
 
 def test_short_rows_are_packed_and_long_ones_are_not() -> None:

@@ -1,7 +1,9 @@
 """The comparison of forms that may serve a chunk, without a GPU."""
 
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from attention_backend.kernels import device, flash_fwd_sm90
@@ -14,7 +16,7 @@ def test_each_form_is_the_one_that_its_name_says() -> None:
     args = Cell(128, 32, 8, 249, 12_256, PAGE).problem(torch.device("cpu"))
     asked = []
 
-    def plan(*given: object) -> None:
+    def plan(*given: Any) -> None:
         with mock.patch.object(device, "num_sms", return_value=132):
             asked.append(planned(*given))
         raise InterruptedError
@@ -34,6 +36,15 @@ def test_each_form_is_the_one_that_its_name_says() -> None:
         assert (which.tall, which.cluster, which.own, laid_out.pack) == (tall, "", False, pack)
     chosen = found[chunks.CHOSEN]
     assert chosen in [found[name] for name in chunks.FORMS]
+
+
+def test_a_form_that_leaves_out_a_tenth_is_not_timed() -> None:
+    """Of many keys outputs are small: a hundredth is more than they are."""
+    out = torch.randn(8, 4, 128) / 200
+    calls = {chunks.CHOSEN: lambda: (out, out), chunks.WHOLE: lambda: (0.9 * out, out)}
+    watch = mock.Mock(device=torch.device("cpu"))
+    with mock.patch.object(chunks, "ways", return_value=calls), pytest.raises(ArithmeticError, match="whole keys is"):
+        chunks.measure(Cell(128, 4, 1, 8, 64, PAGE), watch)
 
 
 def test_chunks_have_any_number_of_rows() -> None:
