@@ -13,7 +13,7 @@ from models.recorded_groups import RecordedGroups
 from models.runner import ModelRunner
 from models.shared_runs import Levels, SharedRun
 from models.step_rows import StepRows
-from models.step_shapes import GraphKey, StepNeeds, chunk_shapes, decode_shapes, sharing_keys
+from models.step_shapes import CHUNKS, GraphKey, StepNeeds, chunk_shapes, decode_shapes, sharing_keys
 
 MAX_SEQS, MAX_TOKENS, MAX_LEN, BLOCK = 12, 192, 256, 16
 KEYS = sharing_keys([*decode_shapes(MAX_SEQS), *chunk_shapes(MAX_SEQS, MAX_TOKENS)], 2)
@@ -114,6 +114,6 @@ def test_keys_are_few() -> None:
     sizes = [[key.shape.rows for key in keys if key.shape.only_decodes] for keys in (one, two)]
     assert sizes[0] == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert sizes[1] == [4, 8, 16, 32, 64, 96, 128, 192, 256]
-    assert len(two) - len(sizes[1]) == len(one) - len(sizes[0]) == 12  # beside prompts
+    assert len(two) - len(sizes[1]) == len(one) - len(sizes[0]) == len(CHUNKS)  # beside prompts
     assert [key.shape.rows for key in sharing_keys(decode_shapes(3), 2) if key.levels == 2] == [3]
     assert GraphKey(decode_shapes(3)[0]) not in sharing_keys(decode_shapes(3), 2)

@@ -22,11 +22,12 @@ from models.packed_linear import PackedLinear
 def megabytes():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
-layers = [PackedLinear(nn.Linear(256, out).to(torch.bfloat16)) for out in (256, 384, 512, 1024)]
+dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+layers = [PackedLinear(nn.Linear(256, out).to(dtype)) for out in (256, 384, 512, 1024)]
 with torch.inference_mode():
     for rows in range(1, 300):
         for layer in layers:
-            layer(torch.ones(rows, 256, dtype=torch.bfloat16))
+            layer(torch.ones(rows, 256, dtype=dtype))
         if rows == 100:
             before = megabytes()
 pathlib.Path(sys.argv[1]).write_text(str(megabytes() - before))
