@@ -26,8 +26,8 @@ def test_headers_and_pings_come_while_the_first_token_does_not() -> None:
         assert rest[-1] == "data: [DONE]"
 
 
-def test_a_line_comes_at_once_and_the_role_with_the_first_token() -> None:
-    with live_server(ping_interval=30.0) as server, server.client() as client:
+def test_a_line_comes_where_it_is_silent_and_the_role_with_the_first_token() -> None:
+    with live_server(ping_interval=0.1) as server, server.client() as client:
         server.engine.script = Script(hold_after=0)
         with client.stream("POST", "/v1/chat/completions", json={**CHAT, "n": 2}) as reply:
             received = reply.iter_lines()
@@ -43,7 +43,7 @@ def test_a_line_comes_at_once_and_the_role_with_the_first_token() -> None:
 
 def test_an_echo_comes_with_the_first_token_of_its_choice() -> None:
     body = {"model": "tiny", "prompt": ["hi ", "ho "], "echo": True, "stream": True}
-    with live_server(ping_interval=30.0) as server, server.client() as client:
+    with live_server(ping_interval=0.1) as server, server.client() as client:
         server.engine.script = Script(hold_after=0)
         with client.stream("POST", "/v1/completions", json=body) as reply:
             received = reply.iter_lines()
