@@ -57,7 +57,8 @@ MOST_ROUNDS = 8  # of parts: their results take memory, 100 MB so many on an H20
 NEARLY = 1.02  # as fast: the fewest parts with which a problem is that
 #: Rows are a chunk's, over many keys, where each of their tiles sees this share of what the last one sees.
 EVEN_KEYS = 0.75
-#: Tiles of 128 rows are so many times as fast there if they hold the rows of a group as if those of one head.
+#: Tiles of 128 rows count as so many times as fast there if they hold the rows of a group: 1.02 to 1.05 on one H200,
+#: 0.96 to 1.04 on another (docs/log.md), so of two forms that take as long it is the packed one.
 PACKED_GAIN = 1.03
 
 _SHARED_MEMORY = 227 * 1024
