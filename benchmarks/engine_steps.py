@@ -20,6 +20,7 @@ SAMPLING = SamplingParams(temperature=1.0, seed=0, ignore_eos=True)
 STEPS = 20
 PROFILED = 5
 LAUNCHES = 10
+_LONGEST = 128  # tokens of a decode, which then begins again
 
 
 def make_runner(max_model_len: int, step_tokens: int, **options: Any) -> ModelRunner:
@@ -31,6 +32,9 @@ def make_runner(max_model_len: int, step_tokens: int, **options: Any) -> ModelRu
         max_model_len=max_model_len, **options,
     )  # fmt: skip
     runner.warm_up()
+    for pages in runner._kv_caches:
+        for tensor in pages:  # products of zeros take less power, so the device would run faster than it does
+            tensor.normal_()
     return runner
 
 
@@ -45,7 +49,7 @@ class Steps:
     ) -> None:
         self.runner = runner
         self.rows, self.context = decodes
-        longest = self.context + 2 * STEPS + PROFILED + LAUNCHES
+        longest = self.context + _LONGEST
         self.blocks = [self._blocks(row * -(-longest // BLOCK_SIZE), longest) for row in range(self.rows)]
         self.step = 0
         self.chunk: tuple[ScheduledSeq, ...] = ()
@@ -61,14 +65,16 @@ class Steps:
 
     def launch(self) -> LaunchedSample:
         token = [IN_FLIGHT] if self.step else [1]
-        at = self.context + self.step
+        at = self.context + self.step % _LONGEST
         seqs = tuple(ScheduledSeq(row, token, at, self.blocks[row], True) for row in range(self.rows))
         self.step += 1
         return self.runner.launch(StepBatch(seqs + self.chunk))
 
-    def run(self, steps: int) -> None:
-        before = None
-        for _ in range(steps):
+    def run(self, steps: int, seconds: float = 0.0) -> None:
+        """So many steps, and more until so many seconds are over."""
+        before, end = None, time.perf_counter() + seconds
+        while steps > 0 or time.perf_counter() < end:
+            steps -= 1
             launched = self.launch()
             if before is not None:
                 before.collect()

@@ -7,7 +7,9 @@ The runner alone (no scheduler, no server), random weights of Llama-3.1-8B's sha
 engine's loop in this process, which shows what scheduling costs. Steps follow each other as in the engine: one is
 launched while the one before runs. "step": wall-clock; "busy": the time in which some kernel ran; "idle": the share of
 a step in which none did ("profiled": of the steps that the profiler slows down); "launch": how long this CPU needs to
-queue a step on a GPU that has nothing else to do. A chunk may have decodes beside it. About a minute on an H200.
+queue a step on a GPU that has nothing else to do. A chunk may have decodes beside it. Pages hold random numbers, and
+the same steps ran for a while before: a GPU that has rested, or multiplies zeros, is faster than one at its power
+limit. About a minute on an H200.
 """
 
 import json
@@ -72,9 +74,9 @@ def through_engine(runner: ModelRunner, prompt_tokens: int, step_tokens: int, ma
     return {"ttft_ms": (times[0] - start) * 1e3, "itl_ms": gaps[len(gaps) // 2] * 1e3}
 
 
-def measure(work: Steps, steps: int) -> dict[str, Any]:
+def measure(work: Steps, steps: int, load_seconds: float) -> dict[str, Any]:
     run = work.run
-    run(3)
+    run(3, load_seconds)
     torch.cuda.synchronize()
     start = time.perf_counter()
     run(steps)
@@ -128,6 +130,7 @@ def main(
     decodes: Annotated[str, typer.Option(help="Rows x context of decode steps.")] = "1x1024,1x131072,64x8192",
     prompts: Annotated[str, typer.Option(help="Lengths of prompts that go through the engine.")] = "1024,32768",
     chunks: Annotated[str, typer.Option(help="Tokens@context of chunks, +rows x context of decodes.")] = CHUNKS,
+    load: Annotated[float, typer.Option(help="Seconds of such steps before each is measured.")] = 1.5,
     top: Annotated[int, typer.Option(help="Kernels to print.")] = 14,
     out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
     commit: Annotated[str | None, typer.Option(help="Recorded where there is no git.")] = None,
@@ -146,17 +149,17 @@ def main(
     runner = make_runner(longest, step_tokens)
     typer.echo(f"ready after {time.perf_counter() - started:.1f} s, {runner.num_blocks} blocks")
     results: dict[str, Any] = {}
+
+    def profile_steps(name: str, work: Steps, steps: int) -> None:
+        results[name] = measure(work, steps, load)
+        work.end()
+        show(name, results[name], top)
+
     for rows, context in wanted_decodes:
-        work = Steps(runner, (rows, context))
-        results[f"decode {rows}x{context}"] = measure(work, STEPS)
-        work.end()
+        profile_steps(f"decode {rows}x{context}", Steps(runner, (rows, context)), STEPS)
     for chunk, beside in wanted_chunks:
-        work = Steps(runner, beside, chunk)
         name = f"chunk {chunk[0]}@{chunk[1]}" + (f" beside {beside[0]}x{beside[1]}" if beside[0] else "")
-        results[name] = measure(work, 4 if chunk[0] > 2048 else STEPS)
-        work.end()
-    for name, result in results.items():
-        show(name, result, top)
+        profile_steps(name, Steps(runner, beside, chunk), 4 if chunk[0] > 2048 else STEPS)
     for length in wanted_prompts:
         engine = [through_engine(runner, length, step_tokens, longest) for _ in range(3)]
         results[f"engine {length}"] = engine
