@@ -20,6 +20,10 @@ CHUNKS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 #: Decodes beside a prompt, at most, apart from max_num_seqs of them. What is not there costs next to nothing.
 BESIDE = (0, 64)
 PROMPTS = 16  # sequences with more than one row beside them, those of padding included
+#: The same where a step has a long prompt's piece and little else, as it is while one is read beside chats: attention
+#: of few sequences is laid out for one that has nearly all rows (attention_backend/heuristics/sm90_chunks.py).
+FEW_PROMPTS = 3
+FEW_PROMPTS_ROWS = 192  # from which on
 #: Rows that take as long as half of them: the weights are read in that time.
 _CHEAP_ROWS = 64
 
@@ -112,10 +116,11 @@ def sharing_keys(shapes: Sequence[StepShape], max_levels: int) -> list[GraphKey]
     other size only."""
     most = max(shape.decodes for shape in shapes)
     nested = {*DRAFTING, most}
+    beside = [shape for shape in shapes if shape.others == PROMPTS and shape.decodes == min(most, shape.rows)]
+    alone = [shape for shape in shapes if shape.only_decodes and shape.any_length]
     return [
         GraphKey(shape, levels)
-        for shape in shapes
-        if shape.any_length and (shape.only_decodes or shape.decodes == min(most, shape.rows))
+        for shape in (*alone, *beside)
         for levels in range(1, min(max_levels, shape.decodes - 1) + 1)
         if levels == 1 or not shape.only_decodes or shape.rows > _CHEAP_ROWS or shape.rows in nested
     ]
@@ -151,6 +156,8 @@ def chunk_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepSha
         for rows in CHUNKS:
             if rows <= max_num_batched_tokens:
                 for decodes in sorted({min(limit, max_num_seqs, rows) for limit in (*BESIDE, max_num_seqs)}):
+                    if rows >= FEW_PROMPTS_ROWS and decodes <= max(BESIDE):
+                        yield StepShape(rows, decodes, FEW_PROMPTS, rows, decodes + FEW_PROMPTS)
                     yield StepShape(rows, decodes, PROMPTS, rows, decodes + PROMPTS)
 
     return list(shapes())

@@ -31,7 +31,7 @@ HEADS_KEYS = {128: LONG, 256: LONG}
 ROWS_KEYS = {128: LONG, 256: 2048}
 #: Under a causal mask one of two neighbouring tiles walks keys that none of its rows sees.
 CAUSAL_ROWS_KEYS = {128: 16384, 256: 32768}
-#: Queries from which on: smaller chunks of a prompt run beside decodes, which leave power to spare.
+#: Queries from which on: tiles of fewer may be packed, or cut into parts (sm90_chunks.py has pairs of those).
 SHARED_QUERIES = 2048
 #: Pairs of a query and a key that tiles of 192 rows compute while those of 128 rows compute one, by the tile's width.
 TALL_GAIN = {64: 1.22, 80: 1.12, 96: 1.12, 128: 1.08}
@@ -57,9 +57,6 @@ MOST_ROUNDS = 8  # of parts: their results take memory, 100 MB so many on an H20
 NEARLY = 1.02  # as fast: the fewest parts with which a problem is that
 #: Rows are a chunk's, over many keys, where each of their tiles sees this share of what the last one sees.
 EVEN_KEYS = 0.75
-#: Tiles of 128 rows count as so many times as fast there if they hold the rows of a group: 1.02 to 1.05 on one H200,
-#: 0.96 to 1.04 on another (docs/log.md), so of two forms that take as long it is the packed one.
-PACKED_GAIN = 1.03
 
 _SHARED_MEMORY = 227 * 1024
 _TILE_SLOTS = 4  # descriptions of tiles
@@ -254,9 +251,10 @@ def page_rows(page_size: int, block_n: int) -> int | None:
 
 
 @lru_cache(maxsize=1024)  # the layers of a step have one
-def hopper_plan(config: HopperConfig, sizes: HopperSizes) -> HopperPlan:
-    """Whether a group's rows are packed, and into how many parts the keys of a tile are cut."""
-    pack = sizes.packable and 1 < sizes.group <= config.block_m and _packs(config, sizes)
+def hopper_plan(config: HopperConfig, sizes: HopperSizes, *, pack: bool | None = None) -> HopperPlan:
+    """Whether a group's rows are packed (unless `pack` says it), and into how many parts the keys of a tile are cut."""
+    if pack is None:
+        pack = sizes.packable and 1 < sizes.group <= config.block_m and _packs(config, sizes)
     if sizes.num_splits == 0 and (sizes.ragged or sizes.partial):
         steps = max(1, -(-sizes.seqlen_k // config.block_n))
         most = _most_splits(_num_tiles(config, sizes, pack=pack), steps, sizes.num_sms)
@@ -272,7 +270,7 @@ def _packs(config: HopperConfig, sizes: HopperSizes) -> bool:
     tile_rows = _tile_rows(config, sizes, pack=True)
     chunk = sizes.seqlen_q < SHARED_QUERIES and not sizes.partial
     if few and chunk and _keys_seen(tile_rows // sizes.group, sizes).even:
-        alone, packed = (_even_time(config, sizes, even_plan(config, sizes, pack=pack)) for pack in (False, True))
+        alone, packed = (even_time(config, sizes, even_plan(config, sizes, pack=pack)) for pack in (False, True))
         return packed < alone
     filled = _share(sizes.seqlen_q * sizes.group, tile_rows) * tile_rows / config.block_m
     return _share(sizes.seqlen_q, config.block_m) < 0.9 * filled
@@ -283,10 +281,17 @@ def _tile_rows(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> int:
 
 
 def _num_tiles(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> int:
-    tile_rows, (per_row, lines) = _tile_rows(config, sizes, pack=pack), _per_row(sizes, pack=pack)
+    """With those of a cluster that have no rows, where the last of a sequence's are drawn together."""
+    drawn, (per_row, lines) = _drawn_rows(config, sizes, pack=pack), _per_row(sizes, pack=pack)
+    lines *= config.cluster
     if sizes.total_rows is None:
-        return -(-sizes.seqlen_q * per_row // tile_rows) * sizes.batch * lines
-    return -(-min(sizes.batch * sizes.seqlen_q, sizes.total_rows) * per_row // tile_rows) * lines
+        return -(-sizes.seqlen_q * per_row // drawn) * sizes.batch * lines
+    return -(-min(sizes.batch * sizes.seqlen_q, sizes.total_rows) * per_row // drawn) * lines
+
+
+def _drawn_rows(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> int:
+    """Of a tile, or of the neighbouring tiles of a cluster."""
+    return _tile_rows(config, sizes, pack=pack) * config.cluster
 
 
 def _per_row(sizes: HopperSizes, *, pack: bool) -> tuple[int, int]:
@@ -297,14 +302,13 @@ def _per_row(sizes: HopperSizes, *, pack: bool) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def even_plan(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> HopperPlan:
     """For sequences as long as each other, or given parts."""
-    tile_rows, tiles = _tile_rows(config, sizes, pack=pack), _num_tiles(config, sizes, pack=pack)
-    parts = sizes.num_splits
+    tiles, parts = _num_tiles(config, sizes, pack=pack), sizes.num_splits
     # Tiles of more queries may load keys for each other instead.
     few = FEW_TILES if sizes.seqlen_q < SHARED_QUERIES else IDLE_TILES
     if parts == 0 and tiles < few * sizes.num_sms:
-        seen = _keys_seen(tile_rows // _per_row(sizes, pack=pack)[0], sizes)
+        seen = _keys_seen(_drawn_rows(config, sizes, pack=pack) // _per_row(sizes, pack=pack)[0], sizes)
         parts = _splits(seen, tiles, config.block_n, sizes.num_sms)
-    return HopperPlan(pack, tile_rows, max(1, min(parts, MAX_SPLITS)))
+    return HopperPlan(pack, _tile_rows(config, sizes, pack=pack), max(1, min(parts, MAX_SPLITS)))
 
 
 @lru_cache(maxsize=1024)
@@ -318,7 +322,7 @@ def is_tall(tiles: tuple[int, int], config: HopperConfig, sizes: HopperSizes) ->
 
 
 def _time(config: HopperConfig, sizes: HopperSizes) -> float:
-    """Of all tiles, in rows times keys of one, were every configuration as fast."""
+    """As even_time, of any sequences."""
     plan = hopper_plan(config, sizes)
     if sizes.uneven:  # how long each sequence is only the device knows: half of its last tile is empty
         per_row, lines = _per_row(sizes, pack=plan.pack)
@@ -327,16 +331,15 @@ def _time(config: HopperConfig, sizes: HopperSizes) -> float:
         own = (sizes.typical_rows + rows) / 2 if sizes.causal else sizes.typical_rows
         keys = min(max(seqlen_k - seqlen_q + own, 1), _most_seen(rows, sizes))
         return config.block_m * keys * num_tiles / sizes.num_sms
-    return _even_time(config, sizes, plan)
+    return even_time(config, sizes, plan)
 
 
-def _even_time(config: HopperConfig, sizes: HopperSizes, plan: HopperPlan) -> float:
-    """See _time; of sequences as long as each other."""
+def even_time(config: HopperConfig, sizes: HopperSizes, plan: HopperPlan) -> float:
+    """Of all tiles of sequences as long as each other, in rows times keys of one, were every configuration as fast."""
     per_row, lines = _per_row(sizes, pack=plan.pack)
-    seen = _keys_seen(plan.tile_rows // per_row, sizes)
-    walked = _walked(seen, seen.tiles * sizes.batch * lines, plan.num_splits, config.block_n, sizes.num_sms)
-    gains = plan.pack and config.block_m == 128 and seen.even
-    return config.block_m * walked / (PACKED_GAIN if gains else 1)
+    seen = _keys_seen(plan.tile_rows * config.cluster // per_row, sizes)
+    tiles = seen.tiles * config.cluster * sizes.batch * lines
+    return config.block_m * _walked(seen, tiles, plan.num_splits, config.block_n, sizes.num_sms)
 
 
 class _KeysSeen(NamedTuple):

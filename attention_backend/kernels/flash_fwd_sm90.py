@@ -11,16 +11,17 @@ from torch import Tensor
 
 from attention_backend.heuristics.sm90 import (
     BY_HEADS,
+    BY_ROWS,
     CLUSTER,
     LONG,
     HopperPlan,
     HopperSizes,
-    even_plan,
     hopper_plan,
     is_tall,
     owns_keys,
     who_shares_keys,
 )
+from attention_backend.heuristics.sm90_chunks import Tiles, chunk_form
 from attention_backend.jit import Kernel, load
 from attention_backend.kernels import device, flash_merge, workspace
 from attention_backend.kernels.dropout_params import dropout_params
@@ -153,11 +154,15 @@ def _plan(
     elif tall:
         raise ValueError(f"no tile of 192 rows serves {which}")
     config = hopper_layout(which).config
-    if pack and (own or cluster or not (sizes.packable and 1 < group <= config.block_m)):
+    if pack and (own or cluster == BY_HEADS or not (sizes.packable and 1 < group <= config.block_m)):
         raise ValueError(f"no tile holds the rows of {group} query heads of a key head, {own=}, {cluster=}, {options}")
-    plan = hopper_plan(config, sizes) if pack is None else even_plan(config, sizes, pack=pack)
+    plan = hopper_plan(config, sizes, pack=pack)
     # Through a window rows see few keys; what a descriptor says is not known here.
     bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None
+    if {own, cluster, tall, pack} == {None} and not bounded and can_share_keys(which):
+        form = chunk_form(hopper_layout(which).tiles[0], Tiles(which.tall, config), _pairs(which), sizes)
+        if form is not None:
+            return which._replace(cluster=BY_ROWS, tall=form.tall), form.plan
     apart = not plan.pack and plan.num_splits == 1
     owning = which._replace(own=True, long=False, tall=False)
     can_own = can_own_keys(owning)
@@ -166,7 +171,10 @@ def _plan(
     if cluster:
         if cluster == BY_HEADS and group % CLUSTER:
             raise ValueError(f"no pairs of heads load keys for each other where a key head has {group} query heads")
-        return which._replace(cluster=cluster), HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
+        which = which._replace(cluster=cluster)
+        if pack:
+            return which, hopper_plan(hopper_layout(which).config, sizes, pack=True)
+        return which, HopperPlan(pack=False, tile_rows=config.block_m, num_splits=1)
     if own is None:
         own = tall is None and apart and can_own and owns_keys(hopper_layout(which).tiles, sizes, tall=which.tall)
     if not own:
@@ -174,6 +182,12 @@ def _plan(
     if not can_own:
         raise ValueError(f"no warpgroup leaves out keys of its own with {owning}")
     return owning, HopperPlan(pack=False, tile_rows=hopper_layout(owning).config.block_m, num_splits=1)
+
+
+def _pairs(which: HopperOptions) -> tuple[Tiles, ...]:
+    """Whose blocks load keys for neighbouring rows."""
+    heights = (False, True) if can_be_tall(which._replace(cluster=BY_ROWS)) else (False,)
+    return tuple(Tiles(tall, hopper_layout(which._replace(cluster=BY_ROWS, tall=tall)).config) for tall in heights)
 
 
 def _launch(

@@ -102,8 +102,10 @@ def hopper_variant(which: HopperOptions, *, pack: bool = False, split: bool = Fa
         raise ValueError(f"no blocks load keys for each other with {which}")
     options, layout = which.options, hopper_layout(which)
     config, (tile, tile_v) = layout.config, layout.tiles
-    if (config.own_keys or which.cluster) and (pack or split):
+    if config.own_keys and (pack or split):
         raise ValueError(f"tile {config} knows no packed rows and no parts of the keys")
+    if which.cluster == BY_HEADS and pack:
+        raise ValueError(f"tile {config} holds the rows of one head: those of others are another block's")
     producer, consumer = config.registers
     defines = (
         ("BF16", int(options.dtype == torch.bfloat16)),

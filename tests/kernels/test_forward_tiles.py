@@ -85,6 +85,18 @@ def test_forms_of_a_chunk(group: int, tall: bool, pack: bool, hopper: torch.devi
         check(args, run(args, partial(flash_fwd_sm90.forward, cluster=ALONE, own=False, tall=tall, pack=pack)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 1, 3])
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("group", [3, 4])
+def test_pairs_of_packed_tiles(group: int, tall: bool, splits: int, hopper: torch.device) -> None:
+    """An odd number of tiles, sequences of one tile and of a few rows, more rows than keys."""
+    for rows, keys in ((70, 700), (3, 500), (130, 90)):
+        case = Case(rows, keys, batch=3, heads=2 * group, kv_heads=2, layout="paged_varlen", page=32, num_splits=splits)
+        args = build(replace(case, dim=128, dim_v=128), hopper)
+        check(args, run(args, partial(flash_fwd_sm90.forward, cluster=BY_ROWS, tall=tall, pack=True)))
+
+
 def test_rows_of_a_group_are_packed_where_there_is_one_and_scores_allow_it() -> None:
     single = Case(100, 300, heads=2, kv_heads=2, dim=128, dim_v=128)
     for case in (single, replace(single, heads=4, score="alibi")):

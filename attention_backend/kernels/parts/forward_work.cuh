@@ -51,7 +51,8 @@ __device__ __forceinline__ int key_head_of(const Tile& tile, const HopperParams&
 // neighbouring rows a cluster draws both tiles, whether they see keys or not.
 #define SKIPS (!SPLIT && !PACK && !SPARSE && (CLUSTER == 1 || CLUSTER_HEADS))
 #if CLUSTER > 1
-static_assert(!SPLIT && !PACK && !SPARSE && !OWN_KEYS && !FP8_PAGES, "blocks that share keys walk the same tiles of them");
+static_assert(!SPARSE && !OWN_KEYS && !FP8_PAGES, "blocks that share keys walk the same tiles of them");
+static_assert(!PACK || !CLUSTER_HEADS, "a tile holds all heads of a key head");
 #endif
 
 #if OWN_KEYS
@@ -156,9 +157,9 @@ class WorkLine {
     }
     parts = 0.f;
     if (longest < 2 * kFewestSteps) return;
-    const float steps = static_cast<float>(longest);
-    const float rounds = work / steps * static_cast<float>(p.work.heads) / static_cast<float>(gridDim.x);
-    const float whole = floorf(work / steps + 1e-3f) * static_cast<float>(p.work.heads) / static_cast<float>(gridDim.x);
+    const float steps = static_cast<float>(longest), drawers = static_cast<float>(gridDim.x / CLUSTER);
+    const float rounds = work / steps * static_cast<float>(p.work.heads / kHeadsDrawn) / drawers;
+    const float whole = floorf(work / steps + 1e-3f) * static_cast<float>(p.work.heads / kHeadsDrawn) / drawers;
     const int limit = min(p.work.num_splits, longest / kFewestSteps);
     // A lane has every 32nd number.
     const int lane = threadIdx.x % 32;
@@ -237,7 +238,7 @@ class WorkLine {
     const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = quotient(index, heads);
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
     const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
-    const int drawn_row = m * rows_drawn(p), first_row = drawn_row + (kTilesDrawn > 1 ? cluster_rank() * BLOCK_M : 0);
+    const int drawn_row = m * rows_drawn(p), first_row = drawn_row + (kTilesDrawn > 1 ? cluster_rank() * rows_per_tile(p) : 0);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {
       tile.head = (section * together + index - unit * heads) * kHeadsDrawn + (CLUSTER_HEADS ? cluster_rank() : 0);
@@ -253,7 +254,7 @@ class WorkLine {
     const int own_query = min(lane % 2 ? own_row + 63 : own_row, end_row - 1);
     const int query = lane < 2 ? (lane == 0 ? first_row : end_row - 1) : lane == 2 ? 0 : lane == 3 ? seq.seqlen_q - 1 : own_query;
 #else
-    const int drawn_end = kTilesDrawn > 1 ? min(drawn_row + rows_drawn(p), seq.seqlen_q) : end_row;
+    const int drawn_end = kTilesDrawn > 1 ? min(drawn_row + rows_drawn(p), seq.seqlen_q * rows_packed(p)) : end_row;
     const int query = lane < 2    ? (lane == 0 ? first_row : end_row - 1) / rows_packed(p)
                       : lane == 2 ? 0
                       : lane == 4 ? drawn_row / rows_packed(p)

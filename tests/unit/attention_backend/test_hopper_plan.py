@@ -192,7 +192,7 @@ def test_blocks_that_load_keys_for_each_other_have_plain_tiles_of_their_own() ->
         assert not can_share_keys(other)
         with pytest.raises(ValueError, match="no blocks load keys for each other"):
             hopper_variant(other._replace(cluster=BY_HEADS))
-    with pytest.raises(ValueError, match="no packed rows and no parts"):
+    with pytest.raises(ValueError, match="holds the rows of one head"):
         hopper_variant(plain._replace(cluster=BY_HEADS), pack=True)
 
 
@@ -292,7 +292,8 @@ def test_whatever_the_rows_of_a_chunk_the_device_is_full(keys: int) -> None:
         per_row = 4 if plan.pack else 1
         tiles = -(-rows * per_row // plan.tile_rows) * (32 // per_row)
         rounds = -(-tiles * plan.num_splits // 132)
-        assert 32 * rows * plan.num_splits / (132 * rounds * config.block_m) > 0.8, (rows, config, plan)
+        worth = sm90.TALL_GAIN[128] if config.block_m == 192 else 1.0
+        assert 32 * rows * plan.num_splits / (132 * rounds * config.block_m) * worth > 0.8, (rows, config, plan)
         assert tiles * plan.num_splits <= sm90.MOST_ROUNDS * 132 or plan.num_splits == 1
 
 

@@ -31,9 +31,9 @@ def test_each_form_is_the_one_that_its_name_says() -> None:
     found = dict(zip(chunks.ways(args), asked, strict=True))
 
     assert found[chunks.WHOLE][1].num_splits == 1
-    for name, (tall, pack) in chunks.FORMS.items():
+    for name, (tall, pack, cluster) in chunks.FORMS.items():
         which, laid_out = found[name]
-        assert (which.tall, which.cluster, which.own, laid_out.pack) == (tall, "", False, pack)
+        assert (which.tall, which.cluster, which.own, laid_out.pack) == (tall, cluster, False, pack)
     chosen = found[chunks.CHOSEN]
     assert chosen in [found[name] for name in chunks.FORMS]
 

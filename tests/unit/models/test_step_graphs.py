@@ -132,8 +132,11 @@ def test_a_step_runs_in_the_smallest_shape_of_its_kind() -> None:
     assert shapes_for((64, None)) == StepShape(64, 0, 16, 64, 16)
     assert shapes_for((1, 0), (64, 0)) == StepShape(128, 6, 16, 128, 22)
     assert shapes_for((120, 0), (80, 0)) is None
+    assert shapes_for((1, 0), (100, None), (70, 0)) == StepShape(192, 6, 3, 192, 9), "a long prompt's, another, padding"
+    assert shapes_for((100, None), (70, 0), (20, 0)) == StepShape(192, 0, 16, 192, 16)
+    assert shapes_for((100, None), (70, 0), (22, 0)) == StepShape(192, 0, 3, 192, 3), "no padding"
     assert [(shape.rows, shape.decodes) for shape in chunk_shapes(300, 200)] == [
-        (64, 0), (64, 64), (128, 0), (128, 64), (128, 128), (192, 0), (192, 64), (192, 192)
+        (64, 0), (64, 64), (128, 0), (128, 64), (128, 128), (192, 0), (192, 0), (192, 64), (192, 64), (192, 192)
     ]  # fmt: skip
     assert draft_shapes(64, 0) == []
     assert all(shape.any_length for shape in decode_shapes(MAX_SEQS, MOST_KEYS))
