@@ -48,6 +48,7 @@ MAX_SPLITS = 128
 FEW_SPLITS = 8  # room for these at least, where some sequences may be much longer than others
 IDLE_TILES = 0.8  # for each SM: fewer leave some without work
 FEW_TILES = 2.5  # for each SM: where some may be much longer than others, or a last round is a large part of all
+PAIRED_TILES = 3  # the same of pairs of packed tiles (sm90_chunks.py): 2,048 rows of 32 heads are 2.7
 SOME_TILES, SOME_SPLITS = 9, 3  # the same, where tiles are so long that a last round which is half empty costs more
 MANY_STEPS = 256  # of such a tile
 FEWEST_STEPS = 4  # of a part: kFewestSteps in parts/forward_work.cuh
@@ -303,8 +304,8 @@ def _per_row(sizes: HopperSizes, *, pack: bool) -> tuple[int, int]:
 def even_plan(config: HopperConfig, sizes: HopperSizes, *, pack: bool) -> HopperPlan:
     """For sequences as long as each other, or given parts."""
     tiles, parts = _num_tiles(config, sizes, pack=pack), sizes.num_splits
-    # Tiles of more queries may load keys for each other instead.
-    few = FEW_TILES if sizes.seqlen_q < SHARED_QUERIES else IDLE_TILES
+    # Tiles of more queries may load keys for each other instead, unless these do.
+    few = PAIRED_TILES if config.cluster > 1 else FEW_TILES if sizes.seqlen_q < SHARED_QUERIES else IDLE_TILES
     if parts == 0 and tiles < few * sizes.num_sms:
         seen = _keys_seen(_drawn_rows(config, sizes, pack=pack) // _per_row(sizes, pack=pack)[0], sizes)
         parts = _splits(seen, tiles, config.block_n, sizes.num_sms)

@@ -44,7 +44,7 @@ def chunk_form(width: int, alone: Tiles, pairs: tuple[Tiles, ...], sizes: Hopper
     """
     rows = min(sizes.total_rows or 0, sizes.batch * sizes.seqlen_q) if sizes.ragged else sizes.seqlen_q
     packable = sizes.packable and 1 < sizes.group <= min(config.block_m for _, config in pairs)
-    if rows >= SHARED_QUERIES or not packable or sizes.partial or sizes.num_splits or sizes.seqlen_k < PAIRS_KEYS:
+    if rows > SHARED_QUERIES or not packable or sizes.partial or sizes.num_splits or sizes.seqlen_k < PAIRS_KEYS:
         return None
     if sizes.ragged and sizes.batch > FEW_SEQUENCES:
         return None
@@ -57,6 +57,7 @@ def chunk_form(width: int, alone: Tiles, pairs: tuple[Tiles, ...], sizes: Hopper
         return rows_and_keys / gain
 
     best = min(pairs, key=partial(time, pack=True))
-    if time(best, pack=True) >= time(alone, pack=hopper_plan(alone.config, sizes).pack):
+    shared = PAIRS_GAIN if rows == SHARED_QUERIES else 1  # pairs of heads would serve them otherwise
+    if time(best, pack=True) >= time(alone, pack=hopper_plan(alone.config, sizes).pack) / shared:
         return None
     return ChunkForm(best.tall, hopper_plan(best.config, sizes, pack=True))

@@ -26,7 +26,8 @@ def form_of(rows: int, keys: int, *, width: int = 128, **others: Any) -> ChunkFo
 
 
 @pytest.mark.parametrize(
-    ("rows", "tall", "parts"), [(121, False, 4), (192, True, 4), (249, False, 2), (377, True, 2), (1529, True, 1)]
+    ("rows", "tall", "parts"),
+    [(121, False, 4), (192, True, 4), (249, False, 2), (377, True, 2), (1529, True, 1), (2048, True, 3)],
 )
 def test_as_many_rows_as_fill_pairs_have_those(rows: int, tall: bool, parts: int) -> None:
     """As measured on an H200: 249 rows are 2.6 pairs of tiles of 192 packed rows, and 3.9 of 128."""
@@ -41,7 +42,7 @@ def test_pairs_whose_second_tile_would_be_empty_are_not_taken() -> None:
 
 def test_few_keys_many_rows_and_given_parts_have_none() -> None:
     assert form_of(249, PAIRS_KEYS - 1) is None
-    assert form_of(sm90.SHARED_QUERIES, 100_000) is None
+    assert form_of(sm90.SHARED_QUERIES + 1, 100_000) is None
     for others in ({"num_splits": 1}, {"partial": True}, {"packable": False}, {"group": 1}, {"group": 200}):
         assert form_of(249, 100_000, **others) is None
 
