@@ -18,9 +18,9 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryFile
@@ -36,7 +36,7 @@ from benchmarks import backward_tiles, machine
 from benchmarks.arguments import numbers, require_gpu, write_out
 from benchmarks.attention_contenders import REGISTRY
 from benchmarks.attention_inputs import Tensors
-from benchmarks.attention_registry import OURS, Call, Contender
+from benchmarks.attention_registry import OURS, Contender
 from benchmarks.attention_report import plain_table
 from benchmarks.checkouts import CELLS, PEERS, Section
 from benchmarks.tile_race import peers, square_cells
@@ -54,6 +54,17 @@ class Load:
     watts: float
     cycles: float
     joules: float
+
+
+def mean(loads: Sequence[Load]) -> Load:
+    return Load(*map(statistics.mean, zip(*map(astuple, loads), strict=True)))
+
+
+def require_readings() -> None:
+    """Ends the process where there is no nvidia-smi."""
+    if which(_QUERY[0]) is None:
+        typer.echo("there is no nvidia-smi, which reads clock and power", err=True)
+        raise typer.Exit(2)
 
 
 def readings(lines: Sequence[str]) -> list[tuple[float, float]]:
@@ -78,7 +89,7 @@ def watched(into: IO[str]) -> Iterator[None]:
             reader.terminate()
 
 
-def measure(call: Call, flops: float, seconds: float, num_sms: int) -> Load:
+def measure(call: Callable[[], object], flops: float, seconds: float, num_sms: int) -> Load:
     """Raises RuntimeError where nvidia-smi reads nothing."""
     call()
     torch.cuda.synchronize()
@@ -127,9 +138,7 @@ def main(
 ) -> None:
     """Reads clock and power while kernels run."""
     device = require_gpu()
-    if which(_QUERY[0]) is None:
-        typer.echo("there is no nvidia-smi, which reads clock and power", err=True)
-        raise typer.Exit(2)
+    require_readings()
     cells = square_cells(CELLS[section](numbers(head_dims), numbers(seqlens)), causal)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     header, rows, table = ["d", "mask", "q=keys", "contender", *Load.__annotations__], [], []

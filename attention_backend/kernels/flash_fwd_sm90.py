@@ -159,10 +159,8 @@ def _plan(
     plan = hopper_plan(config, sizes, pack=pack)
     # Through a window rows see few keys; what a descriptor says is not known here.
     bounded = args.window_left >= 0 or args.window_right > 0 or args.chunk_size > 0 or args.mask_desc is not None
-    if {own, cluster, tall, pack} == {None} and not bounded and can_share_keys(which):
-        form = chunk_form(hopper_layout(which).tiles[0], Tiles(which.tall, config), _pairs(which), sizes)
-        if form is not None:
-            return which._replace(cluster=BY_ROWS, tall=form.tall), form.plan
+    if {own, cluster, tall, pack} == {None} and not bounded and (pairs := _in_pairs(which, sizes)):
+        return pairs
     apart = not plan.pack and plan.num_splits == 1
     owning = which._replace(own=True, long=False, tall=False)
     can_own = can_own_keys(owning)
@@ -184,10 +182,17 @@ def _plan(
     return owning, HopperPlan(pack=False, tile_rows=hopper_layout(owning).config.block_m, num_splits=1)
 
 
-def _pairs(which: HopperOptions) -> tuple[Tiles, ...]:
-    """Whose blocks load keys for neighbouring rows."""
-    heights = (False, True) if can_be_tall(which._replace(cluster=BY_ROWS)) else (False,)
-    return tuple(Tiles(tall, hopper_layout(which._replace(cluster=BY_ROWS, tall=tall)).config) for tall in heights)
+def _in_pairs(which: HopperOptions, sizes: HopperSizes) -> tuple[HopperOptions, HopperPlan] | None:
+    """Pairs of packed tiles that load keys for each other, where those are faster. Not where rows see keys from some
+    key on, as behind those that requests share: that would take kernels of its own, for few steps."""
+    if which.left_bounds or not can_share_keys(which):
+        return None
+    paired = which._replace(cluster=BY_ROWS)
+    heights = (False, True) if can_be_tall(paired) else (False,)
+    pairs = tuple(Tiles(tall, hopper_layout(paired._replace(tall=tall)).config) for tall in heights)
+    layout = hopper_layout(which)
+    form = chunk_form(layout.tiles[0], Tiles(which.tall, layout.config), pairs, sizes)
+    return None if form is None else (paired._replace(tall=form.tall), form.plan)
 
 
 def _launch(

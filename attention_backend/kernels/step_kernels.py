@@ -7,7 +7,8 @@ from itertools import product
 import torch
 
 from attention_backend.heuristics.decode import DECODE_ROWS, FEW_HOPPER_ROWS, hopper_page_rows
-from attention_backend.heuristics.sm90 import LONG, MIN_PAGE_ROWS, shares_keys_from
+from attention_backend.heuristics.sm90 import BY_ROWS, LONG, MIN_PAGE_ROWS, shares_keys_from
+from attention_backend.heuristics.sm90_chunks import PAIRS_KEYS
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels.decode_variants import decode_variant, hopper_decode_variant
 from attention_backend.kernels.flash_merge import merge_variant
@@ -74,3 +75,6 @@ def _hopper_forwards(which: HopperOptions, group: int, most_keys: int, *, fp8_kv
         if shared and each.long and most_keys >= shared[1] and can_share_keys(each) and not which.left_bounds:
             for bounds in (False, True):
                 yield hopper_variant(each._replace(left_bounds=bounds, cluster=shared[0]))
+            if group > 1 and most_keys >= PAIRS_KEYS:
+                for split in (False, True):
+                    yield hopper_variant(each._replace(cluster=BY_ROWS), pack=True, split=split)

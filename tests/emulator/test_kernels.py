@@ -28,6 +28,7 @@ from tests.kernels import (
     error_rule,
     test_chain_attention,
     test_extremes,
+    test_forward_tiles,
     test_fp8_forward,
     test_fp8_prefill,
     test_kv_store,
@@ -176,6 +177,13 @@ def test_tiles_of_192_rows(case: Case, cluster: str) -> None:
             args = build(replace(case, dim=dim, dim_v=dim), CPU)
             check = partial(flash_fwd_sm90.forward, cluster=cluster, tall=True)
             error_rule.check(args, error_rule.run(args, check))
+
+
+@pytest.mark.parametrize(("group", "tall", "splits"), [(3, False, 0), (4, True, 1), (4, True, 3)])
+def test_pairs_of_packed_tiles(group: int, tall: bool, splits: int) -> None:
+    """On few multiprocessors, so that a pair of blocks draws several pairs of tiles."""
+    with left_at_zero(HOPPER._replace(seed=group, num_sms=6)):
+        test_forward_tiles.test_pairs_of_packed_tiles(group, tall, splits, CPU)
 
 
 @pytest.mark.parametrize("keys", ["key_mask", "bias_float", "bias_element"])

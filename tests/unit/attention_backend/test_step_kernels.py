@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attention_backend.heuristics.sm90 import CLUSTER
+from attention_backend.heuristics.sm90_chunks import PAIRS_KEYS
 from attention_backend.jit import ARCHS
 from attention_backend.kernels import device, flash_fwd_sm90, layer_chain
 from attention_backend.kernels.chain_store import Store
@@ -59,6 +60,14 @@ def test_blocks_that_load_keys_for_each_other_are_ready_where_they_will_be_wante
     assert sum(("CLUSTER", CLUSTER) in variant.defines for variant in found) == kinds
     by_heads = ("CLUSTER_HEADS", int(group % CLUSTER == 0))
     assert all(by_heads in variant.defines for variant in found if ("CLUSTER", CLUSTER) in variant.defines)
+
+
+def test_pairs_of_packed_tiles_are_ready_where_chunks_may_see_so_many_keys() -> None:
+    """Whole or in parts, of 128 rows and 192; not with bounds on the left."""
+    found = set(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=32, most_keys=PAIRS_KEYS))
+    paired = [dict(each.defines) for each in found if {("CLUSTER", CLUSTER), ("PACK", 1)} <= set(each.defines)]
+    assert sorted((each["BLOCK_M"], each["SPLIT"]) for each in paired) == [(128, 0), (128, 1), (192, 0), (192, 1)]
+    assert not any(each["LEFT_BOUNDS"] or each["CLUSTER_HEADS"] for each in paired)
 
 
 def test_layers_with_windows_have_kernels_with_bounds_on_the_left_alone() -> None:

@@ -9,6 +9,7 @@ import torch
 from attention_backend.kernels import device, flash_fwd_sm90
 from benchmarks import chunks
 from benchmarks.arguments import numbers
+from benchmarks.power import Load
 from benchmarks.shared_keys import PAGE, Cell
 
 
@@ -45,6 +46,19 @@ def test_a_form_that_leaves_out_a_tenth_is_not_timed() -> None:
     watch = mock.Mock(device=torch.device("cpu"))
     with mock.patch.object(chunks, "ways", return_value=calls), pytest.raises(ArithmeticError, match="whole keys is"):
         chunks.measure(Cell(128, 4, 1, 8, 64, PAGE), watch)
+
+
+def test_under_steady_load_a_form_is_the_mean_of_two_turns() -> None:
+    turns = iter([Load(500, 1600, 690, 1.0, 1.4), Load(600, 1600, 690, 1.0, 1.2), Load(400, 1500, 700, 1.2, 1.8)] * 2)
+    calls = {chunks.CHOSEN: mock.Mock(), chunks.WHOLE: mock.Mock()}
+    with (
+        mock.patch.object(chunks, "checked_ways", return_value=calls),
+        mock.patch.object(chunks.power, "measure", side_effect=lambda *_: next(turns)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
+    ):
+        found = chunks.measure_steadily(Cell(128, 4, 1, 8, 64, PAGE), torch.device("cpu"), 0.1)
+    assert (found[chunks.CHOSEN].tflops, found[chunks.WHOLE].tflops) == (500, 500)  # 1st and 4th, 2nd and 3rd
+    assert found[chunks.WHOLE] == Load(500, 1550, 695, 1.1, 1.5)
 
 
 def test_chunks_have_any_number_of_rows() -> None:
