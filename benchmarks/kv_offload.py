@@ -98,9 +98,9 @@ class Engine:
 def measured_steps(loaded: LoadedRunner) -> StepTimeModel:
     """As an engine has it at its start."""
     if not loaded.overlaps:
-        return LearningStepTime(rehearsal.measure(loaded.runner, FIRST_STEPS, max_rows=STEP_TOKENS))
+        return LearningStepTime(rehearsal.measure(loaded, FIRST_STEPS, max_rows=STEP_TOKENS))
     samples = rehearsal.rehearse(
-        loaded.runner, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=DECODES, max_model_len=loaded.max_model_len
+        loaded, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=DECODES, max_model_len=loaded.max_model_len
     )
     return StepTimeModel.fit(samples)
 
@@ -195,7 +195,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     disk = options.disk or folder / "disk"
     served = LoadedRunner(
         runner, "bench", "", "", options.prefix + 4 * BLOCK_SIZE, STEP_TOKENS, loaded.vocab_size, (),
-        overlaps=runner.device.type == "cuda", host_memory=memory,
+        overlaps=runner.device.type == "cuda", host_memory=memory, fill_blocks=runner.fill_blocks,
     )  # fmt: skip
     result["first_token"] = first_tokens(served, disk, options.prefix, cold=options.cold)
     return result

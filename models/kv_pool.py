@@ -159,3 +159,11 @@ def allocate(
         KVPages(k, v, k_scale, v_scale)
         for k, v, (k_scale, v_scale) in zip(tensors[::2], tensors[1::2], of_layers, strict=True)
     ]
+
+
+def fill(caches: KVCaches, count: int) -> None:
+    """Random numbers in `count` blocks of every layer, the dummy page left out."""
+    for pages in caches:
+        for tensor in pages:
+            blocks = tensor[1 : 1 + count]
+            blocks.copy_(torch.randn(blocks.shape, dtype=torch.bfloat16, device=blocks.device))

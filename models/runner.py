@@ -29,6 +29,7 @@ from models.kv_pool import (
     bytes_per_block,
     count_blocks,
     cuda_pool_bytes,
+    fill,
     hold,
     holding,
     kv_cache_dtype,
@@ -162,6 +163,10 @@ class ModelRunner(StepLauncher):
     def prepare(self) -> bool:
         """Records one kind of steps more (0.1 s), for moments without requests. False: nothing is to be done now."""
         return self._graphs is not None and self._graphs.record_one()
+
+    def fill_blocks(self, count: int) -> None:
+        """Random keys and values in the first `count` blocks after the dummy page; nobody may have them yet."""
+        fill(self._kv_caches, count)
 
     def missing_graphs(self) -> int:
         """Kinds of steps that are not recorded for want of memory."""

@@ -88,6 +88,7 @@ def _make(
         out_of_memory=(torch.OutOfMemoryError, MemoryError),
         probe=torch.cuda.synchronize if on_gpu else _host_is_there,
         free_memory=torch.cuda.empty_cache if on_gpu else _host_is_there,
+        fill_blocks=runner.fill_blocks,
         prepare=runner.prepare,
         missing_graphs=runner.missing_graphs,
         kernel_calls=dispatch.calls,

@@ -1,12 +1,15 @@
 """Measures steps before anybody is served, for StepTimeModel to be fitted to. Knows the runner's protocol only; the
-pool must be free: what rehearsals write to its blocks is never found again."""
+pool must be free: what rehearsals write to its blocks is never found again.
+
+Tokens differ, and chunks of many keys read random ones: a GPU is at its power limit in such steps, so it multiplies
+zeros, or one row again and again, faster than what will come: an H200's attention 1.14 to 1.23 times (docs/log.md)."""
 
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from models.batch import SamplingParams, ScheduledSeq, StepBatch
-from server.engine.runner import Runner
+from server.engine.runner import LoadedRunner, Runner
 from server.engine.step_time import StepSample, rehearsals, work_of
 
 ROUNDS = 2  # of each step: the first one may load and choose kernels, so the fastest counts
@@ -14,7 +17,7 @@ LONG_STEP = 4096  # rows: so long that loading does not show, and one round has 
 
 
 def rehearse(
-    runner: Runner,
+    loaded: LoadedRunner,
     *,
     max_num_batched_tokens: int,
     max_num_seqs: int,
@@ -23,11 +26,13 @@ def rehearse(
 ) -> list[StepSample]:
     """All that tell the parts of a step's time apart."""
     steps = rehearsals(max_num_batched_tokens, max_num_seqs, max_model_len)
-    return measure(runner, steps, max_rows=max_num_batched_tokens, rounds=ROUNDS, clock=clock)
+    longest = max(sum(step[0]) for step in steps)
+    loaded.fill_blocks(min(-(-longest // loaded.runner.block_size), loaded.runner.num_blocks - 1))
+    return measure(loaded, steps, max_rows=max_num_batched_tokens, rounds=ROUNDS, clock=clock)
 
 
 def measure(
-    runner: Runner,
+    loaded: LoadedRunner,
     steps: Iterable[Sequence[tuple[int, int]]],
     *,
     max_rows: int,
@@ -38,14 +43,14 @@ def measure(
     samples = []
     for chunks in steps:
         work = work_of(chunks)
-        batch = _batch(runner, chunks) if work.rows <= max_rows else None
+        batch = _batch(loaded.runner, chunks, loaded.vocab_size) if work.rows <= max_rows else None
         if batch is not None:
             times = 1 if work.rows >= LONG_STEP else rounds
-            samples.append(StepSample(work, min(_measure(runner, batch, clock) for _ in range(times))))
+            samples.append(StepSample(work, min(_measure(loaded.runner, batch, clock) for _ in range(times))))
     return samples
 
 
-def _batch(runner: Runner, chunks: Sequence[tuple[int, int]]) -> StepBatch | None:
+def _batch(runner: Runner, chunks: Sequence[tuple[int, int]], vocab_size: int) -> StepBatch | None:
     """Blocks of its own for every sequence: a page that many read would come from a cache."""
     blocks = iter(range(1, runner.num_blocks))
     seqs = []
@@ -54,8 +59,12 @@ def _batch(runner: Runner, chunks: Sequence[tuple[int, int]]) -> StepBatch | Non
         table = list(itertools.islice(blocks, needed))
         if len(table) < needed:
             return None
-        seqs.append(ScheduledSeq(slot, [0] * count, context, table, sample=True))
+        seqs.append(ScheduledSeq(slot, _tokens(context, count, vocab_size), context, table, sample=True))
     return StepBatch(tuple(seqs))
+
+
+def _tokens(context: int, count: int, vocab_size: int) -> list[int]:
+    return [(context + i) % vocab_size for i in range(count)]
 
 
 def _measure(runner: Runner, batch: StepBatch, clock: Callable[[], float]) -> float:

@@ -79,6 +79,10 @@ def _nothing_left() -> bool:
     return False
 
 
+def _no_pages(count: int) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
     """A runner, what the API process needs to know of its model, and how its failures are told apart."""
@@ -97,6 +101,7 @@ class LoadedRunner:
     out_of_memory: tuple[type[BaseException], ...] = (MemoryError,)
     probe: Callable[[], None] = _nothing  # raises when the device can not be used any more
     free_memory: Callable[[], None] = _nothing  # gives cached memory back before a retry
+    fill_blocks: Callable[[int], None] = _no_pages  # random keys and values in the first so many, to rehearse with
     prepare: Callable[[], bool] = _nothing_left  # of later steps, one thing at a time (0.1 s); False: nothing now
     missing_graphs: Callable[[], int] = int  # for which there was no memory
     kernel_calls: Callable[[], dict[str, int]] = dict

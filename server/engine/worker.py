@@ -127,13 +127,13 @@ def _drafter(config: EngineConfig, loaded: LoadedRunner) -> Drafter | None:
 def _step_time(limits: SchedulerConfig, loaded: LoadedRunner) -> StepTimeModel:
     """Measured before anybody waits, as far as that takes no time to speak of: a CPU's are learned as they come."""
     if not loaded.overlaps:
-        samples = measure(loaded.runner, FIRST_STEPS, max_rows=min(limits.max_num_batched_tokens, limits.max_model_len))
+        samples = measure(loaded, FIRST_STEPS, max_rows=min(limits.max_num_batched_tokens, limits.max_model_len))
         model: StepTimeModel = LearningStepTime(samples)
     elif limits.tpot_target is None:
         return StepTimeModel()
     else:
         samples = rehearse(
-            loaded.runner,
+            loaded,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,

@@ -13,6 +13,7 @@ from models.kv_pool import (
     bytes_per_block,
     count_blocks,
     cuda_pool_bytes,
+    fill,
     hold,
     holding,
     kv_cache_dtype,
@@ -65,6 +66,18 @@ def test_float8_pages_take_half_and_carry_their_scales() -> None:
     for dtype, given in ((FP8, None), (torch.float32, scales)):
         with pytest.raises(ValueError, match="scales go with"):
             allocate(sites[:2], 3, 16, dtype, torch.device("cpu"), given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8])
+def test_blocks_to_rehearse_with_hold_numbers_and_the_dummy_page_none(dtype: torch.dtype) -> None:
+    scales = [(torch.ones(8), torch.ones(8))] * 2 if dtype == FP8 else None
+    caches = allocate([_site(i) for i in range(2)], 6, 16, dtype, torch.device("cpu"), scales)
+    fill(caches, 3)
+    for tensor in (tensor.float() for pages in caches for tensor in pages):
+        assert tensor.isfinite().all()
+        assert 0.9 < tensor[1:4].std() < 1.1
+        assert not tensor[0].any()
+        assert not tensor[4:].any()
 
 
 def test_the_caches_dtype_has_vllms_names() -> None:
