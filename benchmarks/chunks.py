@@ -35,7 +35,7 @@ from attention_backend.problem import AttentionArgs
 from benchmarks import machine, power
 from benchmarks.arguments import numbers, require_gpu, write_out
 from benchmarks.shared_keys import PAGE, Cell
-from benchmarks.stopwatch import Stopwatch, alternate
+from benchmarks.stopwatch import Stopwatch, alternate_all
 
 ROWS = "121,200,249,320,377,505,633,761,889,1017,1273,1529,1800"
 CONTEXTS = "20000,60000,120000"
@@ -73,10 +73,9 @@ def checked_ways(cell: Cell, device: torch.device) -> dict[str, Forward]:
 
 
 def measure(cell: Cell, watch: Stopwatch) -> dict[str, float]:
-    """Milliseconds of each way."""
+    """Milliseconds of each way. Raises ArithmeticError where one raises."""
     calls = checked_ways(cell, watch.device)
-    times = alternate({name: [call] for name, call in calls.items()}, watch.times, _ROUNDS)
-    return {name: ms for name, ms in times.items() if not isinstance(ms, Exception)}
+    return alternate_all({name: [call] for name, call in calls.items()}, watch.times, _ROUNDS)
 
 
 def measure_steadily(cell: Cell, device: torch.device, seconds: float) -> dict[str, power.Load]:
@@ -113,7 +112,7 @@ def main(
             continue
         read = {"loads": {name: asdict(load) for name, load in loads.items()}} if loads else {}
         results.append(asdict(cell) | {"flops": cell.flops, "ms": ms} | read)
-        speeds = [cell.flops / ms[name] / 1e9 if name in ms else float("nan") for name in names]
+        speeds = [cell.flops / ms[name] / 1e9 for name in names]
         typer.echo(
             f"{cell.rows:4} @ {cell.keys - cell.rows:<6}" + "".join(f"{speed:12.0f}" for speed in speeds)
             + f"{speeds[0] / speeds[1]:12.3f}{speeds[0] / max(speeds[2:]):12.3f}"

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
 from benchmarks.arguments import numbers, require_gpu, write_out
-from benchmarks.stopwatch import FLUSHED_BY, Stopwatch, alternate
+from benchmarks.stopwatch import FLUSHED_BY, Stopwatch, alternate_all
 
 ROWS = (8, 16, 24, 32, 48, 64)
 HEADS = ((8, 4), (16, 1))  # key heads, query heads of each
@@ -78,8 +78,7 @@ def measure(cell: Cell, watch: Stopwatch) -> dict[str, float]:
     if not error <= _TOLERANCE:
         raise ArithmeticError(f"{cell}: relative difference {error:.2e}")
     calls = {"decode": [lambda: flash_decode.forward(args)], "forward": [lambda: flash_fwd_sm90.forward(args)]}
-    times = alternate(calls, watch.times, _ROUNDS)
-    return {name: ms for name, ms in times.items() if not isinstance(ms, Exception)}
+    return alternate_all(calls, watch.times, _ROUNDS)
 
 
 def main(

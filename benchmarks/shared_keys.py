@@ -29,7 +29,7 @@ from attention_backend.heuristics.sm90 import ALONE, shares_keys_from
 from attention_backend.problem import AttentionArgs
 from benchmarks import machine
 from benchmarks.arguments import require_gpu, write_out
-from benchmarks.stopwatch import Stopwatch, alternate
+from benchmarks.stopwatch import Stopwatch, alternate_all
 
 HEADS = ((128, 32, 8), (128, 32, 32), (256, 16, 4))  # head_dim, query heads, key heads
 KEYS = (4096, 8192, 16_384, 32_768, 131_072)
@@ -101,8 +101,8 @@ def measure(cell: Cell, watch: Stopwatch) -> dict[str, float]:
     alone, together = (forward(args, cluster=way) for way in ways.values())
     if not all(torch.equal(x, y) for x, y in zip(alone, together, strict=True)):
         raise ArithmeticError(f"{cell}: not the same bits")
-    times = alternate({name: [partial(forward, args, cluster=way)] for name, way in ways.items()}, watch.times, _ROUNDS)
-    return {name: ms for name, ms in times.items() if not isinstance(ms, Exception)}
+    calls = {name: [partial(forward, args, cluster=way)] for name, way in ways.items()}
+    return alternate_all(calls, watch.times, _ROUNDS)
 
 
 def main(

@@ -99,6 +99,18 @@ def alternate(
     return {name: failed.get(name) or statistics.median(samples[name]) for name in contenders}
 
 
+def alternate_all(
+    contenders: Mapping[str, Sequence[Call]], times: Callable[[Sequence[Call]], list[float]], rounds: int
+) -> dict[str, float]:
+    """As `alternate`, of contenders that have all to run: raises ArithmeticError for the first that did not."""
+    medians: dict[str, float] = {}
+    for name, result in alternate(contenders, times, rounds).items():
+        if isinstance(result, Exception):
+            raise ArithmeticError(f"{name}: {type(result).__name__}: {result}") from result
+        medians[name] = result
+    return medians
+
+
 def turns(names: Sequence[str]) -> list[list[str]]:
     """Orders in which each name has each place, and comes right behind each other name, equally often.
 

@@ -23,7 +23,7 @@ from benchmarks.attention_registry import FLEX, OURS, found
 from benchmarks.attention_report import Result
 from benchmarks.attention_torch import key_padding_mask
 from benchmarks.attention_truth import Truth, acceptable, sampled_rows, visible
-from benchmarks.stopwatch import Call, Stopwatch, alternate, repeats, turns
+from benchmarks.stopwatch import Call, Stopwatch, alternate, alternate_all, repeats, turns
 
 CPU = torch.device("cpu")
 FORWARD = Cell("forward", 2, 24, 24, 4, 2, 16, True)
@@ -337,6 +337,10 @@ def test_a_contender_that_raises_leaves_the_race_and_the_others_stay() -> None:
         raise error
 
     assert alternate({"bad": [fail], "good": [lambda: None]}, times, rounds=2) == {"bad": error, "good": 1.0}
+    with pytest.raises(ArithmeticError, match="bad: ") as caught:
+        alternate_all({"good": [lambda: None], "bad": [fail]}, times, rounds=2)
+    assert caught.value.__cause__ is error
+    assert alternate_all({"good": [lambda: None]}, times, rounds=2) == {"good": 1.0}
 
 
 def test_repeats_follow_the_budget_within_limits() -> None:
