@@ -39,6 +39,9 @@ class PacedStep:
         self._output = output
         self._ends = ends
 
+    def is_done(self) -> bool:
+        return time.monotonic() >= self._ends
+
     def collect(self) -> StepOutput:
         time.sleep(max(0.0, self._ends - time.monotonic()))
         return self._output

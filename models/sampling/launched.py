@@ -34,6 +34,9 @@ class LaunchedSample:
         """Of the same step, whose rows were all added before this was made."""
         self._scores = scores
 
+    def is_done(self) -> bool:
+        return self._copied is None or self._copied.query()
+
     def collect(self) -> StepOutput:
         """Waits until the tokens are there."""
         if self._copied is not None:

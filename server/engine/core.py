@@ -27,6 +27,7 @@ STATS_INTERVAL = 0.1  # seconds, while stepping
 IDLE_INTERVAL = 1.0  # seconds between heartbeats with nothing to do
 LOADING_INTERVAL = 0.01  # seconds between looks at adapters that are being read, with nothing else to do
 STALLED_INTERVAL = 0.001  # seconds between looks at requests of which none could run
+RUNNING_INTERVAL = 0.002  # seconds between looks at a step that runs, while the next one is not launched yet
 
 
 class Link(Protocol):
@@ -110,9 +111,14 @@ class EngineCore:
             self._use_quiet_moment(begin)
         for message in messages:
             outbox += self._accept(message)
+        waited = False
+        while (patience := self.executor.patience) > 0.0:  # who comes until then is in the next step
+            waited = True
+            for message in self.link.receive(min(patience, RUNNING_INTERVAL)):
+                outbox += self._accept(message)
         outbox += self.loading.finished()
         outbox += self.scheduler.open.expire()
-        outbox += self._step()
+        outbox += self._step(waited=waited)
         now = self.clock()
         self._longest_turn = max(self._longest_turn, now - begin)
         if idle and self.has_work:
@@ -161,11 +167,12 @@ class EngineCore:
             corrupted_requests=scheduler.corrupted_requests,
         )
 
-    def _step(self) -> list[Event]:
+    def _step(self, *, waited: bool) -> list[Event]:
+        begun = self.clock()
         step = self.scheduler.schedule()
         self._step_tokens = 0 if step is None else step.total_tokens
         self._checked = self._checked and step is None
-        return self.executor.advance(step)
+        return self.executor.advance(step, begun=begun, waited=waited)
 
     def _accept(self, message: ToEngine | RequestFailed) -> Sequence[FromEngine]:
         replies: Sequence[FromEngine] = []

@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 from math import inf
 
+from server.engine.launch_timing import LaunchTiming
 from server.engine.open_requests import Event
 from server.engine.request import Request, RequestState
 from server.engine.runner import LaunchedStep, LoadedRunner
@@ -37,6 +38,7 @@ class StepExecutor:
         self.scheduler = scheduler
         self.clock = scheduler.clock
         self.num_placements = 0  # of adapters in slots
+        self.timing = LaunchTiming()
         self._in_flight: _InFlight | None = None
         self._last_result = 0.0  # when it came; inf: what has run since then is not measured
         self._failed_steps = 0
@@ -45,8 +47,20 @@ class StepExecutor:
     def has_step_in_flight(self) -> bool:
         return self._in_flight is not None
 
-    def advance(self, step: ScheduledStep | None) -> list[Event]:
-        """Launches a step, then takes the results of the one before, which ran meanwhile; without overlap, its own."""
+    @property
+    def patience(self) -> float:
+        """Seconds for which the next step need not be launched, as one runs that is not about to end; 0: at once."""
+        running = self._in_flight
+        if running is None or self._last_result == inf or running.launched.is_done():
+            return 0.0
+        begin = max(running.launched_at, self._last_result)
+        return self.timing.patience(self.scheduler.step_time.predict(running.step.work), self.clock() - begin)
+
+    def advance(self, step: ScheduledStep | None, *, begun: float | None = None, waited: bool = False) -> list[Event]:
+        """Launches a step, then takes the results of the one before, which ran meanwhile; without overlap, its own.
+
+        `begun`: when it began to be scheduled; `waited`: that was put off by `patience`.
+        """
         events: list[Event] = []
         launched: _InFlight | None = None
         if step is not None:
@@ -54,6 +68,10 @@ class StepExecutor:
             if step.requests:
                 launched, failures = self._launch(step)
                 events += failures
+            if launched is not None and begun is not None:
+                self.timing.launched(self.clock() - begun)
+                if waited and self._in_flight is not None:
+                    self.timing.waited(too_long=self._in_flight.launched.is_done())
             self.forget_slots()
         if not self.loaded.overlaps:
             events += self._collect(launched)

@@ -31,14 +31,14 @@ PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a s
 #: A step may last so many reads of its chunk's keys and of all weights, or most of it would be reading. Beside decodes
 #: weights count as far as the target goes.
 FLOORS = 3
-LONGEST_STEP = 5  # TPOT targets that a step without decodes may last: a newcomer waits for two,
+LONGEST_STEP = 5  # TPOT targets that a step without decodes may last: a newcomer may wait for most of two,
 #: and longer where reading a chunk's keys (copying them, where pages are float8) would be more than this part of it,
 KEYS_SHARE = 0.1
 WEIGHTS_SHARE = 0.05  # or reading all weights more than this, where that is not done beneath the products (a CPU);
 LONGEST_WAIT = 1.0  # but no longer than so many seconds, or two targets where tokens come as slowly as that
 CROWD = 1.5  # TPOT targets that a step may last for decodes whose tenant has more requests that wait
 BURST_STEP = 6  # TPOT targets that a step may last for the requests of a burst,
-BURST_ROWS = 2048  # while it is as long as so many rows of a prompt take: another tenant's newcomer waits for it
+BURST_ROWS = 4096  # while it is as long as so many rows of a prompt take: another tenant's newcomer waits for it
 PATIENCE = 32  # who waited s seconds for the first token may wait s / PATIENCE for each further one
 SHORT = 0.1  # seconds of work left: such prompts pass longer ones, however old those are
 AGEING = 0.25  # seconds of its own work that a second of others' work makes up for

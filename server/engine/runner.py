@@ -31,6 +31,10 @@ class LaunchedStep(Protocol):
         """Waits for the step. Once, in the order of the launches."""
         ...
 
+    def is_done(self) -> bool:
+        """Whether collect() would not wait."""
+        ...
+
 
 class Runner(Protocol):
     """Slots are added before the first launch that names them and removed after the last one. A preempted request comes

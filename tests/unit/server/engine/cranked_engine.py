@@ -59,6 +59,7 @@ class Engine:
     """Core, scheduler and fake runner; the test turns the crank."""
 
     overlaps = False  # what engines do that are not told
+    turn_seconds = 1.0  # that pass by the clock besides what anybody waits
     drafts: DraftLimits | None = None  # the same
 
     def __init__(
@@ -154,7 +155,7 @@ class Engine:
 
     def turn(self) -> None:
         self.num_turns += 1
-        self.now += 1.0
+        self.now += self.turn_seconds
         decoding = {
             r.request_id: r.num_tokens + (r.num_drafts == 0)
             for r in self.scheduler.running

@@ -137,6 +137,9 @@ class FakeStep:
     def __init__(self, output: StepOutput) -> None:
         self._output: StepOutput | None = output
 
+    def is_done(self) -> bool:
+        return True
+
     def collect(self) -> StepOutput:
         output, self._output = self._output, None
         assert output is not None, "a step was collected twice"

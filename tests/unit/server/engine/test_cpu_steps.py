@@ -157,6 +157,9 @@ class _Launched:
     def __init__(self, runner: "SlowRunner", launched: LaunchedSample, seconds: float) -> None:
         self._runner, self._launched, self._seconds = runner, launched, seconds
 
+    def is_done(self) -> bool:
+        return self._launched.is_done()
+
     def collect(self) -> StepOutput:
         self._runner.now += self._seconds
         return self._launched.collect()

@@ -47,6 +47,9 @@ class LaggingStep:
                 self._output = error
             self._run = None
 
+    def is_done(self) -> bool:
+        return True
+
     def collect(self) -> StepOutput:
         self._catch_up()
         output, self._output = self._output, None

@@ -38,8 +38,8 @@ def test_chats_under_a_giant_prefill_hardly_notice_it_nor_it_them(seed: int) -> 
     assert engine.answers["giant"].ttft < 1.1 * giant_alone()
 
 
-def test_who_comes_while_a_giant_has_the_device_waits_for_two_of_its_steps() -> None:
-    """One that runs, and one that was launched behind it; whenever that is."""
+def test_who_comes_while_a_giant_has_the_device_waits_for_a_step_and_its_own() -> None:
+    """The rest of the one that runs, and its first one; or, if the next was launched just before, that one whole."""
     ttfts = []
     for moment in range(40):
         engine = SimulatedEngine()
@@ -47,8 +47,9 @@ def test_who_comes_while_a_giant_has_the_device_waits_for_two_of_its_steps() -> 
         engine.ask("chat", 0.3 + 0.01 * moment, 512, 4)
         engine.run(until=1.5)
         ttfts.append(engine.answers["chat"].ttft)
-    assert max(ttfts) < 0.32
-    assert min(ttfts) < 0.2
+    assert max(ttfts) < 0.22
+    assert sum(ttfts) / len(ttfts) < 0.15
+    assert min(ttfts) < 0.08
 
 
 def test_a_giant_alone_loses_nothing_to_its_chunks() -> None:
@@ -184,7 +185,7 @@ def test_questions_that_come_together_are_done_sooner_and_each_waits_longer(monk
     assert together.now < apart.now
     assert quantile(together.gaps("question"), 0.99) < 0.16
     assert quantile(together.gaps("question"), 0.5) < 0.012
-    assert together.ttfts("another")[0] < 0.25, "a step in flight, and the one behind it"
+    assert together.ttfts("another")[0] < 0.2, "what was left of a step in flight, and perhaps the one behind it"
 
 
 def test_the_first_of_many_questions_does_not_keep_the_others_waiting() -> None:
