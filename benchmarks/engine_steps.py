@@ -20,7 +20,7 @@ SAMPLING = SamplingParams(temperature=1.0, seed=0, ignore_eos=True)
 STEPS = 20
 PROFILED = 5
 LAUNCHES = 10
-_LONGEST = 128  # tokens of a decode, which then begins again
+DECODED = 128  # tokens of a decode beyond its context, after which it begins again
 
 
 def make_runner(max_model_len: int, step_tokens: int, **options: Any) -> ModelRunner:
@@ -47,7 +47,7 @@ class Steps:
     ) -> None:
         self.runner = runner
         self.rows, self.context = decodes
-        longest = self.context + _LONGEST
+        longest = self.context + DECODED
         self.blocks = [self._blocks(row * -(-longest // BLOCK_SIZE), longest) for row in range(self.rows)]
         self.step = 0
         self.chunk: tuple[ScheduledSeq, ...] = ()
@@ -63,7 +63,7 @@ class Steps:
 
     def launch(self) -> LaunchedSample:
         token = [IN_FLIGHT] if self.step else [1]
-        at = self.context + self.step % _LONGEST
+        at = self.context + self.step % DECODED
         seqs = tuple(ScheduledSeq(row, token, at, self.blocks[row], True) for row in range(self.rows))
         self.step += 1
         return self.runner.launch(StepBatch(seqs + self.chunk))

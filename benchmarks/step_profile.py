@@ -16,6 +16,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import machine
 from benchmarks.arguments import write_out
-from benchmarks.engine_steps import BLOCK_SIZE, PROFILED, STEPS, Steps, make_runner
+from benchmarks.engine_steps import BLOCK_SIZE, DECODED, PROFILED, STEPS, Steps, make_runner
 from benchmarks.list_link import ListLink
 from models.batch import SamplingParams
 from models.runner import ModelRunner
@@ -126,6 +127,21 @@ def _chunk(cell: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return _pair(chunk, "@"), _pair(beside, "x") if beside else (0, 0)
 
 
+def longest_sequence(
+    decodes: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    chunks: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+) -> int:
+    """Tokens, of all that is profiled."""
+    beside = [work for _, work in chunks if work[0]]
+    return max(
+        *(length + DECODES for length in prompts),
+        *(tokens + context for (tokens, context), _ in chunks),
+        *(context + DECODED for _, context in (*decodes, *beside)),
+        BLOCK_SIZE,
+    )
+
+
 def main(
     decodes: Annotated[str, typer.Option(help="Rows x context of decode steps.")] = "1x1024,1x131072,64x8192",
     prompts: Annotated[str, typer.Option(help="Lengths of prompts that go through the engine.")] = "1024,32768",
@@ -139,11 +155,7 @@ def main(
     wanted_decodes = [_pair(cell, "x") for cell in decodes.split(",") if cell]
     wanted_chunks = [_chunk(cell) for cell in chunks.split(",") if cell]
     wanted_prompts = [int(length) for length in prompts.split(",") if length]
-    longest = max(
-        *(length + DECODES for length in wanted_prompts),
-        *(tokens + context for (tokens, context), _ in wanted_chunks),
-        *(context + 64 for _, context in wanted_decodes),
-    )
+    longest = longest_sequence(wanted_decodes, wanted_prompts, wanted_chunks)
     step_tokens = max([tokens + rows for (tokens, _), (rows, _) in wanted_chunks] + [64])
     started = time.perf_counter()
     runner = make_runner(longest, step_tokens)

@@ -36,6 +36,7 @@ def covering_set(arch: str) -> Iterator[KernelVariant]:
         yield forward_variant(extra, arch)[0]
     if arch == "sm_90a":
         yield from _hopper()
+        yield from _pairs_of_packed_tiles()
         yield from flash_fwd_fp8_sm90.covering_set()
         yield from hopper_backward_variants.covering_set()
     yield from linear_variants.covering(arch)
@@ -109,6 +110,12 @@ def _hopper() -> Iterator[KernelVariant]:
         yield hopper_variant(pages, pack=pack, split=pack)
     yield hopper_variant(HopperOptions(Options(bf16, 64, 64, bias=1)))
     yield hopper_variant(HopperOptions(Options(bf16, 128, 128, bias=2)))
+
+
+def _pairs_of_packed_tiles() -> Iterator[KernelVariant]:
+    for (tile, tall), split in product(((128, False), (128, True), (256, False)), (False, True)):
+        pages = HopperOptions(Options(torch.bfloat16, tile, tile, paged=True), long=True, page_size=32, tall=tall)
+        yield hopper_variant(pages._replace(cluster=BY_ROWS), pack=True, split=split)
 
 
 def _extras(dtype: torch.dtype) -> Iterator[Options]:

@@ -71,10 +71,12 @@ def _hopper_forwards(which: HopperOptions, group: int, most_keys: int, *, fp8_kv
     for each in each_kind:
         for bounds, pack, split in product({which.left_bounds, True}, packs, (False, True)):
             yield hopper_variant(each._replace(left_bounds=bounds), pack=pack, split=split)
+        if not each.long or not can_share_keys(each) or which.left_bounds:
+            continue
         shared = shares_keys_from(hopper_layout(each).tiles[0], group, causal=True)
-        if shared and each.long and most_keys >= shared[1] and can_share_keys(each) and not which.left_bounds:
+        if shared and most_keys >= shared[1]:
             for bounds in (False, True):
                 yield hopper_variant(each._replace(left_bounds=bounds, cluster=shared[0]))
-            if group > 1 and most_keys >= PAIRS_KEYS:
-                for split in (False, True):
-                    yield hopper_variant(each._replace(cluster=BY_ROWS), pack=True, split=split)
+        if group > 1 and most_keys >= PAIRS_KEYS:
+            for split in (False, True):
+                yield hopper_variant(each._replace(cluster=BY_ROWS), pack=True, split=split)

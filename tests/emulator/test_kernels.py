@@ -254,6 +254,22 @@ def test_few_short_sequences_change_no_number_of_parts(beside: tuple[int, ...]) 
         error_rule.check(args, error_rule.run(args, merged_parts))
 
 
+@pytest.mark.parametrize(("num_sms", "tall"), [(8, False), (9, False), (8, True)])
+def test_the_device_chooses_parts_for_pairs_of_blocks(num_sms: int, tall: bool) -> None:
+    """96 rows of two groups of four are two long pairs of tiles of 192 rows, 64 of 128: four pairs of blocks have two
+    parts of each. As many parts as for eight blocks alone would be four of each, in two rounds."""
+    rows = 96 if tall else 64
+    with left_at_zero(HOPPER._replace(num_sms=num_sms)):
+        case = Case(rows, 4096, batch=2, heads=8, kv_heads=2, dim=128, dim_v=128, layout="paged_varlen", page=32)
+        args = build(replace(case, q_lens=(rows, 5), k_lens=(4096, 64)), CPU)
+        which, plan = flash_fwd_sm90._plan(args, False, 0, cluster=BY_ROWS, tall=tall, pack=True)
+        assert plan.chosen
+        _, lses = flash_fwd_sm90._partials(args, which, plan)
+        assert (lses[:, :, :rows] > -torch.inf).sum(0).unique().tolist() == [2]
+        forward = partial(flash_fwd_sm90.forward, cluster=BY_ROWS, tall=tall, pack=True)
+        error_rule.check(args, error_rule.run(args, forward))
+
+
 @pytest.mark.parametrize("bench", [forward_tiles, backward_tiles_benchmark], ids=lambda bench: bench.SECTION)
 def test_the_benchmark_of_tiles_runs_each_on_the_cells_inputs(bench: ModuleType) -> None:
     cell = Cell(bench.SECTION, 1, 140, 140, 2, 2, 64, True)

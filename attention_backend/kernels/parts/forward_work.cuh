@@ -238,7 +238,8 @@ class WorkLine {
     const int heads = min(together, p.work.heads / kHeadsDrawn - section * together), unit = quotient(index, heads);
     // Rows before parts of the keys: the tiles that read one part run at once, so it comes from memory once.
     const int m = tile.skipped + m_tiles - 1 - (SPLIT ? unit % m_tiles : unit), split = SPLIT ? unit / m_tiles : 0;
-    const int drawn_row = m * rows_drawn(p), first_row = drawn_row + (kTilesDrawn > 1 ? cluster_rank() * rows_per_tile(p) : 0);
+    const int drawn_row = m * rows_drawn(p), rank = kTilesDrawn > 1 ? cluster_rank() : 0;
+    const int first_row = drawn_row + rank * rows_per_tile(p);
     const int end_row = min(first_row + rows_per_tile(p), seq.seqlen_q * rows_packed(p));
     if (lane == 0) {
       tile.head = (section * together + index - unit * heads) * kHeadsDrawn + (CLUSTER_HEADS ? cluster_rank() : 0);

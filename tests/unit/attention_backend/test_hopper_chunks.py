@@ -42,7 +42,7 @@ def test_as_many_rows_as_fill_pairs_have_those(rows: int, tall: bool, parts: int
 
 
 def test_pairs_whose_second_tile_would_be_empty_are_not_taken() -> None:
-    """33 rows are 132 packed ones: of 256 of a pair, or of 128 twice."""
+    """20 rows are 80 packed ones, which one tile of 128 holds; 64 are 256, a whole pair."""
     assert form_of(20, 100_000) is None
     assert form_of(64, 100_000) is not None
 

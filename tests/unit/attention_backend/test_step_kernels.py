@@ -1,5 +1,7 @@
 """Which kernels are compiled before steps meet them."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -62,12 +64,19 @@ def test_blocks_that_load_keys_for_each_other_are_ready_where_they_will_be_wante
     assert all(by_heads in variant.defines for variant in found if ("CLUSTER", CLUSTER) in variant.defines)
 
 
-def test_pairs_of_packed_tiles_are_ready_where_chunks_may_see_so_many_keys() -> None:
-    """Whole or in parts, of 128 rows and 192; not with bounds on the left."""
-    found = set(step_variants("sm_90a", torch.bfloat16, 128, 128, group=4, page_size=32, most_keys=PAIRS_KEYS))
+@pytest.mark.parametrize("group", [2, 3, 4, 7, 16])
+@pytest.mark.parametrize(("width", "heights"), [(128, (128, 192)), (256, (128,)), (64, ())])
+def test_pairs_of_packed_tiles_are_ready_where_chunks_may_see_so_many_keys(
+    width: int, heights: tuple[int, ...], group: int
+) -> None:
+    """Whole or in parts, of 128 rows and 192; not with bounds on the left. Also where tiles that are not packed are no
+    pairs over so few keys, as of odd groups at head_dim 256."""
+    found = set(step_variants("sm_90a", torch.bfloat16, width, width, group=group, page_size=32, most_keys=PAIRS_KEYS))
     paired = [dict(each.defines) for each in found if {("CLUSTER", CLUSTER), ("PACK", 1)} <= set(each.defines)]
-    assert sorted((each["BLOCK_M"], each["SPLIT"]) for each in paired) == [(128, 0), (128, 1), (192, 0), (192, 1)]
+    assert sorted((each["BLOCK_M"], each["SPLIT"]) for each in paired) == list(product(heights, (0, 1)))
     assert not any(each["LEFT_BOUNDS"] or each["CLUSTER_HEADS"] for each in paired)
+    ahead = [dict(each.defines) for each in covering_set("sm_90a") if each.kernel == "flash_fwd_sm90"]
+    assert all(each in ahead for each in paired), "none is first compiled where it is wanted"
 
 
 def test_layers_with_windows_have_kernels_with_bounds_on_the_left_alone() -> None:

@@ -115,5 +115,7 @@ def test_keys_are_few() -> None:
     assert sizes[0] == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert sizes[1] == [4, 8, 16, 32, 64, 96, 128, 192, 256]
     assert len(two) - len(sizes[1]) == len(one) - len(sizes[0]) == len(CHUNKS)  # beside prompts
+    few = [key for key in sharing_keys([*decode_shapes(64), *chunk_shapes(64, 8192)], 1) if not key.shape.only_decodes]
+    assert [key.shape.rows for key in few] == list(CHUNKS), "none more for few prompts"
     assert [key.shape.rows for key in sharing_keys(decode_shapes(3), 2) if key.levels == 2] == [3]
     assert GraphKey(decode_shapes(3)[0]) not in sharing_keys(decode_shapes(3), 2)
