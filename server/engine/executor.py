@@ -51,7 +51,7 @@ class StepExecutor:
     def patience(self) -> float:
         """Seconds for which the next step need not be launched, as one runs that is not about to end; 0: at once."""
         running = self._in_flight
-        if running is None or self._last_result == inf or running.launched.is_done():
+        if running is None or self._last_result == inf or _is_done(running.launched):
             return 0.0
         begin = max(running.launched_at, self._last_result)
         return self.timing.patience(self.scheduler.step_time.predict(running.step.work), self.clock() - begin)
@@ -71,7 +71,7 @@ class StepExecutor:
             if launched is not None and begun is not None:
                 self.timing.launched(self.clock() - begun)
                 if waited and self._in_flight is not None:
-                    self.timing.waited(too_long=self._in_flight.launched.is_done())
+                    self.timing.waited(too_long=_is_done(self._in_flight.launched))
             self.forget_slots()
         if not self.loaded.overlaps:
             events += self._collect(launched)
@@ -184,3 +184,10 @@ class StepExecutor:
         except Exception as lost:
             raise EngineLost(f"the device is lost: {type(lost).__name__}") from lost
         return self.scheduler.open.fail(requests, "server_error", "The server failed while it ran this request.")
+
+
+def _is_done(launched: LaunchedStep) -> bool:
+    try:
+        return launched.is_done()
+    except Exception:  # so it is over; collect() says how
+        return True

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from unittest import mock
 
 import cranked_engine
 import pytest
@@ -108,6 +109,23 @@ def test_a_device_that_is_sooner_done_than_predicted_is_not_kept_waiting_for_lon
     waited = [seconds for seconds in runner.idle[1:] if seconds > 0]
     assert 0 < len(waited) <= 1 + 0.5 / MORE_DOUBT
     assert max(waited) <= LAUNCH + 0.003, "it is seen that a step has ended"
+
+
+def test_a_step_that_failed_fails_its_requests_and_nothing_else(timed: tuple[Engine, TimedRunner, TimedLink]) -> None:
+    """On a GPU asking whether a step has ended raises what it ended with."""
+    engine, runner, _ = timed
+    engine.add("first", tokens(random.Random(0), 7), max_tokens=12)
+    while len(runner.rows) < 5:
+        engine.turn()
+    failure = mock.Mock(side_effect=RuntimeError("injected"))
+    with mock.patch.multiple(TimedStep, is_done=failure, collect=failure):
+        while engine.core.has_work:
+            engine.turn()
+    assert engine.failures["first"].code == "server_error"
+    prompt = tokens(random.Random(1), 9)
+    engine.add("second", prompt)
+    engine.run()
+    assert engine.tokens["second"] == expected(prompt, 8)
 
 
 def test_without_overlap_nothing_is_put_off(timed: tuple[Engine, TimedRunner, TimedLink]) -> None:
