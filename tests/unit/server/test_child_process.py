@@ -68,7 +68,7 @@ def test_the_operators_environment_comes_before_what_a_worker_finds_by_default(
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_worker_does_not_grow_with_every_number_of_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It grew by 407 MB here with the caches' own limits."""
+    """It grew by 395 to 407 MB with the caches' own limits."""
     for name in child_process.PRODUCTS:
         monkeypatch.delenv(name, raising=False)
-    assert float(run(GROWS)) < 40  # 9 to 16; 20.4 once, beside other work
+    assert float(run(GROWS)) < 80  # bfloat16 9 to 20, float32 18 to 46
