@@ -17,7 +17,8 @@ needs_proc = pytest.mark.skipif(not STATM.is_file(), reason="the kernel does not
 
 
 def resident() -> int:
-    """Bytes of this process's anonymous memory that are there."""
+    """Bytes of this process's anonymous memory that are there; what other tests left is gone before it is asked."""
+    gc.collect()
     pages, shared = map(int, STATM.read_text().split()[1:3])
     return (pages - shared) * mmap.PAGESIZE
 
