@@ -15,6 +15,7 @@ from server.bench.cli import bench_app
 from server.client_settings import ClientSettings
 from server.configuration import ConfigurationError, load_settings, unknown_variables
 from server.kernels_cli import kernels_app
+from server.log import begin_log
 from server.repeated_flags import ServeCommand
 from server.settings import BUNDLED_MODEL, Settings
 from server.vllm_command_line import refused
@@ -215,7 +216,7 @@ def _serve(settings: Settings) -> NoReturn:
 
 def _begin_log(level: str) -> None:
     """Of libraries warnings, at most, and not even those below `level`: any client can make uvicorn warn."""
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    begin_log(level)
     for library in ("httpx", "uvicorn"):
         logging.getLogger(library).setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level]))
 

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -70,9 +70,6 @@ class Server(uvicorn.Server):
 def end(code: int) -> NoReturn:
     """Of this process, at once: threads that still import or tokenise have nothing to tidy."""
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
     os._exit(code)
 
 
@@ -150,14 +147,21 @@ async def _watch(server: Server, lifecycle: Lifecycle, ending: "_Ending", on_rea
     if phase is not Phase.SERVING:
         return
     gc.freeze()  # or a full collection looks at all that was imported: a fifth of a second, amid the first requests
-    on_ready()
+    threading.Thread(target=_tell, args=(on_ready,), name="announcement", daemon=True).start()
     if not lifecycle.settings.keep_alive_on_engine_death:
         await lifecycle.engine.gone()
         ending.give_up()
 
 
+def _tell(on_ready: Callable[[], None]) -> None:
+    """In a thread: whoever was to read it may have gone, or stand still."""
+    with contextlib.suppress(OSError):
+        on_ready()
+
+
 class _Ending:
-    """The first SIGTERM or SIGINT drains, the second cuts what still runs, the third waits for nothing."""
+    """The first SIGTERM or SIGINT drains, the second cuts what still runs, the third waits for nothing. SIGHUP, which
+    comes more than once when a terminal goes, drains only, and does nothing under nohup."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self.exit_code = 0
@@ -167,12 +171,19 @@ class _Ending:
         self._draining: asyncio.Task[None] | None = None
         self._cutting: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        self._signals = {signal.SIGTERM: self._on_signal, signal.SIGINT: self._on_signal}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self._signals[signal.SIGHUP] = self._drain
+        for number, act in self._signals.items():
+            loop.add_signal_handler(number, act)
+
+    def _drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._then_end(self._lifecycle.drain))
 
     def _on_signal(self) -> None:
         if self._draining is None:
-            self._draining = asyncio.create_task(self._then_end(self._lifecycle.drain))
+            self._drain()
         elif self._cutting is None:
             self._draining.cancel()
             self._cutting = asyncio.create_task(self._then_end(self._lifecycle.cut))
@@ -185,7 +196,7 @@ class _Ending:
         if self._draining is None:
             logger.critical("the engine stays down, so this process ends with %d", EXIT_GIVEN_UP)
             self.exit_code = EXIT_GIVEN_UP
-            self._on_signal()
+            self._drain()
 
     async def _then_end(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -208,7 +219,7 @@ class _Ending:
 
     async def finish(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._signals:
             loop.remove_signal_handler(number)
         for task in filter(None, (self._draining, self._cutting)):
             task.cancel()

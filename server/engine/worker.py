@@ -33,6 +33,7 @@ from server.engine.scheduler import Scheduler
 from server.engine.sharing import PrefixSharing
 from server.engine.step_learning import FIRST_STEPS, LearningStepTime
 from server.engine.step_time import StepTimeModel, StepWork
+from server.log import begin_log
 
 logger = logging.getLogger("server.engine.worker")  # __name__ is "__main__" in the process itself
 
@@ -166,11 +167,9 @@ def main() -> None:
     die_with_parent(arguments.parent_pid)
     gc.set_threshold(50_000, 20, 1_000_000)  # a full one walks through every module, later every request and block
     # Sent to everybody: the API process drains, then tells us. And a terminal may stop who writes to it unasked.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(
-        level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
-    )
+    begin_log(arguments.log_level, "engine")
     link = EngineLink(arguments.directory)
     status = 0
     try:

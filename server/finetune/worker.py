@@ -24,6 +24,7 @@ from server.finetune.folders import TRAINING, VALIDATION, JobFolder
 from server.finetune.last_words import last_word
 from server.finetune.link import TrainerLink
 from server.finetune.messages import Arguments, Busy, Finished, LastWord, Started, Stepped, Stopped, Validated
+from server.log import begin_log
 from server.text.tokenizer import TextTokenizer
 
 NICENESS = 10  # of 19: answers come before training
@@ -175,11 +176,9 @@ def main(make_trainer: MakeTrainer = real_trainer) -> None:
     connected = socket.socket(fileno=int(sys.argv[1]))
     arguments = msgspec.json.decode(sys.argv[2], type=Arguments)
     die_with_parent(arguments.parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the API process drains, then tells us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group: the API process drains, tells us
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(
-        level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s trainer %(name)s: %(message)s"
-    )
+    begin_log(arguments.log_level, "trainer")
     yield_to_the_server()
     if arguments.stage == "validate":
         leave_out_torch()

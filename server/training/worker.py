@@ -29,6 +29,7 @@ from models.training import (
 )
 from server.answering import SignReader
 from server.engine.parent import die_with_parent
+from server.log import begin_log
 from server.training.calls import Compute, Create, OptimStep, PackedDatum
 from server.training.link import WorkerLink
 from server.training.messages import (
@@ -202,11 +203,9 @@ def main() -> None:
     connected = socket.socket(fileno=int(sys.argv[1]))
     arguments = msgspec.json.decode(sys.argv[2], type=Arguments)
     die_with_parent(arguments.parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the API process drains, then ends us
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group: the API process drains, ends us
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(
-        level=arguments.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s training %(name)s: %(message)s"
-    )
+    begin_log(arguments.log_level, "training")
     yield_to_the_server()
     link = WorkerLink(connected)
     status = 0

@@ -83,7 +83,7 @@ def test_a_taken_port_is_known_before_anything_loads(server: LiveServer) -> None
 def test_libraries_tell_no_more_than_the_server_does(level: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("httpx", "uvicorn"):
         monkeypatch.setattr(logging.getLogger(library), "level", logging.NOTSET)
-    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr("server.cli.begin_log", lambda _level: None)
     _begin_log(level)
     assert {logging.getLevelName(logging.getLogger(library).level) for library in ("httpx", "uvicorn")} == {told}
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import cast
 
 import pytest
 from scripted_engine import LIMIT, ScriptedEngine, settings, tiny_tokenizer
@@ -62,6 +63,44 @@ def test_a_signal_before_there_is_an_application_ends_the_engine_and_exits_0() -
         server.send_signal(signal.SIGINT)
         rest, _ = server.communicate("go on\n", timeout=LIMIT)
         assert (set(rest.splitlines()), server.returncode) == ({"engine shut down"}, 0)
+
+
+class Draining:
+    """A lifecycle that drains until it is cut."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    async def drain(self) -> None:
+        self.did.append("drain")
+        await asyncio.Event().wait()
+
+    async def cut(self) -> None:
+        self.did.append("cut")
+
+
+async def did_after(*signals: int) -> list[str]:
+    """What a server does that has had these signals and then twice SIGTERM; "at once": it has not waited for that."""
+    draining = Draining()
+    ending = process._Ending(cast(Lifecycle, draining))
+    for number in (*signals, signal.SIGTERM, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.01)  # a turn of the loop that looks at signals
+    await ending.finish()
+    return draining.did + ["at once"] * ending._at_once
+
+
+def test_a_terminal_that_goes_drains_and_never_cuts() -> None:
+    """Its shell and its kernel say so, one after the other."""
+    assert asyncio.run(did_after(signal.SIGHUP, signal.SIGHUP, signal.SIGHUP)) == ["drain", "cut", "at once"]
+
+
+def test_under_nohup_a_terminal_that_goes_is_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(did_after(signal.SIGHUP)) == ["drain", "cut"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_waits_for_a_tokenizer_that_loads() -> None:

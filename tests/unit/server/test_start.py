@@ -1,5 +1,6 @@
 """What a start does first, and what it says of its time."""
 
+import asyncio
 import logging
 import os
 import re
@@ -7,13 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
-from scripted_engine import ScriptedEngine, live_server
+from scripted_engine import ScriptedEngine, live_server, settings, tiny_tokenizer
 
 from server import process
 from server.engine.messages import EngineReady
+from server.lifecycle import Lifecycle, Phase
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -68,6 +72,22 @@ def test_a_process_knows_when_it_began() -> None:
     tick = 1 / os.sysconf("SC_CLK_TCK")
     assert before - 2 * tick <= began < imported <= time.monotonic()
     assert process.began() < before
+
+
+def test_who_has_gone_before_a_start_is_told_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`longwave serve | head -1` serves, and still ends when its engine does."""
+    monkeypatch.setattr("gc.freeze", lambda: None)  # this process goes on
+    engine, given_up = ScriptedEngine(), []
+    engine.alive = False
+    lifecycle = Lifecycle(settings(keep_alive_on_engine_death=False), engine, tiny_tokenizer)
+    lifecycle.phase = Phase.SERVING
+
+    def announce() -> None:
+        raise BrokenPipeError
+
+    ending = SimpleNamespace(give_up=lambda: given_up.append("the engine stays down"))
+    asyncio.run(process._watch(cast(Any, None), lifecycle, cast(Any, ending), announce))
+    assert given_up
 
 
 class TimedEngine(ScriptedEngine):
