@@ -43,19 +43,24 @@ LIVE = "(expires_at IS NULL OR expires_at > :now)"
 
 
 class CatalogError(Exception):
-    """The table is not one of ours, or of a later version."""
+    """The table is damaged, lost, not one of ours, or of a later version. It is left as it is."""
 
 
 class Catalog:
-    def __init__(self, path: Path) -> None:
-        """Raises CatalogError, sqlite3.Error."""
+    def __init__(self, path: Path, *, has_files: bool = False) -> None:
+        """`has_files`: of a table before, so there must be one. Raises CatalogError, sqlite3.Error."""
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=FULL")
+            (verdict,) = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if verdict != "ok":  # a sweep deletes what is not found
+                raise CatalogError(f"{path} is damaged: {verdict}")
             with self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
                 (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+                if version == 0 and has_files:
+                    raise CatalogError(f"{path} is lost, and what it listed is there: put it back, or move that away")
                 if version == 0:
                     self._connection.execute(SCHEMA)
                     self._connection.execute(f"PRAGMA user_version={VERSION}")

@@ -40,6 +40,10 @@ class FileFolder:
         for directory in (path, path.parent):
             sync_folder(directory)
 
+    def has_files(self) -> bool:
+        """Finished ones or not, listed or not: whether anybody has ever begun an upload, most likely."""
+        return any(self._content.iterdir())
+
     def content(self, file_id: str) -> Path:
         return self._content / file_id
 

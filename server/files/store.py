@@ -81,13 +81,13 @@ class FileStore:
             return upload
 
     def feed(self, upload: Upload, body: bytes) -> None:
-        with _storage_failures():
+        with self._storage_failures():
             upload.feed(body)
 
     def finish(self, upload: Upload) -> StoredFile:
         """The upload as a file that is listed from now on. Raises QuotaExceeded, and what is wrong with the file."""
         stored: list[StoredFile] = []
-        with _storage_failures():
+        with self._storage_failures():
             upload.finish(lambda upload, fields: stored.append(self._keep(upload, fields)))
         return stored[0]
 
@@ -206,7 +206,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[tuple[FileFolder, Catalog]]:
-        with _storage_failures(), self._lock:
+        with self._storage_failures(), self._lock:
             if self._opened is None:
                 self._opened = self._open()
             yield self._opened
@@ -214,7 +214,7 @@ class FileStore:
     def _open(self) -> tuple[FileFolder, Catalog]:
         folder = FileFolder(self._path)
         with alone(folder.path / "lock"):  # two servers may start at once on a new folder
-            catalog = Catalog(self._path / "catalog.sqlite3")
+            catalog = Catalog(self._path / "catalog.sqlite3", has_files=folder.has_files())
         try:
             self._remove_expired(folder, catalog)
             swept = folder.sweep(catalog.holds)
@@ -225,13 +225,14 @@ class FileStore:
             logger.warning("removed %d files of uploads that a crash cut short", swept)
         return folder, catalog
 
-
-@contextlib.contextmanager
-def _storage_failures() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, sqlite3.Error, CatalogError) as error:
-        logger.error("files: %s", error)
-        raise InsufficientStorage(
-            "The server cannot keep files: its disk is full, or its data directory cannot be used."
-        ) from error
+    @contextlib.contextmanager
+    def _storage_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error, CatalogError) as error:
+            logger.error("files in %s: %s", self._path, error)
+            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                self.close()  # damaged while it was open: the next call looks at it anew
+            raise InsufficientStorage(
+                "The server cannot keep files: its disk is full, or its data directory cannot be used."
+            ) from error

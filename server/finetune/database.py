@@ -69,11 +69,12 @@ CREATE TABLE adapters (
 
 
 class DatabaseError(Exception):
-    """The file is damaged, not one of ours, or of a later version. It is left as it is."""
+    """The file is damaged, lost, not one of ours, or of a later version. It is left as it is."""
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """To be used by one thread. Makes the tables in a new file. Raises DatabaseError, sqlite3.Error."""
+def connect(path: Path, *, had_jobs: bool = False) -> sqlite3.Connection:
+    """To be used by one thread. Makes the tables in a new file, which there is not where it `had_jobs`. Raises
+    DatabaseError, sqlite3.Error."""
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode=WAL")
@@ -81,17 +82,19 @@ def connect(path: Path) -> sqlite3.Connection:
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise DatabaseError(f"{path} is damaged: {verdict}")
-        _make_tables(connection, path)
+        _make_tables(connection, path, had_jobs)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
+def _make_tables(connection: sqlite3.Connection, path: Path, had_jobs: bool) -> None:
     with connection:
         connection.execute("BEGIN IMMEDIATE")  # two servers may start at once on a new file
         (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0 and had_jobs:
+            raise DatabaseError(f"{path} is lost, and what its jobs made is there: put it back, or move that away")
         if version == 0:
             for statement in SCHEMA.split(";"):
                 connection.execute(statement)

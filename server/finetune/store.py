@@ -28,9 +28,10 @@ class WrongStatusError(Exception):
 
 
 class JobStore:
-    def __init__(self, path: Path, max_events: int = MAX_EVENTS) -> None:
-        """`max_events`: of one job. Raises DatabaseError, sqlite3.Error."""
-        self.connection = connect(path)
+    def __init__(self, path: Path, max_events: int = MAX_EVENTS, *, had_jobs: bool = False) -> None:
+        """`max_events`: of one job. `had_jobs`: the file, which therefore cannot be new. Raises DatabaseError,
+        sqlite3.Error."""
+        self.connection = connect(path, had_jobs=had_jobs)
         self.journal = Journal(self.connection, max_events)
         self._places = Places(self.connection, self.journal)
 

@@ -38,7 +38,7 @@ def make_folder(
     try:
         folders.create(job_id, link)
     except OSError as error:
-        logger.error("fine-tuning jobs: %s", error)
+        logger.error("fine-tuning jobs in %s: %s", folders.root, error)
         raise InsufficientStorage(
             "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
         ) from error

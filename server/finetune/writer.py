@@ -13,6 +13,7 @@ from server.errors import InsufficientStorage, StorageBusy
 from server.files.ballast import Ballast
 from server.files.folder import make_private
 from server.finetune.database import DatabaseError
+from server.finetune.folders import Folders
 from server.finetune.holders import Holders
 from server.finetune.leases import Leases
 from server.finetune.records import MAX_EVENTS
@@ -116,13 +117,14 @@ class Writer:
         now = time.monotonic()
         if what != last or now - when >= SAID_AGAIN:
             self._said = (what, now)
-            logger.error("fine-tuning jobs: %s", what)
+            logger.error("fine-tuning jobs in %s: %s", self._folder, what)
 
     def _open(self) -> tuple[JobStore, Leases]:
         if self._opened is None:
             make_private(self._folder)
             self._holders.enter()
-            store = JobStore(self._folder / "jobs.sqlite3", self._max_events)
+            had_jobs = Folders(self._folder).have_work()
+            store = JobStore(self._folder / "jobs.sqlite3", self._max_events, had_jobs=had_jobs)
             leases = Leases(store, self._holder, self._lease_seconds, self._back_off, self._holders.is_gone)
             self._opened = store, leases
             self._ballast.take()

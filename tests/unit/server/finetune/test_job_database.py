@@ -1,5 +1,6 @@
 """The file of jobs: what survives power loss, and what is refused and left as it is."""
 
+import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 from job_makers import create, opened
 
+from server.errors import InsufficientStorage
 from server.finetune.database import DatabaseError, connect
+from server.finetune.writer import Writer
 
 
 def test_it_is_wal_and_synced_at_every_commit(tmp_path: Path) -> None:
@@ -37,6 +40,31 @@ def test_a_damaged_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises((DatabaseError, sqlite3.DatabaseError)):
         connect(path)
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("made", ["adapters/ftjob-1", "models/ftjob-1", "models/.deleted-ftjob-1", "jobs/x/run/1"])
+@pytest.mark.parametrize("left", [None, b""])
+def test_what_jobs_have_made_is_left_alone_where_their_file_is_lost(
+    tmp_path: Path, made: str, left: bytes | None
+) -> None:
+    """It would be of jobs that nobody knows, and go."""
+    tmp_path.chmod(0o700)
+    (tmp_path / made).mkdir(parents=True)
+    path = tmp_path / "jobs.sqlite3"
+    if left is not None:
+        path.write_bytes(left)
+
+    async def main() -> None:
+        one = Writer(tmp_path, "me", 1.0, 1.0)
+        for _ in range(2):
+            with pytest.raises(InsufficientStorage):
+                await one.store(lambda store: store.counts())
+        path.unlink()
+        connect(path).close()  # as who puts it back
+        assert await one.store(lambda store: store.counts())
+        await one.close()
+
+    asyncio.run(main())
 
 
 def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
