@@ -157,10 +157,10 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    manifest = folder / _MANIFEST
-    if not manifest.is_file():
+    try:
+        files: dict[str, int] = json.loads((folder / _MANIFEST).read_text())["files"]
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # it never was, or a disk has lost it
         return False
-    files: dict[str, int] = json.loads(manifest.read_text())["files"]
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
 
 

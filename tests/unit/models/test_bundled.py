@@ -52,9 +52,10 @@ def test_racing_callers_convert_once_and_all_get_the_folder(conversions: list[Pa
     assert len(conversions) == 1
 
 
-def test_a_damaged_folder_is_made_anew(conversions: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_damaged_folder_is_made_anew(conversions: list[Path], tmp_path: Path, name: str) -> None:
     folder = bundled.ensure_converted(tmp_path)
-    (folder / "model.safetensors").write_bytes(b"wei")
+    (folder / name).write_bytes(b"wei")
     assert bundled.ensure_converted(tmp_path) == folder
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert len(conversions) == 2
