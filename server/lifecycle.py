@@ -205,7 +205,7 @@ class Lifecycle:
         await self._enter(Phase.DRAINING)
         self.answering.show(False)  # training has to reach its end in time, too
         logger.info(
-            "shutting down: running answers get %.0f s, a second signal ends them now", self.settings.shutdown_timeout
+            "shutting down: running answers get %.0f s, another SIGTERM ends them now", self.settings.shutdown_timeout
         )
         work = [asyncio.ensure_future(drain()) for drain in (self._idle, *self.drains)]
         try:

@@ -79,6 +79,7 @@ def listen(host: str, port: int) -> socket.socket:
 
     The protocol is named: asyncio turns Nagle's algorithm off for such sockets only, with which the second write of a
     reply waits 40 ms for the client's acknowledgement of the first."""
+    host = host.removeprefix("[").removesuffix("]")  # an IPv6 address may come as in a URL
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -238,5 +238,6 @@ class DiskTier:
         else:
             self._paused_until = self._clock() + PAUSE
             if not self._has_failed:
-                logger.warning("a KV block could not be written to disk, now and then another is tried: %s", error)
+                folder = self._folder.parent
+                logger.warning("a KV block could not be written to %s, later ones may be: %s", folder, error)
             self._has_failed = True

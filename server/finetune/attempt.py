@@ -13,7 +13,7 @@ import msgspec
 from server.errors import InsufficientStorage
 from server.finetune.config import TrainerConfig
 from server.finetune.folders import Folders
-from server.finetune.leases import TRAIN, LeaseLostError, Stage
+from server.finetune.leases import LeaseLostError, Stage
 from server.finetune.messages import (
     Arguments,
     Beat,
@@ -59,7 +59,9 @@ class Attempt:
         self._draining = draining
         self._heard = time.monotonic()
         self._told = job.checkpoint_step  # the last step
+        self._has_begun = False  # to train: before that a trainer has nothing to keep
         self._stopping = False
+        self._sent_away = False  # with nothing to keep
         self._lost = False  # somebody else has the job now, or nobody can write down what happens to it
         self._hung = False
         self._gone = False  # the trainer, if there was one; what became of the job is being written
@@ -127,6 +129,7 @@ class Attempt:
         return last or self._without_a_word(status)
 
     async def _begin(self, told: Started) -> None:
+        self._has_begun = True
         await self._writer.leases(lambda leases: leases.started(self.job, self._now(), told.device))
 
     async def _record(self, told: Stepped) -> Status:
@@ -176,14 +179,15 @@ class Attempt:
         if wanted or self._stopping or self.process is None:
             return
         self._stopping = True
-        if self._stage is TRAIN:
+        if self._has_begun:
             self.process.send(Stop())
         else:
-            self.process.kill()  # there is nothing to keep
+            self._sent_away = True
+            self.process.kill()
 
     def _without_a_word(self, status: int) -> LastWord:
         """`status`: the exit status of a trainer that has said nothing of its end."""
-        if self._stopping and self._stage is not TRAIN:
+        if self._sent_away:
             return Stopped()
         return Crashed("The trainer did not answer any more" if self._hung else _ended(status))
 

@@ -132,6 +132,13 @@ def test_a_port_is_taken_before_anybody_accepts_there() -> None:
         process.listen(*first.getsockname())
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="there is no IPv6 here")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_may_be_written_as_in_a_url(host: str) -> None:
+    with process.listen(host, 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
 def lifecycle(engine: ScriptedEngine) -> Lifecycle:
     return Lifecycle(settings(), engine, tiny_tokenizer)
 

@@ -70,6 +70,7 @@ class ScriptedTrainer:
         self.script: dict[str, Any] = json.loads(path.read_text())
         self.script_folder = path.parent
         (self.script_folder / "plan").write_text(plan.to_json())
+        self._act(0)
 
     def run(self, on_step: Callable[[StepReport], Verdict]) -> Outcome:
         total = total_steps(len(self.examples), self.plan.n_epochs, self.plan.batch_size)

@@ -51,6 +51,35 @@ def test_a_drain_stops_at_a_checkpoint_and_the_next_server_goes_on(run: Run, tru
     run(second)
 
 
+@pytest.mark.parametrize("status", [Status.QUEUED, Status.PAUSED])
+def test_nobody_waits_for_a_trainer_that_still_loads_its_model(run: Run, truth: str, status: Status) -> None:
+    """It has nothing to keep, and may load for minutes."""
+
+    async def main(work: Work) -> None:
+        job = await work.create()
+        await work.wait(job, lambda _: (work.folder / "holds").exists())
+        pid = work.trainer_pid
+        if status is Status.PAUSED:
+            await work.jobs.pause(job.id, "me")
+        else:
+            await work.jobs.drain()
+        await work.wait(job, lambda now: now.status is status and work.trainer_pid is None)
+        assert pid is not None
+        assert not is_running(pid)
+        assert work.jobs.stats.crashes == 0
+
+    run(main, {"hold_at": 0})
+
+    async def goes_on(work: Work) -> None:
+        (job,) = await work.jobs.page("me", None, 1, {})
+        if status is Status.PAUSED:
+            await work.jobs.resume(job.id, "me")
+        await work.succeeded(job)
+        assert work.weights(job) == truth
+
+    run(goes_on)
+
+
 def test_a_server_that_closes_without_a_drain_leaves_no_process_and_no_lease(run: Run) -> None:
     trainers: list[int] = []
 
