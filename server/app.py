@@ -82,6 +82,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
     settings = lifecycle.settings
     limits = FileLimits(settings.max_file_bytes, settings.max_total_file_bytes, settings.max_files)
     store = FileStore(settings.data_folder / "files", limits)
+    lifecycle.metrics.watch_files(lambda: store.failures)
     jobs = FineTuning(
         settings.data_folder / "finetune",
         store,

@@ -176,6 +176,21 @@ class EngineCollector(Collector):
         return seconds
 
 
+class FilesCollector(Collector):
+    """What the store of uploaded files could not do."""
+
+    def __init__(self, model_name: str, failures: Callable[[], int]) -> None:
+        self._failures = failures
+        self._labels = [model_name, ENGINE]
+
+    def collect(self) -> Iterator[Metric]:
+        failures = CounterMetricFamily(
+            "longwave:file_storage_failures", "Times that uploaded files could not be kept or read.", labels=LABELS
+        )
+        failures.add_metric(self._labels, self._failures())
+        yield failures
+
+
 class FineTuningCollector(Collector):
     """Jobs as the store last counted them, and what this server's trainers did."""
 
@@ -197,6 +212,8 @@ class FineTuningCollector(Collector):
             ("finetune_steps", "Optimiser steps of fine-tuning jobs.", stats.steps),
             ("finetune_tokens", "Tokens trained on.", stats.tokens),
             ("finetune_trainer_crashes", "Trainer processes that ended without a word.", stats.crashes),
+            ("finetune_waits", "Times that a job was put off for want of room.", stats.waits),
+            ("finetune_storage_failures", "Times that jobs could not be written or read.", stats.storage_failures),
         ):
             counter = CounterMetricFamily(f"longwave:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)

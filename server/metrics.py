@@ -14,6 +14,7 @@ from server.collectors import (
     ENGINE,
     LABELS,
     EngineCollector,
+    FilesCollector,
     FineTuningCollector,
     ServerCollector,
     ServerHealth,
@@ -83,6 +84,9 @@ class Metrics:
 
     def watch_server(self, health: Callable[[], ServerHealth]) -> None:
         self.registry.register(ServerCollector(self._model_name, health))
+
+    def watch_files(self, failures: Callable[[], int]) -> None:
+        self.registry.register(FilesCollector(self._model_name, failures))
 
     def watch_fine_tuning(self, stats: FineTuningStats) -> None:
         self.registry.register(FineTuningCollector(self._model_name, stats))

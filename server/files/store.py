@@ -44,6 +44,7 @@ class FileStore:
 
     def __init__(self, path: Path, limits: FileLimits, clock: Callable[[], float] = time.time) -> None:
         self.limits = limits
+        self.failures = 0  # of the disk or the catalogue, since this server started
         self._path = path
         self._clock = clock
         self._lock = threading.Lock()
@@ -231,6 +232,8 @@ class FileStore:
             yield
         except (OSError, sqlite3.Error, CatalogError) as error:
             logger.error("files in %s: %s", self._path, error)
+            with self._lock:
+                self.failures += 1
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 self.close()  # damaged while it was open: the next call looks at it anew
             raise InsufficientStorage(

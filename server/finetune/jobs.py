@@ -58,7 +58,7 @@ class FineTuning:
         self._max_live_jobs = max_live_jobs
         self._folders = Folders(root)
         holder = f"server-{secrets.token_hex(8)}"
-        self._writer = Writer(root, holder, config.lease_seconds, config.back_off, config.max_events)
+        self._writer = Writer(root, holder, config.lease_seconds, config.back_off, config.max_events, stats=self.stats)
         self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter)
         tidying = Tidying(self._writer, self._folders, files, unload_adapter, self.stats, config.kept_days)
         self.supervisor = Supervisor(

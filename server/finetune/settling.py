@@ -88,6 +88,7 @@ class Settling:
         """It waits, and loses nothing, until somebody has made room."""
         now = self._writer.clock()
         await self._writer.leases(lambda leases: leases.no_room(job, now, reason))
+        self._stats.waits += 1
         logger.warning("%s waits: %s", job.id, reason)  # once: where this cannot be written, it is tried every second
 
     async def _validated(self, job: Job, files: Validated) -> None:

@@ -14,6 +14,8 @@ class FineTuningStats:
     steps: int = 0
     tokens: int = 0
     crashes: int = 0
+    waits: int = 0  # of jobs that were put off for want of room
+    storage_failures: int = 0
     ended: Counter[str] = field(default_factory=Counter)  # by status
 
     def end(self, status: Status) -> None:

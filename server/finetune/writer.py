@@ -17,6 +17,7 @@ from server.finetune.folders import Folders
 from server.finetune.holders import Holders
 from server.finetune.leases import Leases
 from server.finetune.records import MAX_EVENTS
+from server.finetune.stats import FineTuningStats
 from server.finetune.store import JobStore
 
 logger = logging.getLogger("longwave")
@@ -37,7 +38,10 @@ class Writer:
         back_off: float,
         max_events: int = MAX_EVENTS,
         clock: Callable[[], float] = time.time,
+        *,
+        stats: FineTuningStats | None = None,
     ) -> None:
+        """`stats`: where failures are counted; nowhere, by default."""
         self.clock = clock
         self._max_events = max_events
         self._back_off = back_off
@@ -46,6 +50,7 @@ class Writer:
         self._ballast = Ballast(folder / "ballast")
         self._holders = Holders(folder / "holders", holder)
         self._lease_seconds = lease_seconds
+        self._stats = stats or FineTuningStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fine-tuning-store")
         self._opened: tuple[JobStore, Leases] | None = None
         self._said = ("", 0.0)  # what, and when
@@ -107,6 +112,7 @@ class Writer:
                 raise StorageBusy(
                     "Another server on this data directory holds its fine-tuning jobs for longer than this one waits."
                 ) from error
+            self._stats.storage_failures += 1
             raise InsufficientStorage(
                 "The server cannot keep fine-tuning jobs: its disk is full, or its data directory cannot be used."
             ) from error

@@ -294,6 +294,7 @@ def test_a_full_disk_is_507_and_leaves_nothing(tmp_path: Path, monkeypatch: pyte
                     upload(store, PAIR)
         assert (listed(store), kept(tmp_path)) == ([], [])
         upload(store, PAIR)
+        assert store.failures == 2
 
 
 def test_a_full_disk_lets_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
         done = await work.until(job, Status.SUCCEEDED, Status.FAILED)
         assert (done.status, len(refusals)) == (Status.SUCCEEDED, 2)
         assert work.weights(job) == truth
-        assert work.jobs.stats.crashes == 0
+        stats = work.jobs.stats
+        assert (stats.crashes, stats.storage_failures, stats.waits) == (0, 2, 2)
 
     run(main)
 
