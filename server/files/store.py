@@ -46,6 +46,7 @@ class FileStore:
         self.limits = limits
         self.failures = 0  # of the disk or the catalogue, since this server started
         self._path = path
+        self._catalog = path / "catalog.sqlite3"
         self._clock = clock
         self._lock = threading.Lock()
         self._ballast = Ballast(path / "ballast")
@@ -61,9 +62,12 @@ class FileStore:
 
     def close(self) -> None:
         with self._lock:
-            if self._opened is not None:
-                self._opened[1].close()
-                self._opened = None
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._opened is not None:
+            self._opened[1].close()
+            self._opened = None
 
     def begin(self, content_type: str, owner: str) -> Upload:
         """Raises InvalidRequest, QuotaExceeded, ServerOverloaded."""
@@ -208,6 +212,8 @@ class FileStore:
     @contextlib.contextmanager
     def _ready(self) -> Iterator[tuple[FileFolder, Catalog]]:
         with self._storage_failures(), self._lock:
+            if not self._catalog.exists():  # it has never been there, or is gone: what is written to it would be, too
+                self._leave()
             if self._opened is None:
                 self._opened = self._open()
             yield self._opened
@@ -215,7 +221,7 @@ class FileStore:
     def _open(self) -> tuple[FileFolder, Catalog]:
         folder = FileFolder(self._path)
         with alone(folder.path / "lock"):  # two servers may start at once on a new folder
-            catalog = Catalog(self._path / "catalog.sqlite3", has_files=folder.has_files())
+            catalog = Catalog(self._catalog, has_files=folder.has_files())
         try:
             self._remove_expired(folder, catalog)
             swept = folder.sweep(catalog.holds)

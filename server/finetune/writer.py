@@ -46,6 +46,7 @@ class Writer:
         self._max_events = max_events
         self._back_off = back_off
         self._folder = folder
+        self._file = folder / "jobs.sqlite3"
         self._holder = holder
         self._ballast = Ballast(folder / "ballast")
         self._holders = Holders(folder / "holders", holder)
@@ -126,11 +127,13 @@ class Writer:
             logger.error("fine-tuning jobs in %s: %s", self._folder, what)
 
     def _open(self) -> tuple[JobStore, Leases]:
+        if not self._file.exists():  # it has never been there, or is gone: what is written to it would be, too
+            self._close()
         if self._opened is None:
             make_private(self._folder)
             self._holders.enter()
             had_jobs = Folders(self._folder).have_work()
-            store = JobStore(self._folder / "jobs.sqlite3", self._max_events, had_jobs=had_jobs)
+            store = JobStore(self._file, self._max_events, had_jobs=had_jobs)
             leases = Leases(store, self._holder, self._lease_seconds, self._back_off, self._holders.is_gone)
             self._opened = store, leases
             self._ballast.take()

@@ -115,6 +115,19 @@ def test_files_whose_catalogue_is_lost_are_left_alone_and_found_again_with_it(
         assert listed(store) == [stored.id]
 
 
+def test_a_folder_that_is_gone_is_made_anew_and_a_list_that_is_gone_takes_nothing(tmp_path: Path) -> None:
+    """Under a server that runs: what it wrote to a list without a name would be lost with it."""
+    with opened(tmp_path) as store:
+        upload(store, PAIR)
+        (tmp_path / "files").rename(tmp_path / "away")
+        stored = upload(store, PAIR)
+        assert listed(store) == [stored.id]
+        (tmp_path / "files" / "catalog.sqlite3").unlink()
+        with pytest.raises(InsufficientStorage):
+            upload(store, PAIR)
+        assert kept(tmp_path) == [stored.id]
+
+
 @pytest.mark.parametrize("place", [1, 2, 3])  # the table, its ids, the counter of its rows
 def test_a_damaged_catalogue_takes_no_file_along_and_is_looked_at_anew(tmp_path: Path, place: int) -> None:
     catalog = tmp_path / "files" / "catalog.sqlite3"

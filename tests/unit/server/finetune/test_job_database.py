@@ -62,6 +62,9 @@ def test_what_jobs_have_made_is_left_alone_where_their_file_is_lost(
         path.unlink()
         connect(path).close()  # as who puts it back
         assert await one.store(lambda store: store.counts())
+        path.unlink()  # under a server that runs
+        with pytest.raises(InsufficientStorage):
+            await one.store(lambda store: store.counts())
         await one.close()
 
     asyncio.run(main())
