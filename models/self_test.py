@@ -44,6 +44,11 @@ def check_engine_path(
     prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     with refusing_failures(model):
         theirs = [_eager_logits(model, prompt) for prompt in prompts]
+    if not all(logits.isfinite().all() for logits in theirs):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails the self-test: by eager attention, too, its logits are not finite: the "
+            f"weights are damaged, or {str(model.dtype).removeprefix('torch.')} is too narrow for them"
+        )
     with refusing_calls(model):
         ours = _engine_logits(model, sites, prompts, block_size, scales)
     tolerance = _TOLERANCE[model.dtype] if scales is None else _FLOAT8_TOLERANCE
