@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 ENDED = "the engine process ended"  # when it did not say why
 STATS_DELAY = 1.0  # seconds after a message was sent until which statistics may not know of it yet
 END_GRACE = 5.0  # seconds an engine that reported its own failure may take to end
+ROOM_SECONDS = 5.0  # until there may be room again for a process or its sockets
 TELL_SECONDS = 60.0  # between two lines in the log about a start that lasts
 
 
@@ -194,6 +195,19 @@ class EngineClient:
         self._last_message = time.monotonic()
         self._engine = EngineProcess(self.config)
 
+    async def _begin_again(self) -> None:
+        """Where there is no room for one (processes, a full disk), that is a death, too. Raises EngineUnavailable."""
+        while True:
+            try:
+                return self._begin()
+            except EngineUnavailable as error:
+                if not self._may_restart():
+                    raise
+                logger.error("%s It is tried again in %.0f s.", error.message, ROOM_SECONDS)
+            await asyncio.sleep(ROOM_SECONDS)
+            if self._stopping:
+                raise EngineUnavailable("The server is ending.")
+
     async def _supervise(self) -> None:
         """Life after life, until told to stop or until there were too many deaths."""
         try:
@@ -203,7 +217,7 @@ class EngineClient:
                     return
                 logger.error("engine ended (%s); starting it again", self._failure)
                 self._failure = ENDED
-                self._begin()
+                await self._begin_again()
         except EngineUnavailable as error:
             self._failure = error.message.rstrip(".")
             logger.critical("the engine stays down: %s", self._failure)

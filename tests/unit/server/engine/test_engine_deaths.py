@@ -273,13 +273,46 @@ async def test_an_engine_for_which_there_are_no_sockets_says_so_and_leaves_nothi
 async def test_an_engine_that_cannot_be_started_again_stays_dead(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.01)
     async with engine() as client:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
         await until(lambda: not client.alive)
+        assert client.num_deaths == 4
         with pytest.raises(EngineUnavailable, match="missing"):
             await client.ready()
+
+
+@in_loop
+async def test_an_engine_for_which_there_is_no_room_just_now_is_started_when_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.01)
+    async with engine() as client:
+        with monkeypatch.context() as full:
+            full.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: "It is tried again" in caplog.text)
+        await client.ready()
+        assert await collect(client, request("again", [1])) == expected([1], 8, stop=())
+
+
+@in_loop
+async def test_a_server_that_ends_starts_no_engine_though_there_is_room_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.1)
+    async with engine() as client:
+        with monkeypatch.context() as full:
+            full.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: "It is tried again" in caplog.text)
+        await client.shutdown()
+        assert client.pid is None
+        assert not client.alive
 
 
 @in_loop
