@@ -1,6 +1,7 @@
 """The `longwave` command: serve, chat, bench, kernels, doctor. Only wiring; what a command needs is imported when it
 runs."""
 
+import contextlib
 import json
 import logging
 import signal
@@ -58,8 +59,9 @@ def longwave(
 
 
 def _refuse(problems: list[str], exit_code: int) -> NoReturn:
-    for problem in problems:
-        typer.echo(f"longwave: {problem}", err=True)
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe takes no line, and is not what is wrong
+        for problem in problems:
+            typer.echo(f"longwave: {problem}", err=True)
     raise typer.Exit(exit_code)
 
 
@@ -203,7 +205,7 @@ def _serve(settings: Settings) -> NoReturn:
     except OSError as error:
         _refuse([f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}"], EXIT_FAILED)
     port = listener.getsockname()[1]
-    typer.echo(f"Longwave is loading {settings.model} ...", err=True)
+    logging.getLogger("longwave").info("loading %s", settings.model)
     lifecycle = Lifecycle(
         settings,
         EngineClient(settings.engine_config()),

@@ -54,6 +54,17 @@ def test_the_engine_is_started_before_anything_slow_is_imported() -> None:
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
+@pytest.mark.parametrize(("command", "said", "code"), [("", "[]\n", 0), ('app(["serve", "no-such-model"])', "", 3)])
+def test_a_log_on_a_full_disk_changes_nothing(command: str, said: str, code: int) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM.replace("app([", f"{command}\napp([")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True,
+            check=False,
+        )  # fmt: skip
+    assert (done.stdout, done.returncode) == (said, code)
+
+
 def test_no_collection_looks_at_what_was_imported_once_the_server_serves() -> None:
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     done = subprocess.run(
