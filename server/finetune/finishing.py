@@ -110,7 +110,7 @@ class Finishing:
             raise
         except LongwaveError as error:
             if name not in self._refused:  # it may be tried every few seconds
-                logger.warning("%s is not served: %s", name, error.message)
+                logger.warning("%s, in %s, is not served: %s", name, folder, error.message)
             self._refused[name] = error.with_traceback(None)
             return [f"The model is finished and kept, but not served now: {error.message}"]
         self._refused.pop(name, None)
