@@ -94,6 +94,9 @@ class DiskTier:
         for block_hash, owner in found.blocks:
             self._adopt(block_hash, owner)
 
+    def __str__(self) -> str:
+        return str(self._folder.parent)
+
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._places
 
@@ -238,6 +241,5 @@ class DiskTier:
         else:
             self._paused_until = self._clock() + PAUSE
             if not self._has_failed:
-                folder = self._folder.parent
-                logger.warning("a KV block could not be written to %s, later ones may be: %s", folder, error)
+                logger.warning("a KV block could not be written to %s, later ones may be: %s", self, error)
             self._has_failed = True

@@ -153,6 +153,8 @@ class Offload:
             loaded.append((block, held, False))
         if self.disk is not None:
             self._settle_disk(self.disk)
+            if self.reads is not None:
+                self.reads.give_up_late()
             if not self._ends_ns:
                 self._write_ahead(self.disk)
         self._room = self._memory.store_room()

@@ -1,9 +1,11 @@
 """Prefixes come back from real files where that is predicted to take less than computing them, and are computed
 elsewhere: counted, and with the same answers. A slow file system is one whose tier looks at a clock that runs fast."""
 
+import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,32 @@ def test_reading_ends_where_files_turn_out_to_be_slow(folder: Path, monkeypatch:
     clock.step = 1.0
     assert ask(engine, "again", [*DOCUMENT, 7]) == BLOCK_SIZE * 4
     assert cache.offload_stats().declined_blocks == DOCUMENT_BLOCKS - 4
+    engine.assert_nothing_is_held()
+    disk.close()
+
+
+def test_nobody_waits_for_a_disk_that_hangs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files that are pipes: opening one waits for who writes to it."""
+    engine, disk, cache = reopened(folder, never)
+    assert ask(engine, "before", [*OTHER, 7]) == BLOCK_SIZE * DOCUMENT_BLOCKS
+    blocks = [path for path in folder.rglob("*.kv") if path.is_file()]
+    for path in blocks:
+        path.unlink()
+        os.mkfifo(path)
+    monkeypatch.setattr(disk_reads, "HANG_SECONDS", 0.2)
+    assert ask(engine, "hangs", [*DOCUMENT, 7]) == 0
+    assert f"{folder} has not given a KV block" in caplog.text
+    assert cache.offload.reads is not None
+    assert cache.offload.reads.arriving
+    while cache.offload.reads.arriving:  # it goes on: those files are nobody's
+        for path in blocks:
+            with suppress(OSError):  # nobody reads this one
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        cache.settle()
+    assert disk.stats().num_damaged == DOCUMENT_BLOCKS
+    assert ask(engine, "after", [*DOCUMENT, 8]) == BLOCK_SIZE * DOCUMENT_BLOCKS  # which was computed
     engine.assert_nothing_is_held()
     disk.close()
 
