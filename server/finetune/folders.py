@@ -4,6 +4,7 @@ A job has its own links to the files it learns from: deleting or expiry of a fil
 operator said of the chat template when it was made is kept with them, so its examples stay the same tokens.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -83,6 +84,10 @@ class Folders:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    async def are_there(self) -> bool:
+        """Whether anybody ever asked for fine-tuning. Asked every second: a disk that hangs is to hang a thread."""
+        return await asyncio.to_thread(self.root.exists)
 
     def job(self, job_id: str) -> JobFolder:
         return JobFolder(self.root / "jobs" / job_id)

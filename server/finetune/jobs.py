@@ -178,7 +178,7 @@ class FineTuning:
 
     async def adapter(self, name: str) -> Adapter | None:
         """A finished model by its name, of any owner."""
-        if not self._folders.root.exists():
+        if not await self._folders.are_there():
             return None
         return await self._store(lambda store: store.adapter(name))
 
@@ -191,7 +191,7 @@ class FineTuning:
     async def remove_model(self, name: str, owner: str) -> bool:
         """A whole model, for good. Whether the owner had one of that name. Raises InsufficientStorage when the disk
         refuses."""
-        known = self._folders.root.exists()  # else nobody ever asked for fine-tuning: leave no trace on the disk
+        known = await self._folders.are_there()  # else nobody ever asked for fine-tuning: leave no trace on the disk
         job = await self._store(lambda store: store.tuned(name, owner)) if known else None
         if job is None or not job.request.is_full:
             return False

@@ -94,7 +94,7 @@ class Supervisor:
     async def _serve(self) -> float:
         """In how many seconds to look again."""
         try:
-            if self._folders.root.exists():
+            if await self._folders.are_there():
                 await self._finishing.serve(self._config.source)
         except (EngineUnavailable, InsufficientStorage) as error:
             if self._serving is None:
@@ -167,7 +167,7 @@ class Supervisor:
 
     async def _claim(self, stage: Stage) -> Job | Killed | None:
         """Cancelled, it gives back what it has got."""
-        if not self._folders.root.exists():  # nobody ever asked for fine-tuning: leave no trace on the disk
+        if not await self._folders.are_there():  # nobody ever asked for fine-tuning: leave no trace on the disk
             return None
         now = self._writer.clock()
         claiming = asyncio.ensure_future(

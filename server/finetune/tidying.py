@@ -46,7 +46,7 @@ class Tidying:
 
     async def tidy(self) -> None:
         """Also counts the numbers of /metrics. Raises InsufficientStorage."""
-        if not self._folders.root.exists():  # nobody ever asked for fine-tuning: leave no trace on the disk
+        if not await self._folders.are_there():  # nobody ever asked for fine-tuning: leave no trace on the disk
             return
         now = self._writer.clock()
         for folder, job in (await self._writer.store(self._jobs)).items():

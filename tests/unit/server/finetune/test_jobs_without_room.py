@@ -1,6 +1,8 @@
 """A job for which there is no room on the disk, or in memory, waits and loses nothing."""
 
+import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,28 @@ def test_a_full_disk_stops_the_trainer_and_the_job_goes_on_when_there_is_room(
         assert work.weights(job) == truth
         stats = work.jobs.stats
         assert (stats.crashes, stats.storage_failures, stats.waits) == (0, 2, 2)
+
+    run(main)
+
+
+def test_a_data_directory_that_hangs_does_not_hang_the_server(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, go_on = threading.Event(), threading.Event()
+    was_let_go: list[bool] = []
+
+    class Hanging(type(Path())):  # type: ignore[misc]
+        def exists(self) -> bool:
+            if self.name == "finetune":
+                looked.set()
+                was_let_go.append(go_on.wait(5.0))
+            return bool(super().exists())
+
+    async def main(work: Work) -> None:
+        monkeypatch.setattr(work.jobs._folders, "root", Hanging(work.jobs._folders.root))
+        while not looked.is_set():
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await work.succeeded(await work.create(steps=1))
+        assert all(was_let_go)
 
     run(main)
 
