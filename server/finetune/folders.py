@@ -106,8 +106,7 @@ class Folders:
     def have_work(self) -> bool:
         """Whether any job has got as far as a checkpoint: before that, none is lost that cannot be sent again."""
         made = _entries(self.root / "adapters") + _entries(self.root / "models")
-        names = [path.name.removeprefix(DELETED) for path in made]
-        return any(name.startswith(JOB_ID) for name in names) or any(_entries(job.run) for job in self.jobs())
+        return any(path.name.startswith(JOB_ID) for path in made) or any(_entries(job.run) for job in self.jobs())
 
     def create(self, job_id: str, link: Callable[[JobFolder], None]) -> JobFolder:
         """`link` puts the datasets in. All is on the disk when this returns, or nothing is left. Raises OSError."""

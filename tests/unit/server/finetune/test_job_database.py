@@ -42,7 +42,7 @@ def test_a_damaged_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize("made", ["adapters/ftjob-1", "models/ftjob-1", "models/.deleted-ftjob-1", "jobs/x/run/1"])
+@pytest.mark.parametrize("made", ["adapters/ftjob-1", "models/ftjob-1", "jobs/x/run/1"])
 @pytest.mark.parametrize("left", [None, b""])
 def test_what_jobs_have_made_is_left_alone_where_their_file_is_lost(
     tmp_path: Path, made: str, left: bytes | None
