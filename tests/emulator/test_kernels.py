@@ -14,6 +14,7 @@ import torch
 
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
+from attention_backend.heuristics.gated_linear import GatedConfig
 from attention_backend.heuristics.sm90 import ALONE, BY_HEADS, BY_ROWS
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, flash_merge, workspace
@@ -31,6 +32,7 @@ from tests.kernels import (
     test_forward_tiles,
     test_fp8_forward,
     test_fp8_prefill,
+    test_gated_linear,
     test_kv_store,
     test_layer_chain,
     test_layers,
@@ -122,6 +124,13 @@ def float8_step(scale: torch.Tensor) -> list[list[float]]:
             step = PagedMetadata(ends, lens, table, torch.full((new,), -1), int(new == 1), new, 32)
             results.append(paged_attention(q[:new], None, None, pages, pages, step, softmax_scale=0.2, **scales))
     return [x.float().flatten().tolist() for x in results]
+
+
+@pytest.mark.parametrize("config", [GatedConfig(cluster=2, outputs=112), GatedConfig(cluster=1)], ids=str)
+def test_gates_of_many_rows(config: GatedConfig) -> None:
+    """Slabs of columns that overlap; blocks that share weights, and one alone."""
+    with emulated_device(HOPPER):
+        test_gated_linear.check(config, BF16, (300, 200, 264), 2, CPU)
 
 
 @pytest.mark.parametrize("num_sms", [*(pytest.param(sms, marks=pytest.mark.thorough) for sms in (1, 7)), 3])
