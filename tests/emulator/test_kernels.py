@@ -444,7 +444,7 @@ def _hopper_gradients(args: AttentionArgs, seed: int) -> tuple[torch.Tensor, ...
     return result.dq, result.dk, result.dv
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("profile", test_levels.PROFILES)
 def test_levels_that_follow_scores(profile: str, dtype: str) -> None:
     for dim, mask in ((64, "causal"), (128, "full"), (256, "causal")):
@@ -462,8 +462,16 @@ def test_rows_do_not_depend_on_their_warp(dim: int) -> None:
             test_levels.check_rows_beside_nan(dim, dtype, CPU)
 
 
-@pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        (AMPERE, "bf16"), (HOPPER, "fp16"), (AMPERE, "fp32"),
+        pytest.param(AMPERE, "fp16", marks=pytest.mark.thorough),
+        pytest.param(HOPPER, "bf16", marks=pytest.mark.thorough),
+        pytest.param(HOPPER, "fp32", marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_rows_of_nan(settings: Settings, dtype: str) -> None:
     with left_at_zero(settings):
         for case in test_extremes.NAN_CASES:
