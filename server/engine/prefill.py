@@ -9,7 +9,7 @@ or it would do little but copy keys for a deep one; limits bind only under conte
 where more of the same tenant's requests wait for their first token than decode, and up to BURST_STEP targets in a burst
 (burst.py). One without decodes is so long that reading weights and keys is a small part of it, and no longer."""
 
-from bisect import insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -97,6 +97,7 @@ class PrefillPlan:
         free_rows = model.largest_chunk(StepWork(), 0, MIN_CHUNK_TIME * model.floor, MIN_TIMED_CHUNK)
         self._min_timed_chunk = max(MIN_CHUNK, free_rows)
         self._turns: list[tuple[Turn, Request]] = []
+        self._ahead = [decode_work]  # of the decodes and the first prompts, whole; as far as anybody has asked
         self._oldest: Request | None = None
         for request in prefills:
             self.add(request)
@@ -105,7 +106,10 @@ class PrefillPlan:
         """One more prompt, which has its blocks."""
         if self._target is not None:
             self._limit = min(self._limit, self._limit_with(request, self._target))
-        insort(self._turns, (self._turn(request, request.num_computed), request), key=lambda entry: entry[0])
+        turn = self._turn(request, request.num_computed)
+        place = bisect_left(self._turns, turn, key=_turn_of)
+        self._turns.insert(place, (turn, request))
+        del self._ahead[place + 1 :]
         if self._oldest is None or request.sequence_number < self._oldest.sequence_number:
             self._oldest = request
 
@@ -116,16 +120,11 @@ class PrefillPlan:
         if oldest is None or (may_be_oldest and newcomer.sequence_number < oldest.sequence_number):
             return self._free_tokens > 0
         turn = self._turn(newcomer, num_computed)
+        work = self._ahead_of(bisect_left(self._turns, turn, key=_turn_of))
+        is_behind_oldest = self._turn(oldest, oldest.num_computed) < turn  # who then has what is kept for it
+        reserved_tokens, reserved_seconds = (0, 0.0) if is_behind_oldest else self._reserve()
         remaining = newcomer.num_tokens - num_computed
-        work, tokens = self._decodes, self._free_tokens
-        reserved_tokens, reserved_seconds = self._reserve()
-        for other_turn, other in self._turns:
-            if other_turn > turn:
-                break
-            if other is oldest:
-                reserved_tokens, reserved_seconds = 0, 0.0
-            tokens -= other.num_remaining
-            work = work.with_chunk(other.num_computed, other.num_remaining, is_scored=other.is_to_be_scored)
+        tokens = self._free_tokens - (work.rows - self._decodes.rows)
         if tokens - reserved_tokens < min(remaining, MIN_CHUNK):
             return False
         count = min(remaining, self._min_timed_chunk)
@@ -155,6 +154,14 @@ class PrefillPlan:
             tokens -= count
             work = work.with_chunk(request.num_computed, count, is_scored=request.is_to_be_scored)
         return shares, work
+
+    def _ahead_of(self, place: int) -> StepWork:
+        """What decodes and the prompts in front of `place` do, each to its end: it may be more than fits the step."""
+        while len(self._ahead) <= place:
+            _, other = self._turns[len(self._ahead) - 1]
+            work = self._ahead[-1].with_chunk(other.num_computed, other.num_remaining, is_scored=other.is_to_be_scored)
+            self._ahead.append(work)
+        return self._ahead[place]
 
     def _turn(self, request: Request, num_computed: int) -> Turn:
         rank = self.ranks[request.cache_salt]
@@ -208,6 +215,10 @@ class PrefillPlan:
             return most
         count = self.model.largest_chunk(work, request.num_computed, limit, most, is_scored=request.is_to_be_scored)
         return count if count == most else _whole_tiles(work.rows, count)
+
+
+def _turn_of(entry: tuple[Turn, Request]) -> Turn:
+    return entry[0]
 
 
 def _whole_tiles(rows: int, count: int) -> int:
