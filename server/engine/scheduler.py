@@ -172,7 +172,10 @@ class Scheduler:
                 continue
             token_ids, reason = request.append(output.token_ids[first:last])
             if row.num_preemptions == request.num_preemptions:
-                self._fill(request, row.end, min(num_right, len(token_ids)))
+                right = min(num_right, len(token_ids))
+                request.num_filled = row.end + right
+                request.num_computed += right
+                self.cache.register(request)
             prompt_logprobs = None if scores is None else request.take_scores(row.first_scored, scores)
             if not row.samples:
                 if prompt_logprobs is not None:
@@ -185,12 +188,14 @@ class Scheduler:
             if request.num_generated == len(token_ids):
                 request.first_token_time = now
             self.generation_tokens += len(token_ids)
-            logprobs = [entry for entry in output.logprobs[first : first + len(token_ids)] if entry is not None]
+            logprobs = None
+            if request.sampling.logprobs is not None:
+                logprobs = [entry for entry in output.logprobs[first : first + len(token_ids)] if entry is not None]
             events.append(
                 TokenDelta(
                     request.request_id,
                     token_ids,
-                    logprobs or None,
+                    logprobs,
                     reason,
                     token_ids[-1] if reason == "stop" else None,
                     request.num_cached_tokens,
@@ -204,13 +209,6 @@ class Scheduler:
         if ended:
             self.running.sweep()
         return events
-
-    def _fill(self, request: Request, end: int, num_right: int) -> None:
-        """A step with `num_right` right drafts after the `end` tokens it had to compute has come back."""
-        before, request.num_filled = request.num_filled, end + num_right
-        request.num_computed += num_right
-        if request.num_filled // self.cache.block_size != before // self.cache.block_size:
-            self.cache.register(request)
 
     def _draft(self, decodes: list[Request], *, beside_prompts: bool) -> dict[Request, list[int]]:
         """Guesses that have room in free blocks: they take none from others. None while any wait to be compared: then

@@ -4,6 +4,7 @@ Knows requests and who shares a prefix; not why these requests run, nor what bec
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import NamedTuple
 
 from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, ScoredRows, StepBatch
 from models.shared_runs import NOT_SHARED, Levels, StepSharing
@@ -77,8 +78,7 @@ class ScheduledStep:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedRow:
+class LaunchedRow(NamedTuple):
     """What a row of a launched step was, when its result comes: the request may have ended or lost its blocks since."""
 
     request: Request
