@@ -12,6 +12,7 @@ where more of the same tenant's requests wait for their first token than decode,
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -85,17 +86,14 @@ class PrefillPlan:
         self.ranks = ranks
         self._waiting = waiting
         self._burst = burst
-        self._num_decodes = Counter(request.cache_salt for request in decodes) if tpot_target is not None else Counter()
         self.model = model
         self._target = tpot_target
         self._now = now
-        self._running = decodes
+        self._decodes = decodes
         self._free_tokens = max_tokens - decode_work.rows
-        self._decodes = decode_work
+        self._decode_work = decode_work
         self._limit = inf  # seconds of the step
         self._decodes_limit = inf  # what the decodes want of it
-        free_rows = model.largest_chunk(StepWork(), 0, MIN_CHUNK_TIME * model.floor, MIN_TIMED_CHUNK)
-        self._min_timed_chunk = max(MIN_CHUNK, free_rows)
         self._turns: list[tuple[Turn, Request]] = []
         self._ahead = [decode_work]  # of the decodes and the first prompts, whole; as far as anybody has asked
         self._oldest: Request | None = None
@@ -124,7 +122,7 @@ class PrefillPlan:
         is_behind_oldest = self._turn(oldest, oldest.num_computed) < turn  # who then has what is kept for it
         reserved_tokens, reserved_seconds = (0, 0.0) if is_behind_oldest else self._reserve()
         remaining = newcomer.num_tokens - num_computed
-        tokens = self._free_tokens - (work.rows - self._decodes.rows)
+        tokens = self._free_tokens - (work.rows - self._decode_work.rows)
         if tokens - reserved_tokens < min(remaining, MIN_CHUNK):
             return False
         count = min(remaining, self._min_timed_chunk)
@@ -134,7 +132,7 @@ class PrefillPlan:
     def shares(self) -> tuple[list[tuple[Request, int]], StepWork]:
         """Tokens for each prompt, those without any left out, and what the whole step runs. If there is a prompt, one
         at least has some."""
-        work, tokens = self._decodes, self._free_tokens
+        work, tokens = self._decode_work, self._free_tokens
         reserved_tokens, reserved_seconds = self._reserve()
         shares: list[tuple[Request, int]] = []
         is_full = False  # somebody wanted more: what is left is the oldest's
@@ -154,6 +152,17 @@ class PrefillPlan:
             tokens -= count
             work = work.with_chunk(request.num_computed, count, is_scored=request.is_to_be_scored)
         return shares, work
+
+    @cached_property  # as most steps have no prompts
+    def _num_decodes(self) -> Counter[bytes]:
+        """Of each tenant."""
+        return Counter(request.cache_salt for request in self._decodes)
+
+    @cached_property
+    def _min_timed_chunk(self) -> int:
+        """Tokens: less of a long prompt costs a step more time than it gives the prompt."""
+        model = self.model
+        return max(MIN_CHUNK, model.largest_chunk(StepWork(), 0, MIN_CHUNK_TIME * model.floor, MIN_TIMED_CHUNK))
 
     def _ahead_of(self, place: int) -> StepWork:
         """What decodes and the prompts in front of `place` do, each to its end: it may be more than fits the step."""
@@ -175,15 +184,16 @@ class PrefillPlan:
         longest = BURST_STEP if prompt in self._burst else LONGEST_STEP
         limit = max(longest * target, reading / WEIGHTS_SHARE, keys / KEYS_SHARE)
         limit = min(limit, max(LONGEST_WAIT, 2 * target))
-        in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
+        with_burst = self._decode_work.with_chunk(prompt.num_computed, BURST_ROWS)
+        in_burst = min(BURST_STEP * target, model.predict(with_burst))
         if self._seconds(prompt) <= target:
             limit = self._patience(prompt, target, in_burst)  # its first token comes soon, if nothing is in the way
         if self._oldest is None:  # the first prompt: once a step
-            for request in self._running:
+            for request in self._decodes:
                 self._decodes_limit = min(self._decodes_limit, self._patience(request, target, in_burst))
         weights, decode_seconds = FLOORS * model.floor, 0.0
-        if self._running:
-            weights, decode_seconds = min(weights, target - model.floor), model.predict(self._decodes)
+        if self._decodes:
+            weights, decode_seconds = min(weights, target - model.floor), model.predict(self._decode_work)
         least = max(weights + FLOORS * keys, decode_seconds / (1 - 1 / PROMPTS_SHARE))
         return max(min(limit, self._decodes_limit), least)
 
@@ -203,7 +213,7 @@ class PrefillPlan:
         tokens = min(oldest.num_remaining, -(-self._free_tokens // OLDEST_SHARE))
         if self._limit == inf:
             return tokens, 0.0
-        spare = max(0.0, self._limit - self.model.predict(self._decodes))
+        spare = max(0.0, self._limit - self.model.predict(self._decode_work))
         return tokens, min(spare / OLDEST_SHARE, self._seconds(oldest))
 
     def _seconds(self, prompt: Request) -> float:
