@@ -85,13 +85,8 @@ class LaunchedRow(NamedTuple):
     end: int  # tokens of the request that were in its blocks after the step, without its drafts
     samples: bool
     num_preemptions: int  # of the request, at the launch
-    drafts: Sequence[int] = ()
+    drafts: Sequence[int] = ()  # of one that samples: as many tokens come besides its own, as if they were right
     first_scored: int = 0  # which of the prompt's tokens is the first that the step scores; 0: it scores none
-
-    @property
-    def num_sampled(self) -> int:
-        """A token for the row, and one for each draft as if that were right."""
-        return 1 + len(self.drafts) if self.samples else 0
 
 
 class StepAssembly:
