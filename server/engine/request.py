@@ -159,20 +159,16 @@ class Request:
         self.num_scored += len(scores) - known
         return [scores.part(known, len(scores))]
 
-    def append(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Takes generated tokens up to the one that ends the request. Returns those taken, and why it has ended."""
+    def append(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Takes generated tokens up to the one that ends the request. Returns those taken, and why it has ended. Stop
+        tokens count from min_tokens on; `stop` wins over `length`."""
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
-            reason = self.finish_reason()
-            if reason is not None:
-                return list(token_ids[:count]), reason
-        return list(token_ids), None
-
-    def finish_reason(self) -> FinishReason | None:
-        """Looks at the last generated token. Stop tokens count from min_tokens on; `stop` wins over `length`."""
-        if self.token_ids[-1] in self.stop_token_ids and self.num_generated >= self.sampling.min_tokens:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.max_length else None
+            if token_id in self.stop_token_ids and self.num_generated >= self.sampling.min_tokens:
+                return token_ids[:count], "stop"
+            if len(self.token_ids) >= self.max_length:
+                return token_ids[:count], "length"
+        return token_ids, None
 
     def times(self) -> RequestTimes:
         return RequestTimes(

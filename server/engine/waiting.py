@@ -264,6 +264,8 @@ class WaitingQueue:
         """Whether an older prompt is just computing a block that this one needs too: then waiting for it is cheaper
         than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
         usable = min(request.num_reusable // self.cache.block_size, len(request.block_hashes))
+        if request.last_hits >= usable:
+            return False
         for twin in computing:
             block = twin.num_filled // self.cache.block_size
             if (

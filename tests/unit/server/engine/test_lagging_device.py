@@ -83,7 +83,7 @@ class LaggingRunner(FakeRunner):
             raise MemoryError
         if at_launch:
             raise InjectedError
-        seqs = (replace(s, token_ids=list(s.token_ids), block_ids=list(s.block_ids)) for s in batch.seqs)
+        seqs = (s._replace(token_ids=list(s.token_ids), block_ids=list(s.block_ids)) for s in batch.seqs)
         run = partial(self._fail if later else self._run_known, replace(batch, seqs=tuple(seqs)))
         step = LaggingStep(run, lambda: self.catch_up(step))
         self.queue.append(step.run)
