@@ -45,7 +45,6 @@ class Request:
         "num_prompt_tokens",
         "num_registered",
         "num_scored",
-        "num_slot_bypassed",
         "request_id",
         "sampling",
         "scheduled_time",
@@ -94,7 +93,6 @@ class Request:
 
         self.num_preemptions = 0
         self.num_bypassed = 0  # younger requests admitted while this one did not fit
-        self.num_slot_bypassed = 0  # younger requests with adapters admitted while this one's had no slot
         self.blocks_needed = 0  # free blocks with which it could have started at the last look
         self.last_hits = -1  # blocks of it that were in the prefix cache at the last look; -1: never looked
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
