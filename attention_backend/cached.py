@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_backend import dispatch, paged_ops
 from attention_backend.cache_store import Caches, Rotary, cache_lengths, check_caches, check_new, store_new
-from attention_backend.checks import check_args, check_is_tensor, check_tensor, check_window
+from attention_backend.checks import check_args, check_factors, check_is_tensor, check_tensor, check_window
 from attention_backend.host_checks import check_cached
 from attention_backend.interface import Window, checked_attention, default_scale, window_bounds
 from attention_backend.metadata import PagedMetadata
@@ -50,6 +50,7 @@ def paged_attention(
     check_step(q, k_new, v_new, k_cache, v_cache, metadata, sinks)
     check_pages(q, k_cache, v_cache, k_scale, v_scale)
     check_window("window_left", window_left)
+    check_factors(softmax_scale, softcap)
     refuse_gradients("paged_attention", q, k_new, v_new, k_cache, v_cache, sinks, k_scale, v_scale)
     shared = metadata.shared_decodes is not None or metadata.shared_prefills is not None
     if shared and window_left == UNBOUNDED and chunk_size == 0:

@@ -1,12 +1,11 @@
 """What `attention_backend.layer_chain` takes, and whether it fits together. Knows no kernel."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attention_backend.checks import check_tensor
+from attention_backend.checks import check_factors, check_tensor
 from attention_backend.heuristics.layer_chain import MOST_ROWS
 from attention_backend.layers import ACTIVATIONS
 from attention_backend.metadata import KVPages
@@ -114,5 +113,4 @@ def check_own(queries: Tensor, own: OwnAttention) -> None:
     width = own.block_table.shape[1]
     if width == 0 or (width > 1 and own.block_table.stride(1) != 1) or not own.seq_lens.is_contiguous():
         raise ValueError("block_table must have columns, and its rows and seq_lens must be contiguous")
-    if not math.isfinite(own.softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {own.softmax_scale}")
+    check_factors(own.softmax_scale)

@@ -22,6 +22,8 @@ NOT_DIFFERENTIABLE = {
     "v_scale": "float8 values are for inference, call it under torch.no_grad()",
 }
 
+#: The normal numbers of float32, which twice a softcap is among, too.
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
 
 #: Of `AttentionArgs`: what is a tensor, where it is given.
 _TENSORS = (
@@ -88,6 +90,14 @@ def check_window_size(window_size: object, name: str = "window_size") -> None:
     pair = window_size if isinstance(window_size, tuple | list) else ()
     if len(pair) != 2 or not all(_is_int(bound) for bound in pair):
         raise TypeError(f"{name} must be two ints (left, right), -1 for no bound, got {window_size!r}")
+
+
+def check_factors(softmax_scale: float, softcap: float = 0.0) -> None:
+    """Of scores. Beyond float32, in which kernels have them, they would be 0 or infinite, and scores NaN."""
+    if not _SMALLEST <= softmax_scale <= _LARGEST:
+        raise ValueError(f"softmax_scale must be from {_SMALLEST:.3g} to {_LARGEST:.3g}, got {softmax_scale}")
+    if softcap and not _SMALLEST <= softcap <= _LARGEST:
+        raise ValueError(f"softcap must be 0, or from {_SMALLEST:.3g} to {_LARGEST:.3g}, got {softcap}")
 
 
 def check_int(name: str, value: object) -> None:
@@ -162,11 +172,10 @@ def _check_numbers(args: AttentionArgs) -> None:
         check_number(name, getattr(args, name))
     check_window("window_left", args.window_left)
     check_window("window_right", args.window_right)
-    if not 0 < args.softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale must be positive and finite, got {args.softmax_scale}")
-    for name, value in (("chunk_size", args.chunk_size), ("softcap", args.softcap), ("num_splits", args.num_splits)):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+    check_factors(args.softmax_scale, args.softcap)
+    for name, value in (("chunk_size", args.chunk_size), ("num_splits", args.num_splits)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 def _check_lengths(args: AttentionArgs) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attention_backend.errors import UnsupportedError
-from attention_backend.no_gradients import refuse_tangents
+from attention_backend.no_gradients import refuse_tangents, refuse_transforms
 
 _library = torch.library.Library("longwave", "FRAGMENT")
 
@@ -58,6 +58,7 @@ class Operator:
             result = self.run(*args)
         else:
             refuse_tangents(self._name, args)
+            refuse_transforms(self._name, args)
             result = self.overload(*args)
         if self._mutated and not torch.compiler.is_compiling():
             # What autograd saved of them is no longer what it was. (The compiler sees to it by the schema.)

@@ -125,7 +125,7 @@ def table(found: list[Row]) -> str:
 
 @torch.inference_mode()
 def main(
-    rows: Annotated[str, typer.Option(help="rows of a step")] = "5,8,16,32,64,1024,2048,4096,8192",
+    rows: Annotated[str, typer.Option(help="rows of a step")] = "5,8,16,32,64,256,384,512,640,1024,2048,4096,8192",
     sizes: Annotated[str, typer.Option(help="hidden size, queries with keys and values, MLP")] = "4096,6144,14336",
     out: Annotated[Path | None, typer.Option(help="write every number to this JSON file")] = None,
     commit: Annotated[str | None, typer.Option(help="the commit, where there is no git checkout")] = None,

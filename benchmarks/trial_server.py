@@ -34,6 +34,7 @@ SHAPE = {
 BUSY = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 IDLE_LIMIT = 120.0
 POLL = 0.02
+CLOSING = 0.2  # seconds in which a server has noticed that a look at its metrics is over, and closed its connection
 MB = 1e6
 
 
@@ -74,13 +75,15 @@ class TrialServer:
         return not any(now.get(f"longwave:{name}", 0.0) for name in BUSY)
 
     def idle_after(self) -> float:
-        """Seconds until it is; IDLE_LIMIT if it is not by then."""
+        """Seconds until it is; IDLE_LIMIT if it is not by then. What it holds afterwards is nothing of the look."""
         begin = time.monotonic()
         while not self.is_idle():
             if time.monotonic() - begin > IDLE_LIMIT:
                 return IDLE_LIMIT
             time.sleep(POLL)
-        return time.monotonic() - begin
+        seconds = time.monotonic() - begin
+        time.sleep(CLOSING)
+        return seconds
 
     def status(self, path: str) -> int | None:
         """None: no reply in ten seconds."""

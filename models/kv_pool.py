@@ -19,6 +19,7 @@ from models.zeroed_memory import ZeroedMemory
 logger = logging.getLogger(__name__)
 
 _LEAST_HELD = 64 << 20  # bytes worth asking for
+_DRAWN = 512  # blocks of a layer that random numbers are drawn for at once: beside a pool there is little memory
 FP8 = torch.float8_e4m3fn
 #: vLLM's names.
 _FP8_NAMES = ("fp8", "fp8_e4m3")
@@ -165,5 +166,5 @@ def fill(caches: KVCaches, count: int) -> None:
     """Random numbers in `count` blocks of every layer, the dummy page left out."""
     for pages in caches:
         for tensor in pages:
-            blocks = tensor[1 : 1 + count]
-            blocks.copy_(torch.randn(blocks.shape, dtype=torch.bfloat16, device=blocks.device))
+            for blocks in tensor[1 : 1 + count].split(_DRAWN):
+                blocks.copy_(torch.randn(blocks.shape, dtype=torch.bfloat16, device=blocks.device))

@@ -29,14 +29,23 @@ from models.load_report import read_report
 from models.packed_linear import pack_linears
 from models.progress_bars import without_progress_bars
 from models.quantization import Quantization
-from models.quantized_blocks import check_blocks, check_scales, check_unread
+from models.quantized_blocks import check_blocks, check_numbers, check_scales, check_unread
 from models.registry import ModelSource
-from models.stored_weights import check_files
+from models.stored_weights import check_files, check_index
 from models.towers import fetch_text_model
 from models.weight_reading import WeightReading
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+
+#: What a config.json may want a forward to return beside logits. Nobody here reads it, and hooks that collect it would
+#: keep layers from being fused.
+_LOGITS_ALONE = {
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "return_dict": True,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +135,7 @@ def _make(
     reading: WeightReading | None = None,
 ) -> PreTrainedModel:
     config = read_config(folder)
+    _want_logits_alone(config)
     patching.check_config(config)
     _refuse_adapter(folder)
     if load_format == "auto":
@@ -156,6 +166,13 @@ def _make(
         logger.info("quantised weights: %s", quantized)
         quantization.settle(model, quantized, torch_dtype)
     return model
+
+
+def _want_logits_alone(config: PretrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        for name, value in _LOGITS_ALONE.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
 
 
 def _check_quantized(folder: Path, quantized: Quantization) -> None:
@@ -219,6 +236,7 @@ def _load_weights(
     attention: str,
     quantized: Quantization | None,
 ) -> PreTrainedModel:
+    check_index(folder)
     # Quantised tensors are made, or dequantised, where they stay; some cannot be moved.
     placement: dict[str, Any] = {} if quantized is None else {"device_map": {"": device}}
     read_generation(folder)
@@ -246,6 +264,7 @@ def _load_weights(
     model, report = loaded
     _refuse_other_weights(folder, model, report)
     if quantized is None:
+        check_numbers(folder, report["unexpected_keys"])
         placed: Any = model
         placed.to(device)
     return model

@@ -14,6 +14,7 @@ from models.errors import ModelLoadError
 from models.stored_weights import StoredTensor, stored_tensors
 
 _SCALES = "_scale_inv"
+_WEIGHT = re.compile(r".*(\.weight|_proj)")
 _SCALES_OF_WEIGHT = re.compile(r"(?P<weight>.*(\.weight|_proj))_scale(_inv)?")
 #: What published checkpoints call the scales of a linear layer's `weight`.
 _BESIDE_WEIGHT = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
@@ -58,6 +59,18 @@ def check_unread(folder: Path, unread: Iterable[str]) -> None:
             raise ModelLoadError(
                 f"{folder} holds {name}, and by its config.json nothing is multiplied by that: the weights are "
                 "quantised in a format that is not served, or quantization_config is missing"
+            )
+
+
+def check_numbers(folder: Path, unread: Iterable[str]) -> None:
+    """Of weights that no quantization_config speaks of: `unread` as in `check_unread`. Raises ModelLoadError for whole
+    numbers, which transformers casts as if they were the weights."""
+    names = set(unread)
+    for tensor in _stored(folder):
+        if tensor.dtype[0] in "IU" and _WEIGHT.fullmatch(tensor.name) and tensor.name not in names:
+            raise ModelLoadError(
+                f"{folder}: {tensor.name} is whole numbers ({tensor.dtype}), and config.json has no "
+                "quantization_config: the weights are quantised in a format that is not served"
             )
 
 

@@ -5,7 +5,6 @@ arguments). Two prompts are packed, cut into chunks and decoded here, and compar
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ def _engine_logits(
         )
         logits = forward.every_row(inputs.build(batch), caches).float()
         if counts == _TWICE:
-            unsampled = StepBatch(tuple(replace(seq, sample=False) for seq in batch.seqs))
+            unsampled = StepBatch(tuple(seq._replace(sample=False) for seq in batch.seqs))
             forward.sampled_rows(inputs.build(unsampled), caches)
         for slot, rows in enumerate(logits.split(list(counts))):
             pieces[slot].append(rows)

@@ -25,15 +25,16 @@ class StepRows:
 
     @classmethod
     def of(cls, batch: StepBatch) -> "StepRows":
-        seqs, count = batch.seqs, len(batch.seqs)
+        count = len(batch.seqs)
+        slots, token_ids, computed, _, sampled, adapters, drafts = zip(*batch.seqs, strict=True)  # as they are declared
         return cls(
-            slots=np.fromiter((seq.slot for seq in seqs), np.int64, count),
-            lengths=np.fromiter((len(seq.token_ids) for seq in seqs), np.int64, count),
-            computed=np.fromiter((seq.num_computed for seq in seqs), np.int64, count),
-            sampled=np.fromiter((seq.sample for seq in seqs), np.bool_, count),
-            drafts=np.fromiter((seq.num_drafts for seq in seqs), np.int64, count),
-            adapters=np.fromiter((seq.adapter_slot for seq in seqs), np.int32, count),
-            first_tokens=np.fromiter((seq.token_ids[0] for seq in seqs), np.int64, count),
+            slots=np.fromiter(slots, np.int64, count),
+            lengths=np.fromiter(map(len, token_ids), np.int64, count),
+            computed=np.fromiter(computed, np.int64, count),
+            sampled=np.fromiter(sampled, np.bool_, count),
+            drafts=np.fromiter(drafts, np.int64, count),
+            adapters=np.fromiter(adapters, np.int32, count),
+            first_tokens=np.fromiter((ids[0] for ids in token_ids), np.int64, count),
         )
 
     @property

@@ -49,6 +49,16 @@ def check_files(folder: Path) -> None:
         raise ModelLoadError(f"the weights cannot be read: {error}") from error
 
 
+def check_index(folder: Path) -> None:
+    """Raises ModelLoadError for an index that transformers cannot read although it is whole: it wants `metadata`, which
+    the format leaves open."""
+    index = folder / INDEX
+    if (folder / SINGLE).is_file() or not index.is_file():
+        return
+    if not isinstance(config_file.read_object(index).get("metadata"), dict):
+        raise ModelLoadError(f'{index} has no object `metadata`, which transformers wants: add "metadata": {{}} to it')
+
+
 def _indexed(index: Path) -> list[str]:
     """The names of the files."""
     try:

@@ -1,5 +1,6 @@
 """Problem -> tile configuration of the Hopper forward (wgmma, TMA), packing and splits. Pure arithmetic: no device."""
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, sqrt
@@ -363,10 +364,21 @@ def _most_seen(rows: int, sizes: HopperSizes) -> int:
 
 @lru_cache(maxsize=1024)
 def _keys_seen(rows: int, sizes: HopperSizes) -> _KeysSeen:
-    most = _most_seen(rows, sizes)
-    ends = (min(first + rows, sizes.seqlen_q) for first in range(0, sizes.seqlen_q, rows))
-    keys = [min(max(sizes.seqlen_k - (sizes.seqlen_q - end if sizes.causal else 0), 1), most) for end in ends]
-    return _KeysSeen(len(keys), min(keys), sum(keys) / len(keys), max(keys))
+    tiles, most = -(-sizes.seqlen_q // rows), _most_seen(rows, sizes)
+    last = min(max(sizes.seqlen_k, 1), most)
+    if not sizes.causal or tiles == 1:
+        return _KeysSeen(tiles, last, float(last), last)
+    # Up to their last row's key, which may lie in front of all of them; and not more than the most.
+    others = range(sizes.seqlen_k - sizes.seqlen_q + rows, sizes.seqlen_k, rows)
+    one = bisect_right(others, 1)
+    full = max(one, bisect_left(others, most))
+    between = others[one:full]
+    total = one * min(1, most) + _sum(between) + (len(others) - full) * most + last
+    return _KeysSeen(tiles, min(max(others[0], 1), most), total / tiles, last)
+
+
+def _sum(numbers: range) -> int:
+    return (numbers[0] + numbers[-1]) * len(numbers) // 2 if numbers else 0
 
 
 def _walked(seen: _KeysSeen, tiles: int, parts: int, block_n: int, num_sms: int) -> float:

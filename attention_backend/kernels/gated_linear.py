@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention_backend.heuristics.gated_linear import COPIED, DEPTH, OUTPUTS, ROWS, GatedConfig, gated_config
+from attention_backend.heuristics.gated_linear import CONFIGS, COPIED, DEPTH, ROWS, GatedConfig, gated_config
 from attention_backend.jit import Kernel, load
 from attention_backend.jit.spec import KernelVariant
 from attention_backend.kernels import device
@@ -55,9 +55,9 @@ def refuses(dtype: torch.dtype, width: int, depth: int, index: int) -> str | Non
 def step_variants(
     dtype: torch.dtype, width: int, depth: int, activation: str | None, *, index: int
 ) -> Iterator[KernelVariant]:
-    """The kernel of a layer `[width, depth]` on a device, if it is gated and has one."""
+    """The kernels of a layer `[width, depth]` on a device, if it is gated and has any: rows decide which serves."""
     if activation is not None and refuses(dtype, width, depth, index) is None:
-        yield variant(dtype, GatedConfig(), activation)
+        yield from (variant(dtype, config, activation) for config in CONFIGS)
 
 
 @cache
@@ -66,6 +66,7 @@ def variant(dtype: torch.dtype, config: GatedConfig, activation: str) -> KernelV
         element_define(dtype),
         ("STAGES", config.stages),
         ("CLUSTER", config.cluster),
+        ("OUTPUTS", config.outputs),
         ("ACTIVATION", ACTIVATIONS[activation]),
     )
     return KernelVariant("gated_linear_sm90", _ARCH, defines, hot=True)
@@ -74,8 +75,8 @@ def variant(dtype: torch.dtype, config: GatedConfig, activation: str) -> KernelV
 def covering_set(main: torch.dtype, other: torch.dtype, arch: str) -> Iterator[KernelVariant]:
     if arch != _ARCH:
         return
-    for activation in ACTIVATIONS:
-        yield variant(main, GatedConfig(), activation)
+    for config in CONFIGS:
+        yield from (variant(main, config, activation) for activation in ACTIVATIONS)
     yield variant(other, GatedConfig(), "silu")
 
 
@@ -89,7 +90,7 @@ def gated_linear(
     p = GatedLinearParams(width=width, steps=-(-depth // DEPTH), band=config.band)
     p.row_tiles, p.column_tiles = config.tiles(rows, width)
     p.rows = tensor_map(x.unsqueeze(1), ROWS)
-    p.weights = tensor_map(weight.unsqueeze(1), OUTPUTS)
+    p.weights = tensor_map(weight.unsqueeze(1), config.outputs)
     p.out = tensor_map(out.unsqueeze(1), COPIED)
     most = (device.num_sms(x.device.index) if blocks is None else blocks) // config.cluster
     clusters = min(most, p.row_tiles * p.column_tiles)

@@ -1,7 +1,7 @@
 // gated_linear_sm90: act(x Wgate^T) * (x Wup^T) of many rows x, on Hopper.
 //
-// Persistent blocks, one an SM: a warp brings tiles of x and W by TMA, two warpgroups multiply 64 rows of x each by 128
-// rows of the gate and 128 of the projection beside it, whose sums fill their registers. CLUSTER blocks with neighbouring
+// Persistent blocks, one an SM: a warp brings tiles of x and W by TMA, two warpgroups multiply 64 rows of x each by
+// OUTPUTS rows of the gate and as many of the projection beside it, whose sums fill their registers. CLUSTER blocks with neighbouring
 // rows of x share the tile of W: each brings a part of it to all.
 //
 // Sums go to shared memory, rounded, and the warps beside the one that loads make the one result of both and send it,
@@ -11,7 +11,7 @@
 // Tiles are taken in bands of `band` tiles of rows, all columns of a band before the next: what blocks read at a time
 // is nearly a square, which the L2 holds.
 //
-// Compile-time: BF16, STAGES, CLUSTER (1 or 2), ACTIVATION.
+// Compile-time: BF16, STAGES, CLUSTER (1 or 2), OUTPUTS (a multiple of 16 from 64 to 128), ACTIVATION.
 #include "parts/activation.cuh"
 #include "parts/bulk_copies.cuh"
 #include "parts/cluster.cuh"
@@ -20,13 +20,17 @@
 #include "parts/vectors.cuh"
 #include "parts/wgmma_sm90.cuh"
 
-constexpr int kRows = 128, kOutputs = 128, kDepth = 64;  // of a tile: of x, columns of the result, of x and W
+constexpr int kRows = 128, kOutputs = OUTPUTS, kDepth = 64;  // of a tile: of x, columns of the result, of x and W
 constexpr int kColumns = 2 * kOutputs;                   // rows of W
 constexpr int kTeams = kRows / 64, kGaters = 96;         // warpgroups that multiply; threads that end tiles
 constexpr int kThreads = 128 * (kTeams + 1);
 constexpr int kBytesX = kRows * 128, kHalfW = kOutputs * 128, kBytesW = 2 * kHalfW;
-constexpr int kSlab = 64 * 128, kSlabs = kOutputs / 64;  // 64 rows of 64 columns; of a team's gates, and of its projections
+constexpr int kSlab = 64 * 128, kSlabs = (kOutputs + 63) / 64;  // 64 rows of 64 columns; a team's of gates, of projections
 constexpr int kTeamBytes = 2 * kSlabs * kSlab;
+static_assert(kOutputs % 16 == 0 && kOutputs >= 64, "slabs are whole, and begin at a matrix");
+
+// The first column of a slab. The last slab ends with the tile, so it may begin with what the one before ends with.
+__device__ __forceinline__ constexpr int slab_column(int slab) { return slab * 64 < kOutputs - 64 ? slab * 64 : kOutputs - 64; }
 constexpr int kFull = 1, kEmpty = 1 + kTeams, kMeet = 1 + 2 * kTeams;  // named barriers: of each team; of the gaters
 
 // The same fields, in the same order, as attention_backend/kernels/gated_linear.py: GatedLinearParams.
@@ -161,17 +165,20 @@ class Team {
     release(before);
   }
 
-  // The sums, rounded, as rows of 128 swizzled bytes; the next 64 columns a slab further.
+  // The sums, rounded, as rows of 128 swizzled bytes: slabs of gates, then slabs of projections.
   __device__ __forceinline__ void hand_over(const float (&acc)[kColumns / 2]) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
     const uint32 space = shared.sums + team * kTeamBytes + row * 128;
 #pragma unroll
-    for (int i = 0; i < kColumns / 16; i++) {
-      uint32 x[4];
+    for (int slab = 0; slab < 2 * kSlabs; slab++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) x[j] = pack2(acc[i * 8 + j * 2], acc[i * 8 + j * 2 + 1]);
-      store_matrices(space + i / 4 * kSlab + ((i % 4 * 2 + lane / 16 ^ row & 7) << 4), x);
-    }
+      for (int i = 0; i < 4; i++) {
+        const int column = slab / kSlabs * kOutputs + slab_column(slab % kSlabs) + i * 16;
+        uint32 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = pack2(acc[column / 2 + j * 2], acc[column / 2 + j * 2 + 1]);
+        store_matrices(space + slab * kSlab + ((i * 2 + lane / 16 ^ row & 7) << 4), x);
+      }
   }
 };
 
@@ -211,7 +218,7 @@ __device__ __forceinline__ void end_tiles(const GatedShared& shared, const Gated
       if (thread == 0) {
 #pragma unroll
         for (int i = 0; i < kSlabs; i++)
-          tma_store(&p.out, space + i * kSlab, tiles.column + i * 64, tiles.row + team * 64, 0, 0);
+          tma_store(&p.out, space + i * kSlab, tiles.column + slab_column(i), tiles.row + team * 64, 0, 0);
         bulk_wait_read();
       }
       named_arrive(kEmpty + team, 128 + kGaters);

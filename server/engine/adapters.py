@@ -2,11 +2,16 @@
 knows no weights and no files.
 
 Few are resident (a slot each), many are registered. A running request keeps its adapter in its slot; of the others,
-the least recently used gives up its slot when one is wanted."""
+the least recently used gives up its slot when one is wanted. Slots that are never idle go round: after so many requests
+the adapter that has waited for longest is next, whoever wants it, and the one that has had its slot for longest takes
+no requests until then. Others go on, and however many wait there is one turn for so many requests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
+
+STARTS = 64  # of requests, in a turn: from when an adapter that was next got its slot until another is
+KEPT = 64  # steps for which a free slot is kept for the next: its requests may find no blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +27,8 @@ class Adapter:
     num_open: int = 0  # requests that named it and have not ended
     num_running: int = 0  # of these, the ones with rows in steps
     last_used: int = 0
+    in_slot_since: int = 0
+    num_passed: int = 0  # requests that have started while it was wanted and had no slot
 
 
 class AdapterTable:
@@ -33,6 +40,9 @@ class AdapterTable:
         self._slots: list[Adapter | None] = [None] * max_loras
         self._dropped: list[int] = []
         self._uses = count(1)
+        self._next: Adapter | None = None
+        self._num_starts = 0  # in this turn, while some were wanted and had no slot
+        self._num_kept = 0
 
     @property
     def num_kept(self) -> int:
@@ -69,11 +79,24 @@ class AdapterTable:
     def close(self, adapter: Adapter) -> None:
         """Such a request has ended."""
         adapter.num_open -= 1
+        if not adapter.num_open:
+            self._served(adapter)
         self._drop_unused(adapter)
 
     def may_start(self, adapter: Adapter) -> bool:
-        """Whether it has a slot, or could have one."""
-        return adapter.slot >= 0 or self._find_slot() is not None
+        """Whether it has a slot, or could have one. While another is next, no other takes a slot that comes free."""
+        if self._next is None or adapter is self._next:
+            return adapter.slot >= 0 or self._find_slot() is not None
+        return adapter.slot >= 0 and any(
+            other is not None and other.in_slot_since < adapter.in_slot_since for other in self._slots
+        )
+
+    def look(self) -> None:
+        """Once a step, while requests wait."""
+        if self._next is not None and self._find_slot() is not None:
+            self._num_kept += 1
+            if self._num_kept > KEPT:
+                self._served(self._next)
 
     def start(self, adapter: Adapter) -> None:
         """One of its requests gets rows from now on. The caller has asked may_start()."""
@@ -84,8 +107,11 @@ class AdapterTable:
             if before is not None:
                 before.slot, before.is_placed = -1, False
             self._slots[slot], adapter.slot = adapter, slot
+            adapter.in_slot_since = next(self._uses)
+            self._served(adapter)
         adapter.num_running += 1
         adapter.last_used = next(self._uses)
+        self._pass()
 
     def stop(self, adapter: Adapter) -> None:
         """One of its requests has no rows any more."""
@@ -105,6 +131,21 @@ class AdapterTable:
 
     def _all(self) -> list[Adapter]:
         return [*self._by_name.values(), *self._retired]
+
+    def _pass(self) -> None:
+        """A request has started: those that are wanted and have no slot have waited for one more."""
+        wanted = [adapter for adapter in self._all() if adapter.slot < 0 and adapter.num_open]
+        for adapter in wanted:
+            adapter.num_passed += 1
+        self._num_starts += bool(wanted)
+        if wanted and self._next is None and self._num_starts >= STARTS:
+            self._next = max(wanted, key=lambda adapter: adapter.num_passed)
+
+    def _served(self, adapter: Adapter) -> None:
+        """It waits no more, or from now on only."""
+        adapter.num_passed = 0
+        if adapter is self._next:
+            self._next, self._num_starts, self._num_kept = None, 0, 0
 
     def _find_slot(self) -> int | None:
         """The lowest empty one (a step's products reach to its highest slot), else the least recently used idle one."""

@@ -59,6 +59,7 @@ class EngineCore:
         self.draining = False
         self.executor = StepExecutor(loaded, scheduler)
         self._step_tokens = 0
+        self._is_stalled = False  # the last turn had nothing to run and nothing to wait for
         self._next_stats = 0.0
         self._longest_turn = 0.0
         self._expected_turn = expected_turn
@@ -97,8 +98,7 @@ class EngineCore:
         """One round: everything that has arrived, at most one step, one message back."""
         idle = not self.has_work
         timeout = max(0.0, self._next_stats - self.clock()) if idle else 0.0
-        if not idle and not self._step_tokens and not self.executor.has_step_in_flight:
-            # All wait for copies, or for room.
+        if not idle and self._is_stalled:  # all wait for copies, or for room
             timeout = STALLED_INTERVAL
         if self.loading.is_busy:
             timeout = min(timeout, LOADING_INTERVAL)
@@ -171,6 +171,7 @@ class EngineCore:
         begun = self.clock()
         step = self.scheduler.schedule()
         self._step_tokens = 0 if step is None else step.total_tokens
+        self._is_stalled = step is None and not self.executor.has_step_in_flight
         self._checked = self._checked and step is None
         return self.executor.advance(step, begun=begun, waited=waited)
 

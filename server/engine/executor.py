@@ -56,7 +56,7 @@ class StepExecutor:
         begin = max(running.launched_at, self._last_result)
         return self.timing.patience(self.scheduler.step_time.predict(running.step.work), self.clock() - begin)
 
-    def advance(self, step: ScheduledStep | None, *, begun: float | None = None, waited: bool = False) -> list[Event]:
+    def advance(self, step: ScheduledStep | None, *, begun: float, waited: bool) -> list[Event]:
         """Launches a step, then takes the results of the one before, which ran meanwhile; without overlap, its own.
 
         `begun`: when it began to be scheduled; `waited`: that was put off by `patience`.
@@ -68,7 +68,7 @@ class StepExecutor:
             if step.requests:
                 launched, failures = self._launch(step)
                 events += failures
-            if launched is not None and begun is not None:
+            if launched is not None:
                 self.timing.launched(self.clock() - begun)
                 if waited and self._in_flight is not None:
                     self.timing.waited(too_long=_is_done(self._in_flight.launched))

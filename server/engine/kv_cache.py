@@ -137,11 +137,7 @@ class KVCache:
         """Before release(), for a request whose numbers went bad: nothing it read or wrote is found again, nor what it
         had before a preemption (a step that was in flight then may tell only now)."""
         for block_hash in request.block_hashes:
-            entry = self._by_hash.get(block_hash)
-            if entry is not None:
-                self._forget(entry.block)
-                if self.pool.is_idle(entry.block):
-                    self.pool.blank(entry.block, entry.cache_salt)
+            self._drop(block_hash)
 
     def check_integrity(self, requests: Sequence[Request]) -> None:
         """Raises IntegrityError unless pool, tables and prefix cache agree. O(blocks): for idle times and tests."""
@@ -175,11 +171,7 @@ class KVCache:
         return serial if entry is not None and entry.serial == serial else None
 
     def _enter(self, block: int, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Entry:
-        stale = self._by_hash.get(block_hash)  # another content with this hash, or an orphan of an evicted parent
-        if stale is not None:
-            self._forget(stale.block)
-            if self.pool.is_idle(stale.block):
-                self.pool.blank(stale.block, stale.cache_salt)
+        self._drop(block_hash)  # another content with this hash, or an orphan of an evicted parent
         salt, digest = request.cache_salt, request.adapter_digest
         serial = self._serial(block_hash, token_bytes, parent, request)
         entry = Entry(block_hash, token_bytes, parent, salt, digest, serial, block)
@@ -211,6 +203,14 @@ class KVCache:
     def _give_up(self, block: int) -> None:
         """The block is about to get another content."""
         self._forget(block)
+
+    def _drop(self, block_hash: bytes) -> None:
+        """What is here under this hash, if anything, is not to be found again."""
+        entry = self._by_hash.get(block_hash)
+        if entry is not None:
+            self._forget(entry.block)
+            if self.pool.is_idle(entry.block):
+                self.pool.blank(entry.block, entry.cache_salt)
 
     def _forget(self, block: int) -> None:
         entry = self._by_block[block]

@@ -1,5 +1,6 @@
 """Which requests can ever run: numbers of tokens and blocks against what this engine has. Knows nothing of load."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from server.engine.kv_cache import KVCache
@@ -21,32 +22,29 @@ class SchedulerConfig:
 
 def refusal(request: Request, config: SchedulerConfig, cache: KVCache) -> RequestFailed | None:
     """Why the request can never run; None when it can. The API process refuses the same things earlier and nicer."""
-    for code, message in _problems(request, config, cache):
-        return RequestFailed(request.request_id, code, message)
-    return None
+    problem = next(_problems(request, config, cache), None)
+    return None if problem is None else RequestFailed(request.request_id, *problem)
 
 
-def _problems(request: Request, config: SchedulerConfig, cache: KVCache) -> list[tuple[str, str]]:
-    length, most = request.num_prompt_tokens, config.vocab_size - 1
+def _problems(request: Request, config: SchedulerConfig, cache: KVCache) -> Iterator[tuple[str, str]]:
+    """Codes and messages. The first one counts: nobody looks any further."""
+    length, most, sampling = request.num_prompt_tokens, config.vocab_size - 1, request.sampling
     if length == 0:
-        return [("server_error", "The prompt has no tokens.")]
-    problems: list[tuple[str, str]] = []
+        yield "server_error", "The prompt has no tokens."
     if length >= config.max_model_len:
         text = f"The prompt has {length} tokens; this server's maximum context length is {config.max_model_len}."
-        problems.append(("context_length_exceeded", text))
+        yield "context_length_exceeded", text
     stored = request.max_length - 1  # the last token is never run
     usable = cache.pool.num_usable
     if cache.blocks_for(stored) > usable:
         room = usable * cache.block_size
         text = f"The prompt and its completion need {stored} tokens of KV cache; this server has room for {room}."
-        problems.append(("context_length_exceeded", text))
-    sampling = request.sampling
-    wrong = {
-        "The prompt": request.token_ids.largest() > most,
-        "logit_bias": any(not 0 <= token_id <= most for token_id in sampling.logit_bias),
-        "stop_token_ids": any(not 0 <= token_id <= most for token_id in sampling.stop_token_ids),
+        yield "context_length_exceeded", text
+    named = {
+        "The prompt": (request.token_ids.largest(),),
+        "logit_bias": sampling.logit_bias,
+        "stop_token_ids": sampling.stop_token_ids,
     }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            problems.append(("unsupported_parameter", f"{name} has a token id outside of 0 to {most}."))
-    return problems
+    for name, token_ids in named.items():
+        if any(not 0 <= token_id <= most for token_id in token_ids):
+            yield "unsupported_parameter", f"{name} has a token id outside of 0 to {most}."

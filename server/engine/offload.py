@@ -85,9 +85,8 @@ class Offload:
 
     def serial(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> int:
         """Of a prefix just computed: what it is known by here already, or a new one."""
-        held = self.slots.find(block_hash)
-        known = held is not None and held.prefix.continues(parent, token_bytes, request)
-        return held.prefix.serial if held is not None and known else new_serial()
+        held = self.find(block_hash, token_bytes, parent, request)
+        return new_serial() if held is None else held.prefix.serial
 
     def find(self, block_hash: bytes, token_bytes: bytes, parent: int, request: Request) -> Held | None:
         """What the request needs after `parent`, arriving or here."""

@@ -9,9 +9,10 @@ or it would do little but copy keys for a deep one; limits bind only under conte
 where more of the same tenant's requests wait for their first token than decode, and up to BURST_STEP targets in a burst
 (burst.py). One without decodes is so long that reading weights and keys is a small part of it, and no longer."""
 
-from bisect import insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -85,18 +86,16 @@ class PrefillPlan:
         self.ranks = ranks
         self._waiting = waiting
         self._burst = burst
-        self._num_decodes = Counter(request.cache_salt for request in decodes) if tpot_target is not None else Counter()
         self.model = model
         self._target = tpot_target
         self._now = now
-        self._running = decodes
+        self._decodes = decodes
         self._free_tokens = max_tokens - decode_work.rows
-        self._decodes = decode_work
+        self._decode_work = decode_work
         self._limit = inf  # seconds of the step
         self._decodes_limit = inf  # what the decodes want of it
-        free_rows = model.largest_chunk(StepWork(), 0, MIN_CHUNK_TIME * model.floor, MIN_TIMED_CHUNK)
-        self._min_timed_chunk = max(MIN_CHUNK, free_rows)
         self._turns: list[tuple[Turn, Request]] = []
+        self._ahead = [decode_work]  # of the decodes and the first prompts, whole; as far as anybody has asked
         self._oldest: Request | None = None
         for request in prefills:
             self.add(request)
@@ -105,7 +104,10 @@ class PrefillPlan:
         """One more prompt, which has its blocks."""
         if self._target is not None:
             self._limit = min(self._limit, self._limit_with(request, self._target))
-        insort(self._turns, (self._turn(request, request.num_computed), request), key=lambda entry: entry[0])
+        turn = self._turn(request, request.num_computed)
+        place = bisect_left(self._turns, turn, key=_turn_of)
+        self._turns.insert(place, (turn, request))
+        del self._ahead[place + 1 :]
         if self._oldest is None or request.sequence_number < self._oldest.sequence_number:
             self._oldest = request
 
@@ -116,16 +118,11 @@ class PrefillPlan:
         if oldest is None or (may_be_oldest and newcomer.sequence_number < oldest.sequence_number):
             return self._free_tokens > 0
         turn = self._turn(newcomer, num_computed)
+        work = self._ahead_of(bisect_left(self._turns, turn, key=_turn_of))
+        is_behind_oldest = self._turn(oldest, oldest.num_computed) < turn  # who then has what is kept for it
+        reserved_tokens, reserved_seconds = (0, 0.0) if is_behind_oldest else self._reserve()
         remaining = newcomer.num_tokens - num_computed
-        work, tokens = self._decodes, self._free_tokens
-        reserved_tokens, reserved_seconds = self._reserve()
-        for other_turn, other in self._turns:
-            if other_turn > turn:
-                break
-            if other is oldest:
-                reserved_tokens, reserved_seconds = 0, 0.0
-            tokens -= other.num_remaining
-            work = work.with_chunk(other.num_computed, other.num_remaining, is_scored=other.is_to_be_scored)
+        tokens = self._free_tokens - (work.rows - self._decode_work.rows)
         if tokens - reserved_tokens < min(remaining, MIN_CHUNK):
             return False
         count = min(remaining, self._min_timed_chunk)
@@ -135,7 +132,7 @@ class PrefillPlan:
     def shares(self) -> tuple[list[tuple[Request, int]], StepWork]:
         """Tokens for each prompt, those without any left out, and what the whole step runs. If there is a prompt, one
         at least has some."""
-        work, tokens = self._decodes, self._free_tokens
+        work, tokens = self._decode_work, self._free_tokens
         reserved_tokens, reserved_seconds = self._reserve()
         shares: list[tuple[Request, int]] = []
         is_full = False  # somebody wanted more: what is left is the oldest's
@@ -156,6 +153,25 @@ class PrefillPlan:
             work = work.with_chunk(request.num_computed, count, is_scored=request.is_to_be_scored)
         return shares, work
 
+    @cached_property  # as most steps have no prompts
+    def _num_decodes(self) -> Counter[bytes]:
+        """Of each tenant."""
+        return Counter(request.cache_salt for request in self._decodes)
+
+    @cached_property
+    def _min_timed_chunk(self) -> int:
+        """Tokens: less of a long prompt costs a step more time than it gives the prompt."""
+        model = self.model
+        return max(MIN_CHUNK, model.largest_chunk(StepWork(), 0, MIN_CHUNK_TIME * model.floor, MIN_TIMED_CHUNK))
+
+    def _ahead_of(self, place: int) -> StepWork:
+        """What decodes and the prompts in front of `place` do, each to its end: it may be more than fits the step."""
+        while len(self._ahead) <= place:
+            _, other = self._turns[len(self._ahead) - 1]
+            work = self._ahead[-1].with_chunk(other.num_computed, other.num_remaining, is_scored=other.is_to_be_scored)
+            self._ahead.append(work)
+        return self._ahead[place]
+
     def _turn(self, request: Request, num_computed: int) -> Turn:
         rank = self.ranks[request.cache_salt]
         return Turn(rank, urgency(request, num_computed, self.model), request.sequence_number)
@@ -168,15 +184,16 @@ class PrefillPlan:
         longest = BURST_STEP if prompt in self._burst else LONGEST_STEP
         limit = max(longest * target, reading / WEIGHTS_SHARE, keys / KEYS_SHARE)
         limit = min(limit, max(LONGEST_WAIT, 2 * target))
-        in_burst = min(BURST_STEP * target, model.predict(self._decodes.with_chunk(prompt.num_computed, BURST_ROWS)))
+        with_burst = self._decode_work.with_chunk(prompt.num_computed, BURST_ROWS)
+        in_burst = min(BURST_STEP * target, model.predict(with_burst))
         if self._seconds(prompt) <= target:
             limit = self._patience(prompt, target, in_burst)  # its first token comes soon, if nothing is in the way
         if self._oldest is None:  # the first prompt: once a step
-            for request in self._running:
+            for request in self._decodes:
                 self._decodes_limit = min(self._decodes_limit, self._patience(request, target, in_burst))
         weights, decode_seconds = FLOORS * model.floor, 0.0
-        if self._running:
-            weights, decode_seconds = min(weights, target - model.floor), model.predict(self._decodes)
+        if self._decodes:
+            weights, decode_seconds = min(weights, target - model.floor), model.predict(self._decode_work)
         least = max(weights + FLOORS * keys, decode_seconds / (1 - 1 / PROMPTS_SHARE))
         return max(min(limit, self._decodes_limit), least)
 
@@ -196,7 +213,7 @@ class PrefillPlan:
         tokens = min(oldest.num_remaining, -(-self._free_tokens // OLDEST_SHARE))
         if self._limit == inf:
             return tokens, 0.0
-        spare = max(0.0, self._limit - self.model.predict(self._decodes))
+        spare = max(0.0, self._limit - self.model.predict(self._decode_work))
         return tokens, min(spare / OLDEST_SHARE, self._seconds(oldest))
 
     def _seconds(self, prompt: Request) -> float:
@@ -208,6 +225,10 @@ class PrefillPlan:
             return most
         count = self.model.largest_chunk(work, request.num_computed, limit, most, is_scored=request.is_to_be_scored)
         return count if count == most else _whole_tiles(work.rows, count)
+
+
+def _turn_of(entry: tuple[Turn, Request]) -> Turn:
+    return entry[0]
 
 
 def _whole_tiles(rows: int, count: int) -> int:

@@ -4,6 +4,7 @@ Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding), with an index: wh
 once, later tokens enter a dictionary, so a look costs the same however long the text is."""
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class PromptLookup:
         self._shortest = shortest
         self._longest = longest
         self._start = 0  # of what is sorted
-        self._sorted = np.empty(0, np.uint64)  # upper bits of a key, then the position of its end, from the start
+        self._sorted: Sequence[int] = ()  # upper bits of a key, then the position of its end, from the start
         self._later: dict[int, list[int]] = {}  # key -> ends of its occurrences
         self._num_indexed = 0  # occurrences that end at or before it are known
 
@@ -79,14 +80,16 @@ class PromptLookup:
         keys &= np.uint64(_WORD ^ _POSITION)
         keys |= np.arange(self._shortest, self._shortest + count, dtype=np.uint64)
         keys.sort()
-        self._sorted = keys
+        self._sorted = keys.data  # as Python's numbers: a look for one is faster than NumPy's
 
     def _occurrences(self, key: int) -> Iterator[int]:
         """Ends of what may be occurrences (a key may be another's too), the latest first."""
         yield from islice(reversed(self._later.get(key, ())), _CANDIDATES)
         first = key & (_WORD ^ _POSITION)
-        low, high = np.searchsorted(self._sorted, np.array([first, first | _POSITION], np.uint64)).tolist()
-        for word in self._sorted[max(low, high - _CANDIDATES) : high][::-1].tolist():
+        end = bisect_right(self._sorted, first | _POSITION)
+        for word in reversed(self._sorted[max(0, end - _CANDIDATES) : end]):
+            if word < first:
+                return
             yield (word & _POSITION) + self._start
 
 

@@ -1,8 +1,8 @@
 """Measures steps before anybody is served, for StepTimeModel to be fitted to. Knows the runner's protocol only; the
 pool must be free: what rehearsals write to its blocks is never found again.
 
-Tokens differ, and chunks of many keys read random ones: a GPU is at its power limit in such steps, so it multiplies
-zeros, or one row again and again, faster than what will come: an H200's attention 1.14 to 1.23 times (docs/log.md)."""
+Tokens differ, and pages hold random numbers: a GPU is at its power limit in such steps, so it multiplies zeros, or one
+row again and again, faster than what will come: an H200's attention 1.14 to 1.23 times (docs/log.md)."""
 
 import itertools
 import time
@@ -26,8 +26,8 @@ def rehearse(
 ) -> list[StepSample]:
     """All that tell the parts of a step's time apart."""
     steps = rehearsals(max_num_batched_tokens, max_num_seqs, max_model_len)
-    longest = max(sum(step[0]) for step in steps)
-    loaded.fill_blocks(min(-(-longest // loaded.runner.block_size), loaded.runner.num_blocks - 1))
+    most = max(sum(_blocks(step, loaded.runner.block_size)) for step in steps)
+    loaded.fill_blocks(min(most, loaded.runner.num_blocks - 1))
     return measure(loaded, steps, max_rows=max_num_batched_tokens, rounds=ROUNDS, clock=clock)
 
 
@@ -54,13 +54,17 @@ def _batch(runner: Runner, chunks: Sequence[tuple[int, int]], vocab_size: int) -
     """Blocks of its own for every sequence: a page that many read would come from a cache."""
     blocks = iter(range(1, runner.num_blocks))
     seqs = []
-    for slot, (context, count) in enumerate(chunks):
-        needed = -(-(context + count) // runner.block_size)
+    for slot, ((context, count), needed) in enumerate(zip(chunks, _blocks(chunks, runner.block_size), strict=True)):
         table = list(itertools.islice(blocks, needed))
         if len(table) < needed:
             return None
         seqs.append(ScheduledSeq(slot, _tokens(context, count, vocab_size), context, table, sample=True))
     return StepBatch(tuple(seqs))
+
+
+def _blocks(chunks: Sequence[tuple[int, int]], block_size: int) -> list[int]:
+    """How many each sequence has."""
+    return [-(-(context + count) // block_size) for context, count in chunks]
 
 
 def _tokens(context: int, count: int, vocab_size: int) -> list[int]:

@@ -45,7 +45,6 @@ class Request:
         "num_prompt_tokens",
         "num_registered",
         "num_scored",
-        "num_slot_bypassed",
         "request_id",
         "sampling",
         "scheduled_time",
@@ -94,7 +93,6 @@ class Request:
 
         self.num_preemptions = 0
         self.num_bypassed = 0  # younger requests admitted while this one did not fit
-        self.num_slot_bypassed = 0  # younger requests with adapters admitted while this one's had no slot
         self.blocks_needed = 0  # free blocks with which it could have started at the last look
         self.last_hits = -1  # blocks of it that were in the prefix cache at the last look; -1: never looked
         self.twin_progress = -1  # how far the older request with the same prefix was at the last look
@@ -159,20 +157,16 @@ class Request:
         self.num_scored += len(scores) - known
         return [scores.part(known, len(scores))]
 
-    def append(self, token_ids: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Takes generated tokens up to the one that ends the request. Returns those taken, and why it has ended."""
+    def append(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Takes generated tokens up to the one that ends the request. Returns those taken, and why it has ended. Stop
+        tokens count from min_tokens on; `stop` wins over `length`."""
         for count, token_id in enumerate(token_ids, 1):
             self.token_ids.append(token_id)
-            reason = self.finish_reason()
-            if reason is not None:
-                return list(token_ids[:count]), reason
-        return list(token_ids), None
-
-    def finish_reason(self) -> FinishReason | None:
-        """Looks at the last generated token. Stop tokens count from min_tokens on; `stop` wins over `length`."""
-        if self.token_ids[-1] in self.stop_token_ids and self.num_generated >= self.sampling.min_tokens:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.max_length else None
+            if token_id in self.stop_token_ids and self.num_generated >= self.sampling.min_tokens:
+                return token_ids[:count], "stop"
+            if len(self.token_ids) >= self.max_length:
+                return token_ids[:count], "length"
+        return token_ids, None
 
     def times(self) -> RequestTimes:
         return RequestTimes(

@@ -153,17 +153,16 @@ class Scheduler:
         at = 0
         all_scores = iter(output.prompt_logprobs)
         ended = False
-        for row in rows:
-            request = row.request
-            first, at = at, at + row.num_sampled
-            request.num_in_flight -= row.samples
-            request.num_drafts -= len(row.drafts)
-            scores = next(all_scores) if row.first_scored else None
+        for request, end, samples, num_preemptions, drafts, first_scored in rows:
+            first, at = at, at + samples + len(drafts)
+            request.num_in_flight -= samples
+            request.num_drafts -= len(drafts)
+            scores = next(all_scores) if first_scored else None
             if request.state is RequestState.FINISHED:
                 continue
-            num_right = num_equal(row.drafts, output.token_ids[first:at]) if row.drafts else 0
-            last = first + num_right + row.samples  # what was sampled after a wrong draft means nothing
-            if not all(output.finite[first:last]) or (row.first_scored and scores is None):
+            num_right = num_equal(drafts, output.token_ids[first:at]) if drafts else 0
+            last = first + num_right + samples  # what was sampled after a wrong draft means nothing
+            if not all(output.finite[first:last]) or (first_scored and scores is None):
                 self.cache.withdraw(request)
                 self.corrupted_requests += 1
                 events += self.open.fail(
@@ -171,26 +170,31 @@ class Scheduler:
                 )
                 continue
             token_ids, reason = request.append(output.token_ids[first:last])
-            if row.num_preemptions == request.num_preemptions:
-                self._fill(request, row.end, min(num_right, len(token_ids)))
-            prompt_logprobs = None if scores is None else request.take_scores(row.first_scored, scores)
-            if not row.samples:
+            if num_preemptions == request.num_preemptions:
+                right = min(num_right, len(token_ids))
+                request.num_filled = end + right
+                request.num_computed += right
+                self.cache.register(request)
+            prompt_logprobs = None if scores is None else request.take_scores(first_scored, scores)
+            if not samples:
                 if prompt_logprobs is not None:
                     events.append(TokenDelta(request.request_id, [], prompt_logprobs=prompt_logprobs))
                 continue
-            if row.drafts and self.drafter is not None:
-                self.drafter.count(len(row.drafts), num_right)
+            if drafts and self.drafter is not None:
+                self.drafter.count(len(drafts), num_right)
                 self.fairness.charge(request.cache_salt, outputs=len(token_ids) - 1)  # one was when it was scheduled
             request.last_token_time = now
             if request.num_generated == len(token_ids):
                 request.first_token_time = now
             self.generation_tokens += len(token_ids)
-            logprobs = [entry for entry in output.logprobs[first : first + len(token_ids)] if entry is not None]
+            logprobs = None
+            if request.sampling.logprobs is not None:
+                logprobs = [entry for entry in output.logprobs[first : first + len(token_ids)] if entry is not None]
             events.append(
                 TokenDelta(
                     request.request_id,
                     token_ids,
-                    logprobs or None,
+                    logprobs,
                     reason,
                     token_ids[-1] if reason == "stop" else None,
                     request.num_cached_tokens,
@@ -204,13 +208,6 @@ class Scheduler:
         if ended:
             self.running.sweep()
         return events
-
-    def _fill(self, request: Request, end: int, num_right: int) -> None:
-        """A step with `num_right` right drafts after the `end` tokens it had to compute has come back."""
-        before, request.num_filled = request.num_filled, end + num_right
-        request.num_computed += num_right
-        if request.num_filled // self.cache.block_size != before // self.cache.block_size:
-            self.cache.register(request)
 
     def _draft(self, decodes: list[Request], *, beside_prompts: bool) -> dict[Request, list[int]]:
         """Guesses that have room in free blocks: they take none from others. None while any wait to be compared: then

@@ -4,6 +4,7 @@ Knows requests and who shares a prefix; not why these requests run, nor what bec
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import NamedTuple
 
 from models.batch import IN_FLIGHT, NO_ADAPTER, ScheduledSeq, ScoredRows, StepBatch
 from models.shared_runs import NOT_SHARED, Levels, StepSharing
@@ -77,21 +78,15 @@ class ScheduledStep:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedRow:
+class LaunchedRow(NamedTuple):
     """What a row of a launched step was, when its result comes: the request may have ended or lost its blocks since."""
 
     request: Request
     end: int  # tokens of the request that were in its blocks after the step, without its drafts
     samples: bool
     num_preemptions: int  # of the request, at the launch
-    drafts: Sequence[int] = ()
+    drafts: Sequence[int] = ()  # of one that samples: as many tokens come besides its own, as if they were right
     first_scored: int = 0  # which of the prompt's tokens is the first that the step scores; 0: it scores none
-
-    @property
-    def num_sampled(self) -> int:
-        """A token for the row, and one for each draft as if that were right."""
-        return 1 + len(self.drafts) if self.samples else 0
 
 
 class StepAssembly:

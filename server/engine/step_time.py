@@ -53,8 +53,8 @@ class StepWork(NamedTuple):
         pairs, scored = causal_pairs(context, count), self.scored + is_scored * count
         if count < MEMORY_BOUND_ROWS:
             few_pairs = self.few_pairs + (pairs if count > 1 else 0)
-            return self._replace(rows=rows, kv_tokens=self.kv_tokens + keys, few_pairs=few_pairs, scored=scored)
-        return self._replace(rows=rows, pairs=self.pairs + pairs, chunk_keys=self.chunk_keys + keys, scored=scored)
+            return StepWork(rows, self.pairs, self.kv_tokens + keys, self.chunk_keys, few_pairs, scored)
+        return StepWork(rows, self.pairs + pairs, self.kv_tokens, self.chunk_keys + keys, self.few_pairs, scored)
 
 
 def causal_pairs(context: int, count: int) -> int:

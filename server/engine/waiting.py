@@ -2,8 +2,8 @@
 
 Their order is that of prefill.py: least served tenant, then soonest done, with ageing; what is in the prefix cache is
 done already. One that does not fit lets others pass. The oldest of tenants of one rank is always looked at first, and
-others pass it up to a limit only: a giant prompt neither blocks the queue nor waits for ever, nor one whose adapter has
-no slot."""
+others pass it up to a limit only: a giant prompt neither blocks the queue nor waits for ever. One whose adapter has no
+slot lets others pass, too: when its turn comes is for adapters.py to say."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -34,15 +34,20 @@ Place = tuple[Urgency, int]  # urgency when it was last looked at, sequence numb
 
 @dataclass(slots=True)
 class _Passed:
-    """Of those that cannot start in a step, the first and all that came before their turn: who starts nevertheless is
+    """Of those that find no blocks in a step, the first and all that came before their turn: who starts nevertheless is
     counted for them."""
 
     requests: list[Request] = field(default_factory=list)
     most: int = 0  # times that one of them was passed, in this step and before
 
-    def add(self, request: Request, times: int) -> None:
+    def add(self, request: Request) -> None:
         self.requests.append(request)
-        self.most = max(self.most, times)
+        self.most = max(self.most, request.num_bypassed)
+
+    def count(self) -> None:
+        for request in self.requests:
+            request.num_bypassed += 1
+        self.most += bool(self.requests)
 
 
 class WaitingQueue:
@@ -116,12 +121,13 @@ class WaitingQueue:
         adding it to `plan` and `running`, which are looked at again) before it asks for the next, and removes them from
         the queue afterwards."""
         self._num_steps += 1
+        self.adapters.look()
         if num_slots == 0:
             return
         self._fresh_hits.clear()
         self._replace()
         self._match_newcomers(len(running))
-        bypassed, slotless = _Passed(), _Passed()  # that found no blocks, and no slot for their adapter
+        bypassed = _Passed()
         computing = [other for other in running if other.num_filled < other.num_prompt_tokens]
         num_looked_at = self._matched_in_vain = 0
         oldest = self._oldest(plan.ranks)
@@ -130,9 +136,7 @@ class WaitingQueue:
         for request, is_before_its_turn in self._candidates(plan.ranks, held, part):
             if num_slots == 0 or bypassed.most >= MAX_BYPASSES:
                 return
-            if not self._may_have_slot(request, slotless):
-                if is_before_its_turn or not slotless.requests:
-                    slotless.add(request, request.num_slot_bypassed)
+            if request.adapter is not None and not self.adapters.may_start(request.adapter):
                 continue
             num_looked_at += 1
             if num_looked_at > LOOKAHEAD:
@@ -146,14 +150,14 @@ class WaitingQueue:
             hits = self._hits_if_it_fits(request, len(running))
             if hits is None:
                 if is_before_its_turn or not bypassed.requests:
-                    bypassed.add(request, request.num_bypassed)
+                    bypassed.add(request)
                 continue
             self._fresh_hits.clear()  # from here on blocks may change hands
             # More of it may be coming back from slower memory, or what it had in the cache is gone.
             is_coming = self.cache.prepare(request, hits, self.blocks_wanted(request))
             if is_coming or not self._has_room(request, plan, len(hits), oldest):
                 continue
-            _count_passed(bypassed, slotless, request)
+            bypassed.count()
             num_slots -= 1
             held[request.cache_salt] += 1
             yield request, hits
@@ -238,13 +242,6 @@ class WaitingQueue:
         if not places:
             del self._by_tenant[request.cache_salt]
 
-    def _may_have_slot(self, request: Request, slotless: _Passed) -> bool:
-        """Whether its adapter has a slot or can have one; not past another request that has waited long for a slot, so
-        that slots come free: requests of the base model take none."""
-        if request.adapter is None:
-            return True
-        return slotless.most < MAX_BYPASSES and self.adapters.may_start(request.adapter)
-
     def _hits_if_it_fits(self, request: Request, num_running: int) -> list[Entry] | None:
         if self._matched_in_vain >= MATCHED_IN_VAIN or not self._may_fit(request, num_running):
             return None
@@ -264,6 +261,8 @@ class WaitingQueue:
         """Whether an older prompt is just computing a block that this one needs too: then waiting for it is cheaper
         than computing it twice (n > 1, one document with many questions). Ends when the twin stands still."""
         usable = min(request.num_reusable // self.cache.block_size, len(request.block_hashes))
+        if request.last_hits >= usable:
+            return False
         for twin in computing:
             block = twin.num_filled // self.cache.block_size
             if (
@@ -277,16 +276,6 @@ class WaitingQueue:
                 request.blocks_needed = 0  # fewer than at the last look, once the twin is done
                 return not stands_still
         return False
-
-
-def _count_passed(bypassed: _Passed, slotless: _Passed, by: Request) -> None:
-    for request in bypassed.requests:
-        request.num_bypassed += 1
-    bypassed.most += bool(bypassed.requests)
-    if by.adapter is not None:
-        for request in slotless.requests:
-            request.num_slot_bypassed += 1
-        slotless.most += bool(slotless.requests)
 
 
 def _place(entry: tuple[Place, Request]) -> Place:

@@ -27,7 +27,7 @@ class TextDelta:
     @property
     def num_logprobs(self) -> int:
         """Those of alternatives included."""
-        return sum(1 + len(detail.top) for details in (self.details, self.prompt_details) for detail in details)
+        return sum(1 + len(detail.top) for detail in self.details + self.prompt_details)
 
 
 class ChoiceText:
@@ -51,8 +51,7 @@ class ChoiceText:
         self.num_tokens = 0
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_for(tokenizer, prompt_token_ids)
-        self._stop = StopMatcher(stop)
-        self._has_stop = bool(stop)
+        self._stop = StopMatcher(stop) if stop else None
         self._min_tokens = min_tokens
         self._follows_details = follows_details
         self._prompt_only = prompt_only
@@ -86,19 +85,24 @@ class ChoiceText:
         return TextDelta(self.index, "".join(pieces) + rest, tuple(details), reason)
 
     def _text_of(self, token_id: int) -> tuple[str, bool]:
-        text = self._detokenizer.feed((token_id,))
+        text = self._detokenizer.feed(token_id)
         self._num_characters += len(text)
+        if self._stop is None:
+            return text, False
         # As in vLLM: a stop string counts that ends after min_tokens, wherever it begins.
         may_stop = self.num_tokens > self._min_tokens
         result = self._stop.feed(text, may_stop=may_stop)
-        held = self._detokenizer.held() if self._has_stop and may_stop and result.stopped is None else ""
+        held = self._detokenizer.held() if may_stop and result.stopped is None else ""
         if held:
             last = self._stop.feed_if_it_stops(held)
             return result.text + last.text, last.stopped is not None
         return result.text, result.stopped is not None
 
     def _finish(self) -> tuple[str, bool]:
-        result = self._stop.feed(self._detokenizer.finish())
+        rest = self._detokenizer.finish()
+        if self._stop is None:
+            return rest, False
+        result = self._stop.feed(rest)
         return (result.text, True) if result.stopped else (result.text + self._stop.finish(), False)
 
     def _detail(self, token_id: int, logprobs: TokenLogprobs, *, is_text: bool) -> TokenDetail:

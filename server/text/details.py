@@ -80,7 +80,7 @@ class PromptDetails:
         if is_special and self._echo.startswith(chosen.text, begin):  # a text is echoed as it was written
             self._pass(self._detokenizer.finish() + chosen.text)
         else:
-            self._pass(self._detokenizer.feed((token_id,)))
+            self._pass(self._detokenizer.feed(token_id))
         return TokenDetail(chosen, top, min(begin, len(self._echo)), is_first)
 
     def _pass(self, text: str) -> None:

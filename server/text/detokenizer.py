@@ -1,4 +1,4 @@
-"""Token ids, a few at a time, to text that never shows half a character. join(deltas) == decode(all ids), unless a long
+"""Token ids, one at a time, to text that never shows half a character. join(deltas) == decode(all ids), unless a long
 run of bytes breaks after its beginning was shown. Must not know stop strings or requests."""
 
 import codecs
@@ -14,7 +14,7 @@ LONGEST_UNFINISHED = 64  # tokens: of a longer run of bytes, whole characters ar
 
 
 class Detokenizer(Protocol):
-    def feed(self, token_ids: Sequence[int]) -> str: ...
+    def feed(self, token_id: int) -> str: ...
 
     def finish(self) -> str:
         """What was held back: bytes that never became a character."""
@@ -37,10 +37,10 @@ class ByteDetokenizer:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        skipped = self._tokenizer.special_ids
-        shown = (self._tokenizer.token_bytes(token) for token in token_ids if token not in skipped)
-        return self._decoder.decode(b"".join(shown))
+    def feed(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -58,7 +58,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other vocabulary: decodes a short window twice, with and without the new tokens, and shows the rest.
+    """For every other vocabulary: decodes a short window twice, with and without the new token, and shows the rest.
 
     The window starts at tokens whose text is already shown, so decoders that look at neighbours (leading spaces, byte
     fallback) see the same neighbours both times.
@@ -69,9 +69,13 @@ class WindowDetokenizer:
         self._window = self._end_of(context)
         self._num_shown = len(self._window)  # tokens at the window's start whose text is shown
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        skipped = self._tokenizer.special_ids
-        return "".join(self._feed_one(token) for token in token_ids if token not in skipped)
+    def feed(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token_id)
+        if len(self._window) - self._num_shown >= LONGEST_UNFINISHED:
+            return self._show(self._num_whole(self._window))
+        return "" if self._is_unfinished(token_id) else self._show(len(self._window))
 
     def finish(self) -> str:
         return self._show(len(self._window)) if self._num_shown < len(self._window) else ""
@@ -96,12 +100,6 @@ class WindowDetokenizer:
         longer = self._text(with_it)
         stays = longer.startswith(text) and len(longer) > len(text)
         return len(text if stays else text.rstrip(REPLACEMENT))
-
-    def _feed_one(self, token_id: int) -> str:
-        self._window.append(token_id)
-        if len(self._window) - self._num_shown >= LONGEST_UNFINISHED:
-            return self._show(self._num_whole(self._window))
-        return "" if self._is_unfinished(token_id) else self._show(len(self._window))
 
     def _is_unfinished(self, token_id: int) -> bool:
         """In a run of byte tokens, one bad byte makes all of them U+FFFD: none is certain before the run ends."""

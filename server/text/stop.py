@@ -39,13 +39,12 @@ class StopMatcher:
     """Text is held back exactly as long as it may be the start of a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
+        """`stop`: one at least."""
         self._automata = [_Automaton(pattern) for pattern in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
 
     def feed(self, text: str, *, may_stop: bool = True) -> StopResult:
         """Without `may_stop`, a stop string that ends in `text` is text; one that ends later is found."""
-        if not self._automata:
-            return StopResult(text)
         buffer = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             completed = [automaton for automaton in self._automata if automaton.step(character)]

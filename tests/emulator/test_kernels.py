@@ -14,6 +14,7 @@ import torch
 
 from attention_backend import PagedMetadata, flash_attn_with_kvcache, fp8_pages, layers, paged_attention
 from attention_backend.heuristics import sm90_backward
+from attention_backend.heuristics.gated_linear import GatedConfig
 from attention_backend.heuristics.sm90 import ALONE, BY_HEADS, BY_ROWS
 from attention_backend.heuristics.sm90_backward import backward_tiles
 from attention_backend.kernels import device, flash_bwd_sm90, flash_fwd_sm90, flash_merge, workspace
@@ -31,6 +32,7 @@ from tests.kernels import (
     test_forward_tiles,
     test_fp8_forward,
     test_fp8_prefill,
+    test_gated_linear,
     test_kv_store,
     test_layer_chain,
     test_layers,
@@ -122,6 +124,13 @@ def float8_step(scale: torch.Tensor) -> list[list[float]]:
             step = PagedMetadata(ends, lens, table, torch.full((new,), -1), int(new == 1), new, 32)
             results.append(paged_attention(q[:new], None, None, pages, pages, step, softmax_scale=0.2, **scales))
     return [x.float().flatten().tolist() for x in results]
+
+
+@pytest.mark.parametrize("config", [GatedConfig(cluster=2, outputs=112), GatedConfig(cluster=1)], ids=str)
+def test_gates_of_many_rows(config: GatedConfig) -> None:
+    """Slabs of columns that overlap; blocks that share weights, and one alone."""
+    with emulated_device(HOPPER):
+        test_gated_linear.check(config, BF16, (300, 200, 264), 2, CPU)
 
 
 @pytest.mark.parametrize("num_sms", [*(pytest.param(sms, marks=pytest.mark.thorough) for sms in (1, 7)), 3])
@@ -435,7 +444,7 @@ def _hopper_gradients(args: AttentionArgs, seed: int) -> tuple[torch.Tensor, ...
     return result.dq, result.dk, result.dv
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("profile", test_levels.PROFILES)
 def test_levels_that_follow_scores(profile: str, dtype: str) -> None:
     for dim, mask in ((64, "causal"), (128, "full"), (256, "causal")):
@@ -453,8 +462,16 @@ def test_rows_do_not_depend_on_their_warp(dim: int) -> None:
             test_levels.check_rows_beside_nan(dim, dtype, CPU)
 
 
-@pytest.mark.parametrize("settings", [AMPERE, HOPPER], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        (AMPERE, "bf16"), (HOPPER, "fp16"), (AMPERE, "fp32"),
+        pytest.param(AMPERE, "fp16", marks=pytest.mark.thorough),
+        pytest.param(HOPPER, "bf16", marks=pytest.mark.thorough),
+        pytest.param(HOPPER, "fp32", marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_rows_of_nan(settings: Settings, dtype: str) -> None:
     with left_at_zero(settings):
         for case in test_extremes.NAN_CASES:

@@ -62,6 +62,43 @@ def test_forward_mode_derivatives_are_refused(name: str, run: Callable[[], Any])
         run()
 
 
+def gradient_of(f: Callable[..., Any]) -> Any:
+    return torch.func.grad(lambda q: f(q).sum())(Q)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("attention", lambda: gradient_of(lambda q: flash(q, K, V))),
+        ("attention", lambda: gradient_of(lambda q: torch.vmap(lambda x: flash(x, K, V))(q[None]))),
+        ("attention", lambda: torch.vmap(lambda x: gradient_of(lambda q: flash(q, x, V)))(K[None])),
+        ("linear_attention", lambda: torch.func.vjp(lambda q: linear_attention(q, K, V), Q)),
+    ],
+)
+def test_gradients_by_functions_are_refused(name: str, run: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} has no gradient by torch.func .*: ask for it by backward"):
+        run()
+
+
+@pytest.mark.parametrize("still", [Tensor.detach, torch.no_grad()(torch.clone)])
+def test_what_no_function_asks_the_gradient_of_is_computed(still: Callable[[Tensor], Tensor]) -> None:
+    one = torch.ones((), dtype=Q.dtype)
+    gradient = torch.func.grad(lambda x: flash(still(Q * x), K, V).sum() * x)(one)
+    torch.testing.assert_close(gradient, flash(Q, K, V).sum())
+
+
+def test_lists_of_states_are_not_mapped() -> None:
+    out, lse, _ = flash(Q, K, V, return_attn_probs=True)
+    refused = pytest.raises(UnsupportedError, match="merge_states takes lists, which vmap does not map: call it once")
+    with refused:
+        torch.vmap(lambda x: merge_states([out, x], [lse, lse])[0])(torch.stack([out, out]))
+    with refused:
+        torch.vmap(lambda x: merge_states([out], [lse], sinks=x)[0])(torch.ones(3, 2))
+    scaled = torch.vmap(lambda x: merge_states([out], [lse])[0] * x)(torch.ones(3, dtype=Q.dtype))
+    torch.testing.assert_close(scaled[2], out)
+
+
 def test_a_cache_is_unchanged_by_a_refused_tangent() -> None:
     cache, new = K.clone(), V[:, :1]
     with pytest.raises(UnsupportedError, match="flash_attn_with_kvcache has no forward-mode derivative"):

@@ -2,7 +2,6 @@
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -304,12 +303,27 @@ def test_a_prompt_s_own_rows_are_packed_where_their_last_tiles_would_be_empty() 
         assert hopper_plan(config, sizes_of(1, rows, rows)._replace(causal=True)) == HopperPlan(False, 128, 1)
 
 
-def test_the_rows_of_many_tiles_are_not_walked_to_be_laid_out() -> None:
-    """A million rows of 64 heads on one are half a million tiles of two queries each."""
-    config = config_of((128, 128), (False, True, False, False))
-    sizes = HopperSizes(1_000_000, 1_000_000, 1, 64, 64, 132, packable=True, causal=True)
-    with mock.patch.object(sm90, "_keys_seen", side_effect=AssertionError):
-        assert hopper_plan(config, sizes) == HopperPlan(False, 128, 1)
+@given(
+    seqlen_q=st.integers(1, 300),
+    seqlen_k=st.integers(0, 300),
+    rows=st.integers(1, 100),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(0, 300)),
+)
+def test_what_tiles_see_is_counted_as_if_each_were_looked_at(
+    seqlen_q: int, seqlen_k: int, rows: int, causal: bool, window: int | None
+) -> None:
+    sizes = HopperSizes(seqlen_q, seqlen_k, 1, 64, 64, 132, packable=True, causal=causal, window=window)
+    most = seqlen_k if window is None else min(seqlen_k, window + rows)
+    behind = [max(seqlen_q - first - rows, 0) if causal else 0 for first in range(0, seqlen_q, rows)]
+    keys = [min(max(seqlen_k - after, 1), most) for after in behind]
+    assert sm90._keys_seen(rows, sizes) == (len(keys), min(keys), sum(keys) / len(keys), max(keys))
+
+
+def test_no_number_of_tiles_is_too_large_to_count() -> None:
+    """They were walked, a millisecond for 100,000 rows."""
+    sizes = HopperSizes(10**12, 10**12, 1, 64, 64, 132, packable=True, causal=True)
+    assert sm90._keys_seen(2, sizes) == (5 * 10**11, 2, 5 * 10**11 + 1, 10**12)
 
 
 @pytest.mark.parametrize(("width", "keys"), [(128, 16_384), (256, 40_000), (256, 131_072)])

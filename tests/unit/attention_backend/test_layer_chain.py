@@ -171,7 +171,7 @@ def test_an_attention_in_front_that_does_not_fit_is_refused() -> None:
         (replace(own, block_table=own.block_table[:2]), "block_table must have shape"),
         (replace(own, block_table=own.block_table[:, :0]), "block_table must have columns"),
         (replace(own, seq_lens=own.seq_lens[:2]), "seq_lens must have shape"),
-        (replace(own, softmax_scale=float("nan")), "softmax_scale must be finite"),
+        (replace(own, softmax_scale=float("nan")), "softmax_scale must be from"),
     )
     for attention, message in wrong:
         with pytest.raises(ValueError, match=message):

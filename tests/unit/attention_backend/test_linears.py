@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_backend import UnsupportedError, layers
-from attention_backend.heuristics.gated_linear import FEWEST_COLUMNS, FEWEST_ROWS, GatedConfig, gated_config
+from attention_backend.heuristics.gated_linear import CONFIGS, FEWEST_COLUMNS, FEWEST_ROWS, gated_config
 from attention_backend.heuristics.skinny_linear import SkinnyConfig, skinny_config
 from attention_backend.kernels import device, skinny_linear
 from attention_backend.kernels import gated_linear as gated_kernel
@@ -129,15 +129,18 @@ def test_kernels_of_a_models_layers_are_prepared_once(hopper: None) -> None:
 
 def test_gates_of_many_rows_have_a_kernel_where_they_fill_its_tiles() -> None:
     for rows, width, served in (
-        (1024, 14336, True), (2048, 14336, True), (8192, 14336, True), (8191, 14336, True), (1024, 18944, True),
-        (512, 14336, False), (640, 14336, False), (1025, 1024, False), (8448, 1024, True),
+        (1024, 14336, (2, 128)), (2048, 14336, (2, 128)), (8192, 14336, (2, 128)), (8191, 14336, (2, 128)),
+        (256, 14336, (2, 112)), (512, 14336, (2, 112)), (768, 14336, (2, 112)), (512, 11008, (2, 112)),
+        (384, 14336, (1, 112)), (640, 14336, (1, 112)), (896, 14336, (1, 128)), (384, 11008, (1, 128)),
+        (320, 14336, None), (1025, 1024, None), (8448, 1024, (2, 128)), (1024, 18944, (2, 128)),
     ):  # fmt: skip
-        assert (gated_config(rows, width, 4096, H200) is not None) == served, (rows, width)
+        config = gated_config(rows, width, 4096, H200)
+        assert (config and (config.cluster, config.outputs)) == served, (rows, width)
     assert gated_config(FEWEST_ROWS - 1, 1 << 20, 4096, H200) is None
     assert gated_config(FEWEST_ROWS, 1 << 20, 4096, H200) is not None
     assert gated_config(FEWEST_ROWS, 1 << 20, FEWEST_COLUMNS, H200) is not None
     assert gated_config(FEWEST_ROWS, 1 << 20, FEWEST_COLUMNS - 64, H200) is None
-    assert GatedConfig().smem_bytes <= 227 * 1024
+    assert all(config.smem_bytes <= 227 * 1024 for config in CONFIGS)
 
 
 def test_which_gates_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +150,7 @@ def test_which_gates_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch
     x, weight = randn(1024, 1024, dtype=torch.bfloat16), randn(2 * 14336, 1024, dtype=torch.bfloat16)
     assert served(x, weight)
     assert served(torch.cat([x, x], dim=1)[:, 1024:], weight)
-    assert not served(x[:512], weight)
+    assert not served(x[:320], weight)
     assert not served(x[:, :512], weight[:, :512].contiguous())
     assert not served(x[:, :0], weight[:, :0])
     assert not served(x, weight[:0])
@@ -161,7 +164,8 @@ def test_which_gates_have_a_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch
     assert "8 elements at a time" in str(refuses_many(cuda, torch.bfloat16, step._replace(width=28680)))
     assert "have a bias" in str(refuses_many(cuda, torch.bfloat16, step._replace(activation=None)))
     assert "for Hopper" in str(refuses_many(torch.device("cpu"), torch.bfloat16, step))
-    assert [v.kernel for v in gated_kernel.step_variants(torch.bfloat16, *step, index=0)] == ["gated_linear_sm90"]
+    found = list(gated_kernel.step_variants(torch.bfloat16, *step, index=0))
+    assert found == [gated_kernel.variant(torch.bfloat16, config, "silu") for config in CONFIGS]
     assert not list(gated_kernel.step_variants(torch.bfloat16, *step._replace(activation=None), index=0))
     monkeypatch.setattr(device, "arch", lambda _: "sm_80")
     assert not served(x, weight)

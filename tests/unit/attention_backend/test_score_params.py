@@ -23,10 +23,11 @@ def test_a_capped_score_is_softcap_times_tanh() -> None:
     assert p.per_softcap == pytest.approx(1 / 30)
 
 
-@pytest.mark.parametrize("softcap", [1e-45, 1e-38, 1e30])
+@pytest.mark.parametrize("softcap", [1e-45, 1e-38, 1e30, 1.7e38])
 def test_factors_are_finite(softcap: float) -> None:
     p = score_params(args_of(softcap))
-    assert all(math.isfinite(x) for x in (p.softcap, p.cap_log2, p.per_softcap))
+    twice, in_log2 = (ctypes.c_float(x * p.softcap).value for x in (2, math.log2(math.e)))  # in parts/score.cuh
+    assert all(math.isfinite(x) for x in (twice, in_log2, p.cap_log2, p.per_softcap))
     assert 0 < p.per_softcap <= ctypes.c_float(torch.finfo(torch.float32).max).value
 
 

@@ -6,24 +6,27 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import agreement as agreement_trial
-from benchmarks import egress, faults, trial_list, trial_tables
+from benchmarks import egress, faults, trial_list, trial_server, trial_tables
 from benchmarks.agreement import Token, compare, prompts_of
 from benchmarks.cache_timing import auc
 from benchmarks.egress import ends_of, leaves_machine
+from benchmarks.fault_clients import Target
 from benchmarks.mixed_traffic import EVERY_KIND, MIXED
 from benchmarks.process_tree import children, family, zombies
 from benchmarks.retry_storm import crowd
 from benchmarks.trial import Measure, Scale, Trial, percentile
 from benchmarks.trial_client import Answer, ask, closed_loop, open_loop, rate_between
-from benchmarks.trial_server import held, samples
+from benchmarks.trial_server import TrialServer, held, samples
 
 ERROR = b'{"error":{"message":"full","type":"service_unavailable_error","param":null,"code":"server_is_overloaded"}}'
 LATER = "HTTP/1.1 503 X\r\ncontent-type: application/json\r\nretry-after: 3"
@@ -130,6 +133,35 @@ def test_percentiles_and_crowds() -> None:
 def test_metrics_are_summed_over_labels() -> None:
     text = 'a_total{m="x",finished_reason="stop"} 2.0\na_total{m="x",finished_reason="abort"} 3.0\n# HELP b c\nb 4\n'
     assert samples(text) == {"a_total": 5.0, "a_total{stop}": 2.0, "a_total{abort}": 3.0, "b": 4.0}
+
+
+def test_a_server_that_is_idle_holds_no_connection_of_who_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file more than before was counted, now and then."""
+    monkeypatch.setattr(trial_server, "CLOSING", 1.0)  # whatever else the machine does
+    opened, closed = [], []
+
+    class Slow(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            opened.append(self.client_address)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def finish(self) -> None:
+            threading.Event().wait(0.05)  # until it notices that the client has gone
+            closed.append(self.client_address)
+            super().finish()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        TrialServer(Target(f"http://127.0.0.1:{server.server_port}", "little", 512)).idle_after()
+        assert opened == closed != []
+        server.shutdown()
 
 
 def test_what_a_process_holds_and_who_comes_from_it() -> None:

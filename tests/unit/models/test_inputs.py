@@ -184,12 +184,12 @@ SHARED = ((SharedRun(0, 2, 0, 4),),)
         (StepBatch(PROMPTS), True),
         (StepBatch(PROMPTS, StepSharing(prefills=SHARED)), True),
         (
-            StepBatch(tuple(replace(s, token_ids=s.token_ids[:31]) for s in PROMPTS), StepSharing(prefills=SHARED)),
+            StepBatch(tuple(s._replace(token_ids=s.token_ids[:31]) for s in PROMPTS), StepSharing(prefills=SHARED)),
             False,
         ),
-        (StepBatch((replace(PROMPTS[0], slot=3), *PROMPTS), StepSharing(decodes=SHARED)), False),
-        (StepBatch((*PROMPTS[:2], replace(PROMPTS[2], adapter_slot=0))), False),
-        (StepBatch((replace(PROMPTS[1], num_drafts=39),)), False),
+        (StepBatch((PROMPTS[0]._replace(slot=3), *PROMPTS), StepSharing(decodes=SHARED)), False),
+        (StepBatch((*PROMPTS[:2], PROMPTS[2]._replace(adapter_slot=0))), False),
+        (StepBatch((PROMPTS[1]._replace(num_drafts=39),)), False),
     ],
     ids=["prompts", "sharing pages", "few rows that share", "decodes that share", "an adapter", "drafts"],
 )

@@ -26,8 +26,10 @@ from transformers import (
 )
 
 from models import loader, patching
+from models.attention_sites import find_attention_sites
 from models.descriptions import load_tokenizer, read_config
 from models.errors import ModelLoadError
+from models.forward import PagedForward
 from models.loader import load, load_for_training
 from models.patching import UnsupportedModelError
 from models.placing import place
@@ -95,6 +97,16 @@ def test_what_generation_would_do_otherwise_is_logged(tmp_path: Path, caplog: py
     (tmp_path / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[5]]}))
     load(source)
     assert "generation_config.json asks for bad_words_ids, which is not applied" in caplog.text
+
+
+@pytest.mark.parametrize("field", [{"output_attentions": True}, {"output_hidden_states": True}, {"return_dict": False}])
+def test_outputs_that_a_config_asks_for_keep_no_layer_from_being_fused(tmp_path: Path, field: dict[str, bool]) -> None:
+    """A forward's hooks collected them; without return_dict there was none."""
+    source = _save(tmp_path)
+    _edit_config(tmp_path, **field)
+    model = load(source).model
+    find_attention_sites(model)
+    assert PagedForward(model).fused.unfused == {}
 
 
 def _cut(file: Path) -> None:
@@ -170,6 +182,22 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     for loads in (load, partial(load_for_training, dtype="auto")):
         with pytest.raises(ModelLoadError, match=reason):
             loads(ModelSource(name="tiny", folder=tmp_path))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}], ids=["without", "null"])
+def test_an_index_that_transformers_cannot_read_is_named(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    """config.json was blamed."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(tmp_path, max_shard_size="200KB")
+    source = ModelSource(name="tiny", folder=tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    alone = {"weight_map": index["weight_map"]}
+    (tmp_path / INDEX).write_text(json.dumps(alone | metadata))
+    for loads in (load, partial(load_for_training, dtype="auto")):
+        with pytest.raises(ModelLoadError, match=r"safetensors\.index\.json has no object `metadata`, .* add"):
+            loads(source)
+    (tmp_path / INDEX).write_text(json.dumps({**alone, "metadata": {}}))
+    load(source)
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,20 @@ def test_quantised_weights_without_a_word_in_the_config_are_refused(
         load(source)
 
 
+def test_whole_numbers_without_scales_or_a_word_in_the_config_are_refused(tmp_path: Path) -> None:
+    """They were cast, and served as if they were the weights."""
+    path = unquantized(tmp_path) / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = (weights[name] * 100).to(torch.int8)
+    weights["model.layers.9.mlp.up_proj.weight"] = weights[name].clone()  # of a layer that is not read
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(name)} is whole numbers \(I8\), .* no quantization_config"):
+        load(ModelSource(name="quantised", folder=tmp_path))
+    save_file({**weights, name: weights[name].bfloat16()}, path, metadata={"format": "pt"})
+    load(ModelSource(name="quantised", folder=tmp_path))
+
+
 def test_scales_of_layers_that_are_not_read_are_nobodys(tmp_path: Path) -> None:
     """Layers that predict more tokens are left out with their weights."""
     source, _meant = fp8(tmp_path)

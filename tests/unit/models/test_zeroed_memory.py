@@ -19,7 +19,7 @@ needs_pagemap = pytest.mark.skipif(not PAGEMAP.is_file(), reason="the kernel doe
 
 
 def resident(memory: ZeroedMemory) -> int:
-    """How many of its bytes are there or swapped out, by the page table: what other tests leave or free is not counted."""
+    """How many of its bytes are there or swapped out, by the page table: other tests' memory is not counted."""
     begin = np.frombuffer(memory._memory, np.uint8).ctypes.data
     with PAGEMAP.open("rb") as pagemap:
         pagemap.seek(begin // mmap.PAGESIZE * 8)

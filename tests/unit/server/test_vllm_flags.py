@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from click.testing import CliRunner
 from typer.core import TyperGroup
-from typer.testing import CliRunner
 
 from server import cli
 from server.configuration import load_settings
@@ -16,6 +16,7 @@ from server.vllm_command_line import apart
 from server.vllm_flags import FLAGS, MODEL, OFF, ON, TABLE
 
 runner = CliRunner()
+COMMAND = typer.main.get_command(cli.app)  # made once, not by every call
 NAMES = sorted(FLAGS)
 ACCEPTING = [name for name in NAMES if FLAGS[name].accepted]
 
@@ -33,9 +34,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def own_flags() -> set[str]:
-    command = typer.main.get_command(cli.app)
-    assert isinstance(command, TyperGroup)
-    parameters = command.commands["serve"].params
+    assert isinstance(COMMAND, TyperGroup)
+    parameters = COMMAND.commands["serve"].params
     return {name for one in parameters for name in (*one.opts, *one.secondary_opts) if name.startswith("-")}
 
 
@@ -57,7 +57,7 @@ def switched(name: str, state: tuple[str, ...]) -> Iterator[list[str]]:
 
 
 def refusal(*args: str) -> list[str]:
-    result = runner.invoke(cli.app, ["serve", *args])
+    result = runner.invoke(COMMAND, ["serve", *args])
     assert result.exit_code == 3, result.output
     lines = result.stderr.splitlines()
     assert all(line.startswith("longwave: ") for line in lines)
@@ -70,7 +70,7 @@ def test_a_value_that_asks_for_nothing_new_changes_nothing(name: str, served: li
     values = ("a/model",) if flag.accepted == MODEL else flag.accepted
     forms = switched(name, flag.accepted) if flag.is_switch else (s for value in values for s in spellings(name, value))
     for args in forms:
-        result = runner.invoke(cli.app, ["serve", *args, "a/model", "--port", "1234"])
+        result = runner.invoke(COMMAND, ["serve", *args, "a/model", "--port", "1234"])
         assert result.exit_code == 0, (args, result.output)
         assert served.pop() == load_settings({"model": "a/model", "port": 1234}), args
 
@@ -124,7 +124,7 @@ def test_the_tokenizer_may_be_that_of_a_model_that_a_variable_names(
     monkeypatch: pytest.MonkeyPatch, served: list[Settings]
 ) -> None:
     monkeypatch.setenv("LONGWAVE_MODEL", "a/model")
-    assert runner.invoke(cli.app, ["serve", "--tokenizer", "a/model"]).exit_code == 0
+    assert runner.invoke(COMMAND, ["serve", "--tokenizer", "a/model"]).exit_code == 0
     assert [settings.model for settings in served] == ["a/model"]
     assert len(refusal("--tokenizer", "b/model")) == 1
 
@@ -134,7 +134,7 @@ def test_a_command_line_of_vllm_is_understood(served: list[Settings]) -> None:
         "a/model --max_model_len 4096 -tp=1 --enable-chunked-prefill --disable-log-requests --no-trust-remote-code "
         "--gpu_memory_utilization=0.8 --swap-space 0.0 --served_model_name x --no-enable_prefix_caching --task generate"
     )
-    result = runner.invoke(cli.app, ["serve", *line.split()])
+    result = runner.invoke(COMMAND, ["serve", *line.split()])
     assert result.exit_code == 0, result.output
     told = {"max_model_len": 4096, "gpu_memory_utilization": 0.8, "served_model_name": "x"}
     assert served == [load_settings({"model": "a/model", "enable_prefix_caching": False, **told})]
@@ -142,7 +142,7 @@ def test_a_command_line_of_vllm_is_understood(served: list[Settings]) -> None:
 
 @pytest.mark.parametrize("flag", ["--no-such-flag", "--no-tokenizer", "--no-seed", "--no-enable-dbo=true", "-x"])
 def test_a_flag_of_nobody_is_no_option(flag: str) -> None:
-    result = runner.invoke(cli.app, ["serve", flag])
+    result = runner.invoke(COMMAND, ["serve", flag])
     assert result.exit_code == 2
     assert f"No such option: {flag.partition('=')[0]}" in result.stderr
 

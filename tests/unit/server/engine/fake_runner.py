@@ -194,7 +194,7 @@ class FakeRunner:
     def _known(self, batch: StepBatch) -> StepBatch:
         """With the tokens that the step before sampled, in case the engine has not seen them."""
         seqs = [
-            replace(seq, token_ids=[self.sampled[seq.slot], *seq.token_ids[1:]])
+            seq._replace(token_ids=[self.sampled[seq.slot], *seq.token_ids[1:]])
             if seq.token_ids[0] == IN_FLIGHT
             else seq
             for seq in batch.seqs

@@ -1,15 +1,20 @@
 """Requests of many adapters over few slots: every answer is its adapter's, nobody waits for ever, nothing is left."""
 
 import random
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 from cranked_engine import Engine, tokens
 from fake_runner import GATE, FakeAdapters, expected, make_adapter
+from seeds import seeds
 
 from models.batch import NO_ADAPTER
+from server.engine import adapters
+from server.engine.adapters import STARTS
 from server.engine.messages import AdapterLoaded, AdapterUnloaded, CommandFailed, LoadAdapter, UnloadAdapter
-from server.engine.waiting import LOOKAHEAD, MAX_BYPASSES
+from server.engine.waiting import LOOKAHEAD
 
 pytestmark = pytest.mark.usefixtures("_overlaps")
 
@@ -163,9 +168,9 @@ def test_a_stream_of_requests_of_one_adapter_does_not_keep_another_waiting_for_e
     while "patient" not in engine.reasons:
         flood()
         engine.turn()
-        assert sent - before < MAX_BYPASSES + 40
+        assert sent - before < STARTS + 40
     assert engine.tokens["patient"] == expected([4, 5, 6], 4, adapter=2)
-    assert sent - before > MAX_BYPASSES, "younger ones could pass it"
+    assert sent - before > STARTS - 8, "younger ones could pass it"
     engine.run()
     engine.assert_nothing_is_held()
 
@@ -196,6 +201,95 @@ def test_nor_where_another_tenant_comes_first_now_and_then(tmp_path: Path) -> No
     engine.abort(*engine.scheduler.open.by_id)
     engine.run()
     engine.assert_nothing_is_held()
+
+
+def served_more_and_less(folder: Path, max_loras: int) -> tuple[Engine, Callable[[], None]]:
+    """A tenant's requests use all slots without a pause, and another's chats with the base model make it the one that
+    is served more. The engine, and what sees to that."""
+    engine = Engine(2000, max_loras=max_loras, max_num_seqs=32, max_cpu_loras=40)
+    with_adapters(engine, folder, max_loras + 30)
+    rng, number = random.Random(0), count()
+
+    def flood() -> None:
+        while len(engine.scheduler.waiting) - len(engine.adapters.waiting()) + len(engine.link.inbox) < 6:
+            engine.add(f"base{next(number)}", tokens(rng, 120), max_tokens=30, salt=b"more", ignore_eos=True)
+            for key in range(1, max_loras + 1):
+                at = next(number)
+                engine.add(f"less{at}", [1, 2], max_tokens=20 + at % 7, adapter=f"a{key}", ignore_eos=True)
+        engine.turn()
+
+    for _ in range(100):
+        flood()
+    return engine, flood
+
+
+def ended(engine: Engine, prefix: str) -> int:
+    return sum(name.startswith(prefix) for name in engine.reasons)
+
+
+@pytest.mark.parametrize("max_loras", [1, 3])
+def test_a_tenant_that_is_served_more_gets_a_slot_that_others_use_without_a_pause(
+    tmp_path: Path, max_loras: int
+) -> None:
+    """The others were before it each time."""
+    engine, flood = served_more_and_less(tmp_path, max_loras)
+    engine.add("patient", [4, 5, 6], max_tokens=4, salt=b"more", adapter=f"a{max_loras + 1}")
+    before = ended(engine, "less")
+    while "patient" not in engine.reasons:
+        flood()
+        assert ended(engine, "less") - before < STARTS + 100
+    assert engine.tokens["patient"] == expected([4, 5, 6], 4, adapter=max_loras + 1)
+    assert ended(engine, "less") - before > STARTS - 50
+    engine.abort(*engine.scheduler.open.by_id)
+    engine.run()
+    engine.assert_nothing_is_held()
+
+
+def test_its_other_adapters_do_not_stop_theirs(tmp_path: Path) -> None:
+    answered, max_loras = [], 3
+    for num_rare in (0, 30):
+        engine, flood = served_more_and_less(tmp_path / str(num_rare), max_loras)
+        for key in range(max_loras + 1, max_loras + num_rare + 1):
+            engine.add(f"rare{key}", [4, 5, 6], max_tokens=4, salt=b"more", adapter=f"a{key}")
+        for _ in range(500):
+            flood()
+        answered.append(ended(engine, "less"))
+    assert answered[1] > 0.9 * answered[0]
+    assert 0 < ended(engine, "rare") <= answered[1] // STARTS + max_loras
+
+
+@pytest.mark.parametrize("seed", seeds(10, 30))
+def test_any_tenants_with_any_adapters_come_to_an_end(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon another adapter is next."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(adapters, "STARTS", rng.choice([1, 2, 5, 20]))
+    monkeypatch.setattr(adapters, "KEPT", rng.choice([1, 5, 100]))
+    seats, max_loras = rng.choice([2, 12]), rng.choice([1, 2, 4])
+    engine = Engine(rng.choice([40, 400]), 16, budget=64, max_num_seqs=seats, max_loras=max_loras)
+    with_adapters(engine, tmp_path, 6)
+    salts = [b"%d" % number for number in range(rng.choice([1, 2, 5]))]
+    wanted = {}
+    for number in range(60):
+        key, salt = rng.randrange(7), rng.choice(salts)
+        prompt = tokens(rng, rng.randrange(1, rng.choice([20, 200])))
+        wanted[f"r{number}"] = (prompt, key)
+        engine.add(f"r{number}", prompt, max_tokens=12, salt=salt, adapter=f"a{key}" if key else None)
+        if rng.random() < 0.3:
+            engine.turn()
+        if rng.random() < 0.1:
+            engine.abort(f"r{rng.randrange(number + 1)}")
+        if rng.random() < 0.03:
+            engine.unload(f"a{rng.randrange(1, 7)}")
+    engine.run()
+    for name, (prompt, key) in wanted.items():
+        if name not in engine.failures and engine.reasons[name] != "abort":
+            assert engine.tokens[name] == expected(prompt, 12, adapter=key), name
+    assert {failure.code for failure in engine.failures.values()} <= {"model_not_found"}, "of those that were unloaded"
+    engine.assert_nothing_is_held()
+    assert not engine.adapters.running()
+    assert not engine.adapters.waiting()
 
 
 def test_a_placement_that_fails_costs_the_requests_of_that_adapter_only(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_real_model_answers_the_same_however_its_steps_are_cut() -> None:
             step = scheduler.schedule()
             if step is not None and step.has_prompts and len(step.requests) > 1:
                 shared.append(step.total_tokens)
-            for event in executor.advance(step):
+            for event in executor.advance(step, begun=scheduler.clock(), waited=False):
                 if isinstance(event, TokenDelta):
                     found[event.request_id] += event.token_ids
         return found, shared

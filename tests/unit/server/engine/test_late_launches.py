@@ -5,11 +5,13 @@ from collections.abc import Callable
 from unittest import mock
 
 import cranked_engine
+import fake_runner
 import pytest
 from cranked_engine import Engine, ListLink, tokens
 from fake_runner import FakeRunner, FakeStep, expected
 
 from models.batch import StepBatch, StepOutput
+from server.engine.drafting import Drafter, DraftLimits
 from server.engine.launch_timing import LAUNCHES, LEAST_DOUBT, MARGIN, MORE_DOUBT, LaunchTiming
 from server.engine.messages import RequestFailed, ToEngine
 from server.engine.step_time import StepWork
@@ -109,6 +111,20 @@ def test_a_device_that_is_sooner_done_than_predicted_is_not_kept_waiting_for_lon
     waited = [seconds for seconds in runner.idle[1:] if seconds > 0]
     assert 0 < len(waited) <= 1 + 0.5 / MORE_DOUBT
     assert max(waited) <= LAUNCH + 0.003, "it is seen that a step has ended"
+
+
+def test_who_waits_for_guesses_to_be_compared_goes_on_as_soon_as_they_are(
+    timed: tuple[Engine, TimedRunner, TimedLink],
+) -> None:
+    engine, runner, _ = timed
+    drafter = Drafter(DraftLimits(step_cost=0.0, row_cost=0.0, overlaps=True))
+    engine.scheduler.drafter = engine.scheduler.open.drafter = drafter
+    prompt = [fake_runner.QUOTES, *tokens(random.Random(0), 20)]
+    engine.add("quoting", prompt + prompt[:5], max_tokens=60)
+    engine.run()
+    assert engine.tokens["quoting"] == expected(prompt + prompt[:5], 60)
+    assert drafter.stats.num_drafts > 3
+    assert max(runner.idle[1:]) == pytest.approx(LAUNCH)
 
 
 def test_a_step_that_failed_fails_its_requests_and_nothing_else(timed: tuple[Engine, TimedRunner, TimedLink]) -> None:

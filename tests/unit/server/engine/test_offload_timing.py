@@ -12,6 +12,7 @@ import pytest
 from cranked_engine import Engine, tokens
 from fake_runner import NAN, QUOTES, expected
 from hostile_timing import HostileDisk, HostileMemory
+from seeds import seeds
 from test_lagging_device import FAILURES, LaggingRunner
 
 from server.engine import executor
@@ -109,7 +110,7 @@ def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "MAX_FAILED_STEPS", 1000)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(3, 5))
 @pytest.mark.parametrize(("overlaps", "failing"), [(False, None), (True, None), (True, "all")])
 def test_whenever_copies_are_done_no_answer_is_wrong(
     seed: int, overlaps: bool, failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

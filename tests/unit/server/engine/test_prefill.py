@@ -268,3 +268,14 @@ def test_who_is_let_in_has_tokens_in_the_step(prompts: list[Prompt], newcomer: P
         plan.add(request)
         shares = counts(plan)
         assert len(prompts) in shares
+
+
+def test_letting_many_in_takes_no_look_at_each_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, number = plan_of([], target=None), 0
+    with_chunk, looks = StepWork.with_chunk, []
+    monkeypatch.setattr(StepWork, "with_chunk", lambda *args, **kwargs: looks.append(0) or with_chunk(*args, **kwargs))
+    while plan.has_room(make(number, Prompt(30)), 0):
+        plan.add(make(number, Prompt(30)))
+        number += 1
+    assert number > 200
+    assert len(looks) < 10 * number

@@ -16,7 +16,7 @@ from server.engine.prefill import PrefillPlan
 from server.engine.request import Request
 from server.engine.step_time import StepTimeModel, StepWork
 from server.engine.token_ids import TokenIds
-from server.engine.waiting import MAX_BYPASSES, WaitingQueue
+from server.engine.waiting import WaitingQueue
 
 BLOCK_SIZE = 16
 
@@ -211,25 +211,6 @@ def test_looking_at_those_that_do_not_fit_takes_little_of_a_step(monkeypatch: py
         assert not queue.admit(10**9)
         assert len(matched) <= 2
         assert sum(matched) <= 20_000 + 10_000
-
-
-def test_who_waits_for_an_adapters_slot_behind_another_tenants_is_passed_no_more_often_than_that() -> None:
-    queue = Queue()
-    for number, name in enumerate(("in its slot", "wanted first", "wanted too")):
-        queue.adapters.register(number, name, "")
-    holder = queue.adapters.find("in its slot")
-    assert holder is not None
-    queue.adapters.start(holder)
-    before = queue.add(100, b"before", adapter="wanted first")
-    queue.fairness.charge(b"served more", inputs=2 * QUANTUM)
-    patient = queue.add(100, b"served more", adapter="wanted too")
-    passing = [queue.add(100, b"served more", adapter="in its slot").request_id for _ in range(MAX_BYPASSES)]
-    assert queue.admit(100_000) == passing
-    queue.waiting.remove(before)
-    queue.add(100, b"served more", adapter="in its slot")
-    assert not queue.admit(100_000)
-    queue.adapters.stop(holder)
-    assert queue.admit(100)[0] == patient.request_id
 
 
 def test_a_request_can_leave_before_and_after_it_was_looked_at() -> None:

@@ -75,10 +75,6 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string() -> None:
     assert matcher.finish() == "<e"
 
 
-def test_without_stop_strings_nothing_is_held() -> None:
-    assert StopMatcher([]).feed("anything").text == "anything"
-
-
 def test_what_stops_is_fed_and_what_does_not_is_not() -> None:
     matcher = StopMatcher(["abc", "cd"])
     assert matcher.feed("xa").text == "x"
