@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import threading
+from typing import NoReturn
 
 from server.finetune.messages import MAX_FRAME_BYTES, Beat, FromTrainer, Recorded, Stepped, Stop, to_trainer
 from server.frames import HEADER, body_size, frame
@@ -57,7 +58,7 @@ class TrainerLink:
                 message = self._receive()
             except Exception:  # without this thread the trainer would wait for ever, and beat
                 logger.critical("the API process was not understood", exc_info=True)
-                os._exit(1)
+                _end()
             with self._told:
                 match message:
                     case Recorded():
@@ -80,7 +81,7 @@ class TrainerLink:
             if not piece:
                 if not self._closed.is_set():
                     logger.warning("the API process is gone")
-                os._exit(1)
+                _end()
             data += piece
         return data
 
@@ -90,3 +91,9 @@ class TrainerLink:
                 self.send(Beat())
             except OSError:  # the listener sees it, too
                 return
+
+
+def _end() -> NoReturn:
+    """Of this process, once its log is written."""
+    logging.shutdown()
+    os._exit(1)
