@@ -31,7 +31,11 @@ logger = logging.getLogger("longwave")
 
 HEARTBEAT_LIMIT = 30.0  # seconds without a word from the engine before it counts as hung,
 LONGEST_TURNS = 3.0  # or so many times its longest step, if that is more
-WHOLE_MODELS = " (If a job made it with training_type full, `longwave serve --model` with its folder serves it.)"
+NOT_SERVED = " (If a job made it and nobody deleted it, the server's log says why it is not served.)"
+WHOLE_MODELS = (
+    " (If a job made it with training_type full, `longwave serve --model` with its folder serves it. Of another one "
+    "that nobody deleted, the server's log says why it is not served.)"
+)
 CHECKPOINTS = " (Checkpoints are not served, only the finished model is.)"
 CHECKPOINT = re.compile(r":ckpt-step-[0-9]+$")
 CUT_GRACE = 2.0  # seconds that cut answers get to send their error event
@@ -165,8 +169,8 @@ class Lifecycle:
         hint, settings = "", self.settings
         if model.startswith(FINE_TUNED) and CHECKPOINT.search(model):
             hint = CHECKPOINTS
-        elif model.startswith(FINE_TUNED) and settings.enable_fine_tuning and settings.fine_tuning_max_full_parameters:
-            hint = WHOLE_MODELS
+        elif model.startswith(FINE_TUNED) and settings.enable_fine_tuning:
+            hint = WHOLE_MODELS if settings.fine_tuning_max_full_parameters else NOT_SERVED
         raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.{hint}", param="model")
 
     def adapter_name(self, model: str | None) -> str | None:

@@ -16,7 +16,7 @@ from server.engine.adapter_registry import AdapterInfo
 from server.errors import EngineUnavailable, InvalidAdapter, QuotaExceeded
 from server.files.folder import make_private
 from server.finetune.store import JobStore
-from server.lifecycle import Phase
+from server.lifecycle import NOT_SERVED, WHOLE_MODELS, Phase
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -229,12 +229,12 @@ def test_only_models_that_were_fine_tuned_here_are_deleted(lora_server: LiveServ
 @pytest.mark.parametrize(
     ("settings", "hint"),
     [
-        ({}, "(If a job made it with training_type full, `longwave serve --model` with its folder serves it.)"),
-        ({"fine_tuning_max_full_parameters": 0}, "access to it."),
+        ({}, WHOLE_MODELS),
+        ({"fine_tuning_max_full_parameters": 0}, NOT_SERVED),
         ({"enable_fine_tuning": False}, "access to it."),
     ],
 )
-def test_a_fine_tuned_model_that_is_not_here_may_be_a_whole_one_where_jobs_make_them(
+def test_of_a_fine_tuned_model_that_is_not_here_its_owner_is_told_where_to_look(
     settings: dict[str, Any], hint: str, tmp_path: Path
 ) -> None:
     with (
