@@ -284,6 +284,15 @@ async def test_an_engine_that_cannot_be_started_again_stays_dead(
             await client.ready()
 
 
+async def dies_where_there_is_no_room(
+    client: EngineClient, full: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    await until(lambda: "It is tried again" in caplog.text)
+
+
 @in_loop
 async def test_an_engine_for_which_there_is_no_room_just_now_is_started_when_there_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -291,10 +300,7 @@ async def test_an_engine_for_which_there_is_no_room_just_now_is_started_when_the
     monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.01)
     async with engine() as client:
         with monkeypatch.context() as full:
-            full.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: "It is tried again" in caplog.text)
+            await dies_where_there_is_no_room(client, full, tmp_path, caplog)
         await client.ready()
         assert await collect(client, request("again", [1])) == expected([1], 8, stop=())
 
@@ -306,10 +312,7 @@ async def test_a_server_that_ends_starts_no_engine_though_there_is_room_again(
     monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.1)
     async with engine() as client:
         with monkeypatch.context() as full:
-            full.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            await until(lambda: "It is tried again" in caplog.text)
+            await dies_where_there_is_no_room(client, full, tmp_path, caplog)
         await client.shutdown()
         assert client.pid is None
         assert not client.alive
