@@ -38,13 +38,13 @@ install: $(STAMP)  ## the virtual environment alone
 install-dev: $(DEV_STAMP)  ## with what the tests and linters need
 
 test: $(DEV_STAMP)  ## what CI runs: unit, contract, integration, and each kernel (not each variant) compiled for each architecture
-	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not thorough" $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not thorough and not gpu" $(ARGS)
 
 test-all: $(DEV_STAMP)  ## make test, and more instants and messages of what it shows
 	$(PYTEST) -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-fast: $(DEV_STAMP)  ## without the slow ones
-	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not slow and not thorough" $(ARGS)
+	$(PYTEST) -n $(JOBS) $(BY_FILE) -m "not slow and not thorough and not gpu" $(ARGS)
 
 test-gpu: $(DEV_STAMP)  ## the tests that need an NVIDIA GPU
 	@nvidia-smi -L >/dev/null 2>&1 || { echo "make test-gpu: no NVIDIA GPU here (nvidia-smi -L fails)" >&2; exit 1; }

@@ -254,7 +254,7 @@ def test_the_device_chooses_how_many_parts_of_keys_there_are(batch: int, layout:
             error_rule.check(args, error_rule.run(args, merged_parts))
 
 
-@pytest.mark.parametrize("beside", [(), (5,), (40, 5)], ids=str)
+@pytest.mark.parametrize("beside", [(), pytest.param((5,), marks=pytest.mark.thorough), (40, 5)], ids=str)
 def test_few_short_sequences_change_no_number_of_parts(beside: tuple[int, ...]) -> None:
     """Padding of a CUDA graph, chats beside a long prompt. 64 rows of two groups of four are four long tiles: eight
     multiprocessors have two parts of each. As many parts as for six would be four of each, in two rounds."""
@@ -267,7 +267,9 @@ def test_few_short_sequences_change_no_number_of_parts(beside: tuple[int, ...]) 
         error_rule.check(args, error_rule.run(args, merged_parts))
 
 
-@pytest.mark.parametrize(("num_sms", "tall"), [(8, False), (9, False), (8, True)])
+@pytest.mark.parametrize(
+    ("num_sms", "tall"), [pytest.param(8, False, marks=pytest.mark.thorough), (9, False), (8, True)]
+)
 def test_the_device_chooses_parts_for_pairs_of_blocks(num_sms: int, tall: bool) -> None:
     """96 rows of two groups of four are two long pairs of tiles of 192 rows, 64 of 128: four pairs of blocks have two
     parts of each. As many parts as for eight blocks alone would be four of each, in two rounds."""
@@ -295,7 +297,7 @@ def test_the_benchmark_of_tiles_runs_each_on_the_cells_inputs(bench: ModuleType)
 
 
 @pytest.mark.parametrize(("num_sms", "rows", "keys", "causal"), [(3, 300, 350, True), (13, 70, 2600, False)])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.thorough), 128, 256])
 def test_forward_at_8_bits(dim: int, num_sms: int, rows: int, keys: int, causal: bool) -> None:
     """Blocks take tile after tile; the tiles of a round that would leave SMs idle are cut into parts of their keys."""
     for seed in range(2):
