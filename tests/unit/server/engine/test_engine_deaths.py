@@ -297,7 +297,7 @@ async def dies_where_there_is_no_room(
 async def test_an_engine_for_which_there_is_no_room_just_now_is_started_when_there_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.01)
+    monkeypatch.setattr(client_module, "ROOM_SECONDS", 0.5)
     async with engine() as client:
         with monkeypatch.context() as full:
             await dies_where_there_is_no_room(client, full, tmp_path, caplog)
