@@ -26,6 +26,8 @@ MIN_CHUNK_TIME = 1.5  # and so many rows at most as take that many reads of all 
 #: Rows that leave no tile of a matrix product half empty. Not 64: odd multiples of it are what cuBLAS is slowest at:
 #: 448 rows take it 1.4 times as long as 512 (Llama 8B's layers, an H200).
 TILES = (512, 128)
+FEW_ROWS = 256  # of a step: fewer take the products as long,
+FEW_TILE = 64  # so that tiles of attention count, in which 193 rows of a chunk take 1.2 to 1.3 times as long as 192
 LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
@@ -232,9 +234,15 @@ def _turn_of(entry: tuple[Turn, Request]) -> Turn:
 
 
 def _whole_tiles(rows: int, count: int) -> int:
-    """A part of `count` with which a step of `rows` others has a multiple of some TILES rows, and not much less."""
+    """A part of `count` with which a step of `rows` others has a multiple of some TILES rows, and not much less; of few
+    rows, one that is a multiple of FEW_TILE itself."""
     for tile in TILES:
         over = (rows + count) % tile
-        if over <= LARGEST_CUT * count and count - over >= MIN_TIMED_CHUNK:
+        if _is_worth_it(over, count):
             return count - over
-    return count
+    over = count % FEW_TILE
+    return count - over if rows + count < FEW_ROWS and _is_worth_it(over, count) else count
+
+
+def _is_worth_it(over: int, count: int) -> bool:
+    return over <= LARGEST_CUT * count and count - over >= MIN_TIMED_CHUNK

@@ -14,6 +14,7 @@ from server.engine.prefill import (
     BURST_ROWS,
     BURST_STEP,
     CROWD,
+    FEW_TILE,
     FLOORS,
     KEYS_SHARE,
     LARGEST_CUT,
@@ -224,6 +225,13 @@ def test_chunks_that_time_cuts_fill_whole_tiles(context: int) -> None:
         assert rows % TILES[-1] == 0 or rows % TILES[-1] > LARGEST_CUT * (rows - len(decodes))
         assert rows < TILES[0] / LARGEST_CUT or rows % TILES[0] == 0
         assert rows < 384 or rows % 128 != 64
+
+
+@pytest.mark.parametrize("context", [85_000, 100_000, 115_000, 127_000])
+def test_a_small_chunk_of_a_deep_prompt_fills_tiles_of_attention(context: int) -> None:
+    decodes = [decoding(n, 600) for n in range(1, 8)]
+    (chunk,) = counts(plan_of([make(0, Prompt(131_072, context))], decodes)).values()
+    assert chunk + len(decodes) == 256 or (chunk + len(decodes) < 256 and chunk % FEW_TILE == 0)
 
 
 def test_of_giants_the_one_that_is_soonest_done_runs_alone() -> None:
