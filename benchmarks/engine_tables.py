@@ -58,7 +58,7 @@ def serving(results: Path) -> str:
         if (mine is None and theirs is None) or (case == "start" and "start_cold" in ours.rows):
             continue
         numbers = ["-" if value is None else f"{value:,.{digits}f}" for value in (mine, theirs)]
-        ratio = "-" if mine is None or theirs is None else f"{mine / theirs:.2f}"
+        ratio = "-" if mine is None or theirs is None else _ratio(mine, theirs, asked.get((case, figure)))
         at = _commits(ours, peer, case)
         title = name
         if at != most:
@@ -75,6 +75,15 @@ def serving(results: Path) -> str:
         " chats alone and 36\nbeside the prompt a p99 of answers is the largest:\n\n"
     )
     return text + table(["case", "ours", "vLLM", "ours / vLLM", "goal", "met"], rows)
+
+
+def _ratio(mine: float, theirs: float, goal: Goal | None) -> str:
+    """Rounded, but never to the other side of a goal that is one of ratios."""
+    digits = 2
+    if goal is not None and goal.of == "peer":
+        while goal.is_met(round(mine / theirs, digits), 1.0) != goal.is_met(mine, theirs):
+            digits += 1
+    return f"{mine / theirs:.{digits}f}"
 
 
 def _commits(ours: Run, peer: Run, case: str) -> str:

@@ -138,6 +138,7 @@ RECORDINGS = (
     Recording("attention_forward_flex", "attention", 400, ("forward", "--flex", "--slow")),
     Recording("layers", "layers", 120),
     Recording("linears", "linears", 60),
+    Recording("linears_many_rows", "linears", 30, ("--rows", "256,384,512,640,768,896,1024,2048")),
     Recording("linear_attention", "linear_attention", 120),
     Recording("few_rows", "few_rows", 120),
     Recording("shared_keys", "shared_keys", 150),

@@ -46,6 +46,14 @@ def test_starts_are_one_row_or_two_and_times_to_the_first_token(tmp_path: Path) 
     assert "process started to its first token, s" not in three
 
 
+def test_a_ratio_is_not_rounded_to_the_other_side_of_its_goal(tmp_path: Path) -> None:
+    name = "32 prompts of 32,768 at once: tokens/s, prompts included"
+    for rate, cells in ((1099.6, ["1.0996", "≥ 1.1 x", "no"]), (1100.4, ["1.10", "≥ 1.1 x", "yes"])):
+        ours, vllm = {"total_tok_s": rate}, {"total_tok_s": 1000.0, "version": "1"}
+        rows = serving_table(tmp_path, {"32x32k_128": ours}, {"32x32k_128": vllm})
+        assert rows[name][2:] == cells
+
+
 def test_rows_of_a_later_run_are_marked_with_its_commit(tmp_path: Path) -> None:
     later = {"commit": "feedfeedfeed", "date": "2026-11-22T10:00:00+00:00"}
     first, rate = {"start_cold": {"s": 9.0}, "ttft_32k": {"ms": 1.0}}, {"tpot_b1_1024": {"p50": 4.0} | later}
