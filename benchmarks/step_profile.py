@@ -29,6 +29,7 @@ from benchmarks import machine
 from benchmarks.arguments import write_out
 from benchmarks.engine_steps import BLOCK_SIZE, DECODED, PROFILED, STEPS, Steps, make_runner
 from benchmarks.list_link import ListLink
+from models import step_shapes
 from models.batch import SamplingParams
 from models.runner import ModelRunner
 from server.engine.config import EngineConfig
@@ -142,6 +143,12 @@ def longest_sequence(
     )
 
 
+def most_rows(chunks: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> int:
+    """Of a step: so many that all that is profiled runs in the graph that the engine would take for it."""
+    most = max((tokens + rows for (tokens, _), (rows, _) in chunks), default=step_shapes.CHUNKS[0])
+    return next((rows for rows in step_shapes.CHUNKS if rows >= most), most)
+
+
 def main(
     decodes: Annotated[str, typer.Option(help="Rows x context of decode steps.")] = "1x1024,1x131072,64x8192",
     prompts: Annotated[str, typer.Option(help="Lengths of prompts that go through the engine.")] = "1024,32768",
@@ -156,7 +163,7 @@ def main(
     wanted_chunks = [_chunk(cell) for cell in chunks.split(",") if cell]
     wanted_prompts = [int(length) for length in prompts.split(",") if length]
     longest = longest_sequence(wanted_decodes, wanted_prompts, wanted_chunks)
-    step_tokens = max([tokens + rows for (tokens, _), (rows, _) in wanted_chunks] + [64])
+    step_tokens = most_rows(wanted_chunks)
     started = time.perf_counter()
     runner = make_runner(longest, step_tokens)
     typer.echo(f"ready after {time.perf_counter() - started:.1f} s, {runner.num_blocks} blocks")
