@@ -128,7 +128,7 @@ class EngineCollector(Collector):
         yield placements
 
     def _offload(self, stats: OffloadStats, block_size: int) -> Iterator[Metric]:
-        disk = stats.disk or DiskStats(0, 0, 0, 0, False)
+        disk = stats.disk or DiskStats(0, 0, 0, 0, is_full=False, is_hanging=False)
         moved = CounterMetricFamily(
             "longwave:kv_offload_total_bytes", "KV moved between tiers.", labels=(*LABELS, "transfer_type")
         )
@@ -156,6 +156,7 @@ class EngineCollector(Collector):
             ("kv_offload_cpu_cache_usage_perc", "Share of host slots in use, 0 to 1.", used),
             ("kv_offload_disk_blocks", "KV blocks on disk.", disk.num_blocks),
             ("kv_offload_disk_full", "1: a write failed, and none is tried for a minute.", float(disk.is_full)),
+            ("kv_offload_disk_hangs", "1: a read or write has not ended for half a minute.", float(disk.is_hanging)),
         ):
             gauge = GaugeMetricFamily(f"longwave:{name}", text, labels=LABELS)
             gauge.add_metric(self._labels, share)

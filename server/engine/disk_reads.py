@@ -5,14 +5,13 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from server.engine.disk_tier import DiskResult, DiskTier
+from server.engine.disk_tier import HANG_SECONDS, DiskResult, DiskTier
 from server.engine.host_slots import Held, HostSlots
 from server.engine.prefixes import Prefix
 
 logger = logging.getLogger(__name__)
 
 MAX_READS = 64  # blocks on their way at once
-HANG_SECONDS = 30.0  # a read that takes longer is of a disk that hangs: nobody waits for it
 
 #: (tokens before, further ones of the same prompt) -> predicted seconds of computing those: that of the steps' model.
 ComputeSeconds = Callable[[int, int], float]

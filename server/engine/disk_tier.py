@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -24,6 +25,7 @@ READERS = 4, 8  # threads, at least and at most; between the two, one for two CP
 #: Seconds after which a thread that computes lets others go on: for each block a reader or writer waits for the
 #: interpreter some six times. With Python's 5 ms, 8.5 GB took 70 s to write beside a thread that never rested.
 SWITCH_INTERVAL = 0.0005
+HANG_SECONDS = 30.0  # without the end of a read, or of a write, that was begun: the disk hangs
 PAUSE = 60.0  # seconds without writes after one has failed: there may be room again
 
 
@@ -43,6 +45,7 @@ class DiskResult:
 class _Work:
     place: int
     is_read: bool
+    begun: float
 
 
 class DiskTier:
@@ -88,6 +91,7 @@ class DiskTier:
         self._read_bytes = self._written_bytes = self._num_damaged = 0
         self._clock = clock
         self._paused_until = 0.0
+        self._last_ended = {True: -inf, False: -inf}  # of reads, and of writes
         self._has_failed = False  # since the last write that did not
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL, self._switch_interval))
@@ -105,8 +109,9 @@ class DiskTier:
         place = self._places[prefix.hash]
         owner = self._contents[place][1]
         self._pool.share(place, owner)
-        self._working[ticket] = _Work(place, is_read=True)
-        self._speed.begin(self._clock())
+        now = self._clock()
+        self._working[ticket] = _Work(place, is_read=True, begun=now)
+        self._speed.begin(now)
         file = BlockFile(block_path(self._folder, owner, prefix.hash), self._fingerprint, prefix)
 
         def read() -> None:
@@ -144,7 +149,7 @@ class DiskTier:
         owner = owner_of(prefix.cache_salt)
         self._places[prefix.hash] = place
         self._contents[place] = (prefix.hash, owner)
-        self._working[ticket] = _Work(place, is_read=False)
+        self._working[ticket] = _Work(place, is_read=False, begun=self._clock())
         file = BlockFile(block_path(self._folder, owner, prefix.hash), self._fingerprint, prefix)
         self._run(self._writer, ticket, lambda: file.write(memory, used_ns))
         return True
@@ -165,6 +170,7 @@ class DiskTier:
                 self._delete(work.place)
             content = self._contents.get(work.place)  # None: failed, or forgotten meanwhile
             self._pool.drop(work.place, None if content is None else content[1])
+            self._last_ended[work.is_read] = ended
             self._count(work, error)
             if work.is_read:
                 self._speed.end(0 if error else self._file_bytes, ended)
@@ -181,11 +187,24 @@ class DiskTier:
             self._pool.blank(place, owner)
 
     def stats(self) -> DiskStats:
-        return DiskStats(len(self._places), self._read_bytes, self._written_bytes, self._num_damaged, self._is_paused)
+        return DiskStats(
+            num_blocks=len(self._places),
+            read_bytes=self._read_bytes,
+            written_bytes=self._written_bytes,
+            num_damaged=self._num_damaged,
+            is_full=self._is_paused,
+            is_hanging=self._is_hanging,
+        )
 
     @property
     def _is_paused(self) -> bool:
         return self._clock() < self._paused_until
+
+    @property
+    def _is_hanging(self) -> bool:
+        """Writes wait for each other: that one is old says nothing while others end."""
+        limit = self._clock() - HANG_SECONDS
+        return any(max(work.begun, self._last_ended[work.is_read]) < limit for work in self._working.values())
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless places and names agree. O(places)."""

@@ -10,6 +10,7 @@ class DiskStats:
     written_bytes: int
     num_damaged: int  # files that were not what their names said
     is_full: bool  # a write failed of late, and there are none for a while
+    is_hanging: bool  # something was begun, and nothing of its kind has ended for long
 
 
 @dataclass(frozen=True, slots=True)

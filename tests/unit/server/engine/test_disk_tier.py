@@ -5,13 +5,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from threading import Semaphore
 
 import pytest
 
 from server.engine import block_files
 from server.engine.block_files import BlockFile, file_bytes, owner_of
-from server.engine.disk_tier import PAUSE, SWITCH_INTERVAL, DiskResult, DiskTier, DiskTierError
+from server.engine.disk_tier import HANG_SECONDS, PAUSE, SWITCH_INTERVAL, DiskResult, DiskTier, DiskTierError
 from server.engine.prefixes import Prefix, hash_block, root_hash
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 1000
@@ -194,6 +196,54 @@ def test_a_full_disk_ends_the_writing_for_a_while_and_not_the_reading(
     assert not tier.stats().is_full
     write(tier, 3)
     assert read(tier, prefix(3)) == content(3)
+    tier.close()
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "write"])
+def test_a_disk_that_gives_no_answer_hangs(tmp_path: Path, *, is_read: bool) -> None:
+    """Files that are pipes: opening one waits for who is at its other end."""
+    now = 0.0
+    tier = open_tier(tmp_path, clock=lambda: now)
+    write(tier, 1)
+    (path,) = tmp_path.rglob("*.kv")
+    if is_read:
+        path.unlink()
+    else:  # what is written first, and renamed
+        path = path.with_name(f"{prefix(2).hash.hex()}.kv.tmp")
+    os.mkfifo(path)
+    if is_read:
+        tier.read(prefix(1), memoryview(bytearray(BLOCK_BYTES)), 1)
+    else:
+        tier.write(prefix(2), memoryview(content(2)), 2)
+    now += HANG_SECONDS
+    assert not tier.stats().is_hanging
+    now += 1
+    assert tier.stats().is_hanging
+    results: list[DiskResult] = []
+    while not results:  # however late the thread opens it
+        with suppress(FileNotFoundError):
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        results = tier.finished()
+    assert not tier.stats().is_hanging
+    tier.close()
+
+
+def test_writes_that_wait_for_each_other_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, may_end = 0.0, Semaphore(0)
+    tier = open_tier(tmp_path, clock=lambda: now)
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockFile, "write", lambda *_: may_end.acquire())
+        for number in (1, 2, 3):
+            assert tier.write(prefix(number), memoryview(content(number)), number)
+        for _ in range(2):
+            now += 0.9 * HANG_SECONDS
+            may_end.release()
+            wait(tier)
+            assert not tier.stats().is_hanging
+        now += 1.1 * HANG_SECONDS
+        assert tier.stats().is_hanging
+        may_end.release()
+        wait(tier)
     tier.close()
 
 
