@@ -5,7 +5,7 @@
 Each contender is a CUDA graph of several layers, whose weights no cache holds: both norms, the four products, the
 activation; no attention. Contenders take turns; a time is the median of its turns, over the layers. "qkv", "out",
 "gate_up", "down": ours of that one alone; of many rows only gates have a kernel. Results are compared before they are
-timed. Turns of many rows are long enough for the card's power limit to be what it is in a long prompt.
+timed. Turns of thousands of rows are long enough for the card's power limit to be what it is in a long prompt.
 
 Exit code 0: timed. 1: a result of ours was wrong. 2: no NVIDIA GPU, or sizes that are none.
 """

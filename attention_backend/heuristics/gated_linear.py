@@ -8,7 +8,7 @@ from functools import lru_cache
 ROWS, DEPTH = 128, 64
 #: Rows and columns of a result that are copied at once.
 COPIED = 64
-#: Rows of a call: few are `skinny_linear`'s, or torch's (1,024 and more were measured).
+#: Rows of a call: few are `skinny_linear`'s, or torch's.
 FEWEST_ROWS = 256
 #: Columns of the input. A tile of fewer may be over before the activation of the last one is (4,096 were measured).
 FEWEST_COLUMNS = 1024

@@ -27,7 +27,8 @@ MIN_CHUNK_TIME = 1.5  # and so many rows at most as take that many reads of all 
 #: 448 rows take it 1.4 times as long as 512 (Llama 8B's layers, an H200).
 TILES = (512, 128)
 FEW_ROWS = 256  # of a step: fewer take the products as long,
-FEW_TILE = 64  # so that tiles of attention count, in which 193 rows of a chunk take 1.2 to 1.3 times as long as 192
+#: so tiles of attention count: with 193 rows of a deep chunk a step lasts 1.2 to 1.3 times as long as with 192.
+FEW_TILE = 64
 LARGEST_CUT = 0.3  # of a chunk that is made smaller for that
 OLDEST_SHARE = 4  # the oldest prompt has at least 1 / OLDEST_SHARE of what prompts have
 PROMPTS_SHARE = 4  # and they have at least 1 / PROMPTS_SHARE of the time of a step, whatever the decodes take
