@@ -145,8 +145,7 @@ class Generator:
         if isinstance(prompt, str):
             encode = partial(self._encode_text, prompt, add_special_tokens, check_length)
             return await self.tokenizer.in_thread(encode, len(prompt), fits=fits)
-        if prompt and prompt.largest() >= self.ready.vocab_size:
-            raise self._beyond_vocabulary("prompt")
+        self.check_vocabulary(prompt, "prompt")
         return prompt
 
     async def _requests(self, job: Job) -> list[AddRequest]:
@@ -230,12 +229,12 @@ class Generator:
 
     def check_vocabulary(self, token_ids: Collection[int], field: str) -> None:
         """Raises InvalidRequest for a token that the model does not have."""
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.ready.vocab_size):
-            raise self._beyond_vocabulary(field)
-
-    def _beyond_vocabulary(self, field: str) -> InvalidRequest:
+        if not token_ids:
+            return
+        ends = (token_ids.largest(),) if isinstance(token_ids, TokenIds) else (min(token_ids), max(token_ids))
         size = self.ready.vocab_size
-        return InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)
+        if not all(0 <= token_id < size for token_id in ends):
+            raise InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)
 
     @contextmanager
     def _active(self) -> Iterator[None]:
