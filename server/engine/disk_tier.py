@@ -93,6 +93,7 @@ class DiskTier:
         self._paused_until = 0.0
         self._last_ended = {True: -inf, False: -inf}  # of reads, and of writes
         self._has_failed = False  # since the last write that did not
+        self._writer_hangs = False  # and the log says so
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL, self._switch_interval))
         for block_hash, owner in found.blocks:
@@ -176,6 +177,13 @@ class DiskTier:
                 self._speed.end(0 if error else self._file_bytes, ended)
             results.append(DiskResult(ticket, error is None))
 
+    def look_at_writer(self) -> None:
+        """Says once that it hangs: nobody waits for what it keeps back, so nobody else would."""
+        hangs = self._hangs(is_read=False)
+        if hangs and not self._writer_hangs:
+            logger.warning("%s has not taken a KV block for %.0f s: few more go there until it does", self, HANG_SECONDS)
+        self._writer_hangs = hangs
+
     def forget(self, block_hash: bytes) -> None:
         """What is here under this hash is not to be read again."""
         place = self._places.get(block_hash)
@@ -193,18 +201,19 @@ class DiskTier:
             written_bytes=self._written_bytes,
             num_damaged=self._num_damaged,
             is_full=self._is_paused,
-            is_hanging=self._is_hanging,
+            is_hanging=self._hangs(is_read=True) or self._hangs(is_read=False),
         )
 
     @property
     def _is_paused(self) -> bool:
         return self._clock() < self._paused_until
 
-    @property
-    def _is_hanging(self) -> bool:
+    def _hangs(self, *, is_read: bool) -> bool:
         """Writes wait for each other: that one is old says nothing while others end."""
         limit = self._clock() - HANG_SECONDS
-        return any(max(work.begun, self._last_ended[work.is_read]) < limit for work in self._working.values())
+        if self._last_ended[is_read] >= limit:
+            return False
+        return any(work.is_read is is_read and work.begun < limit for work in self._working.values())
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless places and names agree. O(places)."""

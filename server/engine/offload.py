@@ -152,6 +152,7 @@ class Offload:
             loaded.append((block, held, False))
         if self.disk is not None:
             self._settle_disk(self.disk)
+            self.disk.look_at_writer()
             if self.reads is not None:
                 self.reads.give_up_late()
             if not self._ends_ns:

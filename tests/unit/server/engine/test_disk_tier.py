@@ -228,7 +228,9 @@ def test_a_disk_that_gives_no_answer_hangs(tmp_path: Path, *, is_read: bool) -> 
     tier.close()
 
 
-def test_writes_that_wait_for_each_other_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_that_wait_for_each_other_do_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     now, may_end = 0.0, Semaphore(0)
     tier = open_tier(tmp_path, clock=lambda: now)
     with monkeypatch.context() as patched:
@@ -240,8 +242,15 @@ def test_writes_that_wait_for_each_other_do_not_hang(tmp_path: Path, monkeypatch
             may_end.release()
             wait(tier)
             assert not tier.stats().is_hanging
+            tier.look_at_writer()
+        assert not caplog.records
         now += 1.1 * HANG_SECONDS
         assert tier.stats().is_hanging
+        for _ in range(2):
+            tier.look_at_writer()
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{tmp_path} has not taken a KV block for 30 s: few more go there until it does"
+        ]
         may_end.release()
         wait(tier)
     tier.close()
