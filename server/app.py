@@ -89,6 +89,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         replace(settings.trainer_config(), answering_fd=lifecycle.answering.fd, template=lifecycle.template),
         lifecycle.load_adapter,
         lifecycle.engine.unload_adapter,
+        lifecycle.serves,
         max_live_jobs=settings.max_fine_tuning_jobs,
         max_model_len=lambda: lifecycle.max_model_len,
     )
@@ -96,6 +97,7 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         lifecycle.preparations.append(jobs.start)
         lifecycle.drains.append(jobs.drain)
         lifecycle.metrics.watch_fine_tuning(jobs.stats)
+        lifecycle.why_not_served = jobs.why_not_served
     calls = replace(settings.training_config(), answering_fd=lifecycle.answering.fd)
     low_level = Training(settings.data_folder / "training", calls, lifecycle)
     if settings.enable_training:
@@ -135,7 +137,13 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
         app.include_router(fine_tuning.router)
     if settings.enable_training:
         app.include_router(training.router)
-    # The last added is the outermost.
+    _add_middleware(app, lifecycle)
+    return app
+
+
+def _add_middleware(app: FastAPI, lifecycle: Lifecycle) -> None:
+    """The last added is the outermost."""
+    settings = lifecycle.settings
     streamed = frozenset({files.PATH})
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout=settings.body_timeout, streamed=streamed)
     app.add_middleware(
@@ -160,7 +168,6 @@ def create_app(lifecycle: Lifecycle) -> FastAPI:
             expose_headers=READ_BY_PAGES,
         )
     app.add_middleware(OriginForm)
-    return app
 
 
 def longwave_version() -> str:

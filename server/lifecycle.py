@@ -105,6 +105,7 @@ class Lifecycle:
         self.answering = AnsweringSign()  # while a request is open
         self.preparations: list[Callable[[], Awaitable[None]]] = []  # between the engine's readiness and the server's
         self.drains: list[Callable[[], Awaitable[None]]] = []  # what else has to stop in time
+        self.why_not_served: Callable[[str, str], str | None] = lambda _name, _owner: None  # of a finished model
         self._load_tokenizer = load_tokenizer
         self._began = time.monotonic() if began is None else began
         self._engine_started = 0.0  # when its process did; 0: it has not
@@ -159,6 +160,9 @@ class Lifecycle:
         """Those that this owner may name."""
         return [info for info in self.engine.adapters() if info.owner in ("", owner)]
 
+    def serves(self, adapter: str) -> bool:
+        return any(info.name == adapter for info in self.engine.adapters())
+
     def check_model(self, model: str | None, owner: str = "") -> AdapterInfo | None:
         """The adapter that `model` names; None for the base model. Raises ModelNotFound."""
         if model is None or model in self.settings.model_names:
@@ -171,6 +175,8 @@ class Lifecycle:
             hint = CHECKPOINTS
         elif model.startswith(FINE_TUNED) and settings.enable_fine_tuning:
             hint = WHOLE_MODELS if settings.fine_tuning_max_full_parameters else NOT_SERVED
+            if (reason := self.why_not_served(model, owner)) is not None:
+                hint = f" It is finished and kept, but not served now: {reason}"
         raise ModelNotFound(f"The model `{model}` does not exist or you do not have access to it.{hint}", param="model")
 
     def adapter_name(self, model: str | None) -> str | None:

@@ -181,7 +181,9 @@ class DiskTier:
         """Says once that it hangs: nobody waits for what it keeps back, so nobody else would."""
         hangs = self._hangs(is_read=False)
         if hangs and not self._writer_hangs:
-            logger.warning("%s has not taken a KV block for %.0f s: few more go there until it does", self, HANG_SECONDS)
+            logger.warning(
+                "%s has not taken a KV block for %.0f s: few more go there until it does", self, HANG_SECONDS
+            )
         self._writer_hangs = hangs
 
     def forget(self, block_hash: bytes) -> None:

@@ -5,12 +5,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from server.errors import AdapterExists, EngineUnavailable, LongwaveError, QuotaExceeded
 from server.files.store import FileStore
-from server.finetune.folders import Folders
+from server.finetune.folders import Folders, FolderState, folder_state
 from server.finetune.messages import Finished
 from server.finetune.records import Job
 from server.finetune.results import PURPOSE, metrics_csv, model_name, result_file_id
@@ -21,6 +22,14 @@ logger = logging.getLogger("longwave")
 
 LoadAdapter = Callable[[str, Path, str], Awaitable[None]]  # name, folder, owner; raises LongwaveError
 UnloadAdapter = Callable[[str], Awaitable[None]]  # name; raises LongwaveError
+IsServed = Callable[[str], bool]  # name
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    owner: str
+    error: LongwaveError
+    state: FolderState  # before it was read
 
 
 class Finishing:
@@ -31,14 +40,16 @@ class Finishing:
         files: FileStore,
         load_adapter: LoadAdapter,
         unload_adapter: UnloadAdapter,
+        is_served: IsServed,
     ) -> None:
         self._writer = writer
         self._folders = folders
         self._files = files
         self._load_adapter = load_adapter
         self._unload_adapter = unload_adapter
+        self._is_served = is_served
         self._served: set[str] = set()
-        self._refused: dict[str, LongwaveError] = {}
+        self._refused: dict[str, _Refusal] = {}
 
     async def finish(self, job: Job, finished: Finished) -> None:
         """The caller works in the job's folder alone. Raises LeaseLostError, EngineUnavailable, InsufficientStorage,
@@ -76,23 +87,34 @@ class Finishing:
     async def serve(self, source: str) -> None:
         """Every finished model of that base model and no other, though other servers of the data directory make models
         and delete them. Raises EngineUnavailable, InsufficientStorage."""
+        # An engine that was started anew may not have taken all of them.
+        self._served = {name for name in self._served if self._is_served(name)}
         before = set(self._served)  # a model that is finished meanwhile may not be among those that are asked for
         adapters = await self._writer.store(lambda store: store.adapters(source))
         names = {adapter.name for adapter in adapters}
-        self._refused = {name: error for name, error in self._refused.items() if name in names}
+        self._refused = {name: refusal for name, refusal in self._refused.items() if name in names}
         for name in before - names:
             await self.unload(name)
         for adapter in adapters:
-            if adapter.name in self._served or not self._may_be_taken(adapter.name):
+            folder = self._folders.made(adapter.job_id, whole=False)
+            if adapter.name in self._served or not await self._may_be_taken(adapter.name, folder):
                 continue
-            if not await self.load(adapter.name, self._folders.made(adapter.job_id, whole=False), adapter.owner):
+            if not await self.load(adapter.name, folder, adapter.owner):
                 self._served.add(adapter.name)
             if await self._writer.store(partial(JobStore.adapter, name=adapter.name)) is None:  # deleted meanwhile
                 await self.unload(adapter.name)
 
-    def _may_be_taken(self, name: str) -> bool:
-        """Whether the engine has not refused it for good: it has room again when something is unloaded."""
-        return isinstance(self._refused.get(name), QuotaExceeded | None)
+    async def _may_be_taken(self, name: str, folder: Path) -> bool:
+        """Whether the engine has not refused what is there: it has room again when something is unloaded."""
+        refusal = self._refused.get(name)
+        if refusal is None or isinstance(refusal.error, QuotaExceeded):
+            return True
+        return await asyncio.to_thread(folder_state, folder) != refusal.state
+
+    def why_not_served(self, name: str, owner: str) -> str | None:
+        """Of a finished model of that owner's which the engine refused."""
+        refusal = self._refused.get(name)
+        return None if refusal is None or refusal.owner != owner else refusal.error.message
 
     async def unload(self, name: str) -> None:
         """Unless it is not served anyway."""
@@ -102,6 +124,7 @@ class Finishing:
 
     async def load(self, name: str, folder: Path, owner: str) -> list[str]:
         """What the owner should know when the model cannot be served. Raises EngineUnavailable: not now."""
+        state = await asyncio.to_thread(folder_state, folder)
         try:
             await self._load_adapter(name, folder, owner)
         except AdapterExists:
@@ -109,9 +132,10 @@ class Finishing:
         except EngineUnavailable:
             raise
         except LongwaveError as error:
-            if name not in self._refused:  # it may be tried every few seconds
+            known = self._refused.get(name)
+            if known is None or known.error.message != error.message:  # it may be tried every few seconds
                 logger.warning("%s, in %s, is not served: %s", name, folder, error.message)
-            self._refused[name] = error.with_traceback(None)
+            self._refused[name] = _Refusal(owner, error.with_traceback(None), state)
             return [f"The model is finished and kept, but not served now: {error.message}"]
         self._refused.pop(name, None)
         return []

@@ -21,6 +21,7 @@ from server.text.operators_template import NOTHING_SAID, OperatorsTemplate
 
 TRAINING, VALIDATION = "training_file", "validation_file"  # the request's names
 DELETED = ".deleted-"  # how names of whole models begin that are on their way out
+FolderState = frozenset[tuple[str, int, int, int]]  # of every file name, inode, bytes, when it was written
 ORPHAN_SECONDS = 3600.0  # a folder that no job knows may be of one that is just being made
 
 
@@ -162,6 +163,15 @@ class Folders:
         """As `stray_adapters`, of whole models; and what was deleted and is not gone yet."""
         deleted = [path for path in _entries(self.root / "models") if path.name.startswith(DELETED)]
         return deleted + _strays(self.root / "models", has_ended, has_succeeded)
+
+
+def folder_state(folder: Path) -> FolderState:
+    """Another one, if its files are changed. That of a folder that is not there, or cannot be read, is empty."""
+    try:
+        entries = [(path.name, path.stat()) for path in folder.iterdir()]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
 
 
 def _strays(parent: Path, has_ended: Callable[[str], bool | None], is_kept: Callable[[str], bool]) -> list[Path]:

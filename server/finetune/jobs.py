@@ -18,7 +18,7 @@ from server.files.store import FileStore
 from server.finetune.acceptance import check, too_many_jobs, too_many_models
 from server.finetune.config import TrainerConfig
 from server.finetune.feed import follow
-from server.finetune.finishing import Finishing, LoadAdapter, UnloadAdapter
+from server.finetune.finishing import Finishing, IsServed, LoadAdapter, UnloadAdapter
 from server.finetune.folders import Folders
 from server.finetune.places import TooManyModelsError
 from server.finetune.records import JOB_ID, Adapter, Checkpoint, Event, Job, JobRequest
@@ -47,6 +47,7 @@ class FineTuning:
         config: TrainerConfig,
         load_adapter: LoadAdapter,
         unload_adapter: UnloadAdapter,
+        is_served: IsServed,
         *,
         max_live_jobs: int,
         max_model_len: Callable[[], int | None],
@@ -59,7 +60,7 @@ class FineTuning:
         self._folders = Folders(root)
         holder = f"server-{secrets.token_hex(8)}"
         self._writer = Writer(root, holder, config.lease_seconds, config.back_off, config.max_events, stats=self.stats)
-        self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter)
+        self._finishing = Finishing(self._writer, self._folders, files, load_adapter, unload_adapter, is_served)
         tidying = Tidying(self._writer, self._folders, files, unload_adapter, self.stats, config.kept_days)
         self.supervisor = Supervisor(
             config, self._writer, self._folders, self._finishing, tidying, self.stats, max_model_len
@@ -181,6 +182,10 @@ class FineTuning:
         if not await self._folders.are_there():
             return None
         return await self._store(lambda store: store.adapter(name))
+
+    def why_not_served(self, name: str, owner: str) -> str | None:
+        """Of a finished adapter of that owner's which the engine refused."""
+        return self._finishing.why_not_served(name, owner)
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         """For good. Raises InsufficientStorage when the disk refuses: then it is served further."""

@@ -244,6 +244,21 @@ def test_of_a_fine_tuned_model_that_is_not_here_its_owner_is_told_where_to_look(
         assert client.get("/v1/models/ft:tiny:x:1").json()["error"]["message"].endswith(hint)
 
 
+def test_of_a_fine_tuned_model_that_cannot_be_served_its_owner_is_told_why(tmp_path: Path) -> None:
+    with live_server(data_dir=tmp_path, enable_fine_tuning=True) as server, server.client() as client:
+        known = {"ft:tiny:x:1": "its weights are not what they were"}
+        server.lifecycle.why_not_served = lambda name, _: known.get(name)
+        for ask in (
+            client.get("/v1/models/ft:tiny:x:1"),
+            client.post("/v1/completions", json={"model": "ft:tiny:x:1", "prompt": "a"}),
+        ):
+            assert (ask.status_code, ask.json()["error"]["code"]) == (404, "model_not_found")
+            assert ask.json()["error"]["message"].endswith(
+                " It is finished and kept, but not served now: its weights are not what they were"
+            )
+        assert client.get("/v1/models/ft:tiny:x:2").json()["error"]["message"].endswith(WHOLE_MODELS)
+
+
 def test_adapters_of_the_settings_are_loaded_before_the_server_is_ready(tmp_path: Path) -> None:
     modules = f"a={tmp_path / 'a'},b={tmp_path / 'b=c'}"
     with live_server(enable_lora=True, lora_modules=modules) as server, server.client() as client:

@@ -114,6 +114,43 @@ def test_a_model_for_which_the_engine_had_no_room_is_served_when_there_is_some(
     assert "/finetune/adapters/ftjob-" in told
 
 
+def test_a_damaged_model_is_served_when_it_is_mended_and_its_owner_alone_is_told_why_not_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.finetune.supervisor.SERVE_SECONDS", 0.02)
+
+    async def main(work: Work) -> None:
+        work.refusal = InvalidAdapter("it is damaged")
+        job = await work.succeeded(await work.create(steps=1))
+        name = str(job.fine_tuned_model)
+        assert work.jobs.why_not_served(name, "me") == "it is damaged"
+        assert work.jobs.why_not_served(name, "another") is None
+        work.refusal = None
+        (work.folder / "finetune" / "adapters" / job.id / "weights").write_text("from a copy")
+        await work.wait(job, lambda _: work.loaded)
+        await work.wait(job, lambda _: work.jobs.why_not_served(name, "me") is None)
+
+    run(main)
+
+
+def test_a_model_that_an_engine_started_anew_could_not_take_is_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's client has taken it off its list, and nobody else knows."""
+    monkeypatch.setattr("server.finetune.supervisor.SERVE_SECONDS", 0.02)
+
+    async def main(work: Work) -> None:
+        job = await work.succeeded(await work.create(steps=1))
+        for error, seen in ((InvalidAdapter("no such file"), "no such file"), (None, None)):
+            work.refusal, work.loaded = error, []
+            await work.wait(job, lambda _, seen=seen: work.jobs.why_not_served(job.fine_tuned_model, "me") == seen)
+            work.refusal = None
+            (work.folder / "finetune" / "adapters" / job.id / "weights").touch()
+            await work.wait(job, lambda _: work.loaded)
+
+    run(main)
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["loaded before its row goes", "loaded after it"])
 def test_a_model_that_is_loaded_while_it_is_deleted_is_not_served(
     run: Run, monkeypatch: pytest.MonkeyPatch, before: bool

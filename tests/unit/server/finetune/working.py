@@ -46,6 +46,9 @@ class Work:
     async def unload(self, name: str) -> None:
         self.loaded = [one for one in self.loaded if one[0] != name]
 
+    def serves(self, name: str) -> bool:
+        return any(one[0] == name for one in self.loaded)
+
     async def create(self, content: bytes = PAIR * 4, owner: str = "me", steps: int = 6, **changes: Any) -> Job:
         file_id = put(self.files, content, owner)
         kind = changes.pop("training_type", "lora")
@@ -151,8 +154,8 @@ async def at_work(
     config = TrainerConfig(source, **{**CONFIG, **changes})
     work = Work(None, files, folder)  # type: ignore[arg-type] - it needs the work itself
     work.jobs = FineTuning(
-        folder / "finetune", files, config, work.load, work.unload, max_live_jobs=max_live_jobs,
-        max_model_len=lambda: None,
+        folder / "finetune", files, config, work.load, work.unload, work.serves,
+        max_live_jobs=max_live_jobs, max_model_len=lambda: None,
     )  # fmt: skip
     with patch("server.finetune.supervisor.POLL_SECONDS", POLL_SECONDS):
         if start:
