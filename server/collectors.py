@@ -21,6 +21,7 @@ LABELS: Final = ("model_name", "engine")
 
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
+    live: bool  # as /health/live says
     ready: bool  # as /health/ready says
     engine_deaths: int  # engine processes that ended by themselves, or were ended as they hung
 
@@ -34,6 +35,9 @@ class ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         health = self._health()
+        live = GaugeMetricFamily("longwave:server_live", "0: the engine is silent, or stays down.", labels=LABELS)
+        live.add_metric(self._labels, float(health.live))
+        yield live
         ready = GaugeMetricFamily("longwave:server_ready", "1: the server takes work.", labels=LABELS)
         ready.add_metric(self._labels, float(health.ready))
         yield ready

@@ -109,7 +109,7 @@ class Lifecycle:
         self._load_tokenizer = load_tokenizer
         self._began = time.monotonic() if began is None else began
         self._engine_started = 0.0  # when its process did; 0: it has not
-        self.metrics.watch_server(lambda: ServerHealth(self.is_ready, engine.num_deaths))
+        self.metrics.watch_server(lambda: ServerHealth(self.is_live, self.is_ready, engine.num_deaths))
         engine.times = self.metrics.observe_times
 
     async def start_engine(self) -> None:

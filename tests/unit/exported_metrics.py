@@ -27,7 +27,7 @@ def exported_families() -> dict[str, set[str]]:
         )
     )  # fmt: skip
     metrics.started({"imports": 1.5})
-    metrics.watch_server(lambda: ServerHealth(ready=True, engine_deaths=0))
+    metrics.watch_server(lambda: ServerHealth(live=True, ready=True, engine_deaths=0))
     metrics.watch_files(lambda: 0)
     metrics.watch_fine_tuning(FineTuningStats(jobs={"running": 1}, ended=Counter({"succeeded": 1})))
     metrics.watch_training(TrainingStats(calls=Counter({("Compute", "succeeded"): 1})))

@@ -67,7 +67,10 @@ def test_a_server_that_takes_no_work_says_so(server: LiveServer, monkeypatch: py
     monkeypatch.setattr(server.engine, "is_ready", False)
     monkeypatch.setattr(server.engine, "num_deaths", 2)
     assert sample_of(scrape(server), "longwave:server_ready") == 0
+    assert sample_of(scrape(server), "longwave:server_live") == 1
     assert sample_of(scrape(server), "longwave:engine_deaths_total") == 2
+    monkeypatch.setattr(server.engine, "alive", False)
+    assert sample_of(scrape(server), "longwave:server_live") == 0
 
 
 def test_one_request_is_observed_once_everywhere(server: LiveServer) -> None:
