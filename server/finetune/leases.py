@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.finetune.records import Failure, Job, Status, Step
-from server.finetune.setbacks import Setbacks
+from server.finetune.setbacks import MAX_WAIT, Setbacks
 from server.finetune.store import JobStore
 
 
@@ -54,7 +54,8 @@ class Leases:
 
     def claim(self, stage: Stage, source: str, now: float) -> Job | Killed | None:
         """The oldest job of that base model that waits for the stage, now held by this server. One whose holder fell
-        silent, or is gone, waits too: that is a setback, and it is not held before it has waited."""
+        silent, or is gone, waits too: that is a setback, and it is not held before it has waited. A job that is to
+        wait for longer than any does has been told so by a clock that was wrong."""
         waits = f"source = ? AND status IN ({_marks(stage.takes)})"
         with self._store.transaction():
             held = self._connection.execute(
@@ -62,10 +63,10 @@ class Leases:
             )
             gone = [holder for (holder,) in held.fetchall() if self._is_gone(holder)]
             row = self._connection.execute(
-                f"""SELECT id, holder FROM jobs WHERE {waits} AND not_before <= ?
+                f"""SELECT id, holder FROM jobs WHERE {waits} AND (not_before <= ? OR not_before > ?)
                 AND (lease_until IS NULL OR lease_until <= ? OR holder IN ({_marks(gone)}))
                 ORDER BY sequence LIMIT 1""",
-                (source, *stage.takes, now, now, *gone),
+                (source, *stage.takes, now, now + max(MAX_WAIT, self._seconds), now, *gone),
             ).fetchone()
             if row is None:
                 return None

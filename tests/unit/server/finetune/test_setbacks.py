@@ -10,7 +10,7 @@ from working import Run, Work
 from server.finetune import Status
 from server.finetune.finishing import Finishing
 from server.finetune.leases import TRAIN, Killed
-from server.finetune.setbacks import MAX_BACK_OFF, MAX_CRASHES
+from server.finetune.setbacks import MAX_BACK_OFF, MAX_CRASHES, MAX_WAIT
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,6 +31,16 @@ def test_servers_killed_after_the_last_checkpoint_are_no_reason_to_give_the_job_
             "The server or its trainer was killed. The training is done and kept; what is left of the job is tried "
             f"again in {MAX_BACK_OFF:.0f} s"
         )
+
+
+def test_a_clock_that_is_set_back_lengthens_no_wait_by_more_than_the_longest_one(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        create(store)
+        held = leases(store)
+        held.no_room(training(store, held), 10_000.0, "no room")
+        assert held.claim(TRAIN, MODEL, 9_999.0 + MAX_WAIT) is None
+        assert held.claim(TRAIN, MODEL, 10_000.0) is None
+        assert held.claim(TRAIN, MODEL, 9_999.0) is not None
 
 
 def test_a_trainer_that_cannot_make_a_result_of_the_last_checkpoint_is_given_up(tmp_path: Path) -> None:
