@@ -159,9 +159,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 def _is_complete(folder: Path) -> bool:
     try:
         files: dict[str, int] = json.loads((folder / _MANIFEST).read_text())["files"]
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # it never was, or a disk has lost it
-        return False
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+        return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # it never was, or a disk has lost it
 
 
 @contextmanager

@@ -52,10 +52,14 @@ def test_racing_callers_convert_once_and_all_get_the_folder(conversions: list[Pa
     assert len(conversions) == 1
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_a_damaged_folder_is_made_anew(conversions: list[Path], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("model.safetensors", b"wei"), ("manifest.json", b"wei")]
+    + [("manifest.json", left) for left in (b"[]", b"{}", b'{"files": []}', b'{"files": {"model.safetensors": null}}')],
+)
+def test_a_damaged_folder_is_made_anew(conversions: list[Path], tmp_path: Path, name: str, left: bytes) -> None:
     folder = bundled.ensure_converted(tmp_path)
-    (folder / name).write_bytes(b"wei")
+    (folder / name).write_bytes(left)
     assert bundled.ensure_converted(tmp_path) == folder
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert len(conversions) == 2
