@@ -30,7 +30,7 @@ class OffloadingKVCache(KVCache):
         self._is_worth_a_copy = bytearray(num_blocks)  # by block: it was hit, or is of a long request
         self._loading: dict[int, int] = {}  # serial number of a prefix on its way here -> its block, which we hold
         self._fetched: dict[str, Fetched] = {}  # by request
-        self._num_wanted = 0  # blocks that a request would take at once, were they ready
+        self._num_wanted = 0  # blocks that a request would have taken in this turn, were they ready
 
     def allocate(self, request: Request, num_blocks: int, hits: Sequence[Entry] = ()) -> None:
         self._fetched.pop(request.request_id, None)
@@ -129,6 +129,7 @@ class OffloadingKVCache(KVCache):
         return offload.reads.room(num_on_disk, first * self.block_size, (end - first) * self.block_size)
 
     def settle(self) -> None:
+        self._num_wanted = 0  # who waited for them may be gone
         for block, held, is_there in self.offload.settle():
             prefix = held.prefix
             del self._loading[prefix.serial]

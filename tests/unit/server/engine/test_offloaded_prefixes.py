@@ -126,6 +126,20 @@ def test_a_prompt_that_takes_all_blocks_at_once_waits_until_they_are_copied() ->
     assert ask(engine, "again", [*document, 7]) == 320
 
 
+def test_blocks_for_a_prompt_that_left_are_copied_no_further() -> None:
+    rng = random.Random(0)
+    engine = Engine(40, 16)
+    cache = give_host_memory(engine, 400, room=2, turns=1)
+    ask(engine, "first", tokens(rng, 320))
+    engine.add("runs", tokens(rng, 16), max_tokens=50)
+    engine.turn()
+    engine.add("other", tokens(rng, 500), max_tokens=4)
+    engine.turn()
+    engine.abort("other")
+    engine.run()
+    assert cache.offload.num_stored <= cache._ahead
+
+
 def test_a_host_without_room_for_all_keeps_the_beginning() -> None:
     rng = random.Random(0)
     engine = Engine(40, 16)
