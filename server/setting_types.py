@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_core import PydanticKnownError
 from pydantic_settings import NoDecode
 
 from server import strict_json
@@ -107,6 +108,18 @@ def _json_read(value: Any) -> Any:
         raise ValueError(f"it is no JSON: {error}") from None
 
 
+def few_keys(most: int) -> BeforeValidator:
+    """Of an object, looked at first: a dict's max_length counts after all its keys, and each could be an error."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            context = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", context)
+        return value
+
+    return BeforeValidator(check)
+
+
 def _variables_may_be_set(variables: dict[str, Any]) -> dict[str, Any]:
     taken = sorted(SERVERS_VARIABLES & variables.keys())
     if taken:
@@ -140,7 +153,10 @@ ApiKeys = Annotated[Secrets, AfterValidator(_keys_are_secrets)]
 Folder = Annotated[Path | None, BeforeValidator(_empty_is_unset), AfterValidator(_is_absolute)]
 VariableName = Annotated[str, Field(pattern=rf"^[A-Za-z_][A-Za-z0-9_]{{0,{MAX_VARIABLE_NAME - 1}}}$")]
 TemplateVariables = Annotated[
-    dict[VariableName, Any], Field(max_length=MAX_VARIABLES), AfterValidator(_variables_may_be_set)
+    dict[VariableName, Any],
+    Field(max_length=MAX_VARIABLES),
+    few_keys(MAX_VARIABLES),
+    AfterValidator(_variables_may_be_set),
 ]
 JsonVariables = Annotated[TemplateVariables, NoDecode, BeforeValidator(_json_read)]
 BlockSize = Annotated[int, AfterValidator(_block_size_is_served)]

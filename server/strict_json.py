@@ -5,10 +5,19 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 
-def loads(text: str, parse_float: Callable[[str], Any] | None = None) -> Any:
+def loads(
+    text: str, parse_float: Callable[[str], Any] | None = None, parse_int: Callable[[str], Any] | None = None
+) -> Any:
     """Raises json.JSONDecodeError for what is no JSON, another ValueError for what Python alone would let pass (and for
-    numbers of endless digits), RecursionError for endless nesting. `parse_float` reads numbers that are not whole."""
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=parse_float)
+    numbers of endless digits), RecursionError for endless nesting. `parse_float` reads numbers that are not whole,
+    `parse_int` those that are."""
+    return json.loads(
+        text,
+        object_pairs_hook=_object,
+        parse_constant=_refuse_constant,
+        parse_float=parse_float,
+        parse_int=parse_int,
+    )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.deps import FilesDep, LifecycleDep, OriginDep
 from server.api.disconnect import ClientDisconnected
+from server.api.piecewise import PiecewiseJSON
 from server.errors import ServerDraining
 from server.files.catalog import StoredFile
 from server.files.receiving import receive_file
@@ -38,7 +39,7 @@ async def upload_file(request: Request, lifecycle: LifecycleDep, files: FilesDep
         raise ClientDisconnected from None
 
 
-@router.get(PATH, responses=FILE_FAILURES | failures(400))
+@router.get(PATH, response_model=FileList, responses=FILE_FAILURES | failures(400))
 async def list_files(
     files: FilesDep,
     origin: OriginDep,
@@ -46,17 +47,19 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
     purpose: Annotated[str | None, Query(max_length=64)] = None,
-) -> FileList:
-    found = await asyncio.to_thread(
-        files.page, origin.owner, purpose=purpose, after=after, limit=limit + 1, order=order
-    )
-    page = [_object(stored) for stored in found[:limit]]
-    return FileList(
-        data=page,
-        first_id=page[0].id if page else None,
-        last_id=page[-1].id if page else None,
-        has_more=len(found) > limit,
-    )
+) -> Response:
+    def page() -> bytes:
+        found = files.page(origin.owner, purpose=purpose, after=after, limit=limit + 1, order=order)
+        page = [_object(stored) for stored in found[:limit]]
+        listed = FileList(
+            data=page,
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+            has_more=len(found) > limit,
+        )
+        return listed.model_dump_json().encode()
+
+    return PiecewiseJSON([await asyncio.to_thread(page)])
 
 
 @router.get(PATH + "/{file_id}", responses=FILE_FAILURES)

@@ -1,25 +1,27 @@
-"""Routes that read their JSON strictly: no NaN, no key twice, no endless nesting or digits, no millions of values.
-Knows no schema."""
+"""Routes that read their JSON strictly: no NaN, no key twice, no endless nesting or digits, no millions of values; and
+that hold a large one against its schema in a thread. Knows no schema."""
 
 import json
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from server import large_json
 from server.errors import PayloadTooLarge
 
-MOST_VALUES = 100_000  # of one body, lists of token ids not counted: reading them takes a tenth of a second
+MOST_VALUES = 100_000  # of one body, lists of token ids not counted
 VALUES_OF_A_TOKEN = 4  # that is trained: three numbers and a target
 
 
 class _Refused(HTTPException):
     """FastAPI lets it pass: any other exception of `json` is to it a body that is none."""
 
-    def __init__(self, error: PayloadTooLarge) -> None:
-        super().__init__(error.status)
+    def __init__(self, error: Exception) -> None:
+        super().__init__(400)
         self.error = error
 
 
@@ -36,17 +38,33 @@ def _reason(error: ValueError | RecursionError, num_bytes: int) -> str:
     return f"{what} (line {error.lineno}, column {error.colno})" if num_bytes <= large_json.SMALL_BYTES else what
 
 
+def _checked(schema: Any, body: Any) -> Any:
+    """The model that `body` is, which FastAPI takes for what it says. Raises RequestValidationError, LongwaveError."""
+    model, errors = schema.validate(body, loc=("body",))
+    if errors:
+        raise RequestValidationError(errors, body=body)
+    return model
+
+
 class StrictJSONRequest(Request):
     most_values = MOST_VALUES
+    schema: Any = None  # of the body: a ModelField, which FastAPI gives no public name
 
     async def json(self) -> Any:
+        body = await self.body()
         try:
-            return await large_json.loads(await self.body(), self.most_values)
+            read = await large_json.loads(body, self.most_values)
         except PayloadTooLarge as error:
             raise _Refused(error) from None
         except (ValueError, RecursionError) as error:
             # The body does not travel with the error.
-            raise json.JSONDecodeError(_reason(error, len(await self.body())), "", 0) from None
+            raise json.JSONDecodeError(_reason(error, len(body)), "", 0) from None
+        if self.schema is None or len(body) <= large_json.SMALL_BYTES:
+            return read
+        try:
+            return await large_json.in_thread(partial(_checked, self.schema, read))
+        except Exception as error:
+            raise _Refused(error) from None
 
 
 class StrictJSONRoute(APIRoute):
@@ -62,7 +80,9 @@ class StrictJSONRoute(APIRoute):
         return read_strictly
 
     def strict(self, request: Request) -> StrictJSONRequest:
-        return StrictJSONRequest(request.scope, request.receive)
+        strict = StrictJSONRequest(request.scope, request.receive)
+        strict.schema = self.body_field
+        return strict
 
 
 class TrainingRoute(StrictJSONRoute):

@@ -16,11 +16,11 @@ PIECE_BYTES = 256 * 2**10
 class PiecewiseJSON(Response):
     media_type = "application/json"
 
-    def __init__(self, pieces: Sequence[bytes | PackedJSON], held: ExitStack) -> None:
+    def __init__(self, pieces: Sequence[bytes | PackedJSON], held: ExitStack | None = None) -> None:
         """`held`: what is closed when nothing of it is in memory any more."""
         super().__init__(headers={"content-length": str(sum(map(len, pieces)))}, media_type=self.media_type)
         self.pieces = pieces
-        self.held = held
+        self.held = held or ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         with self.held:

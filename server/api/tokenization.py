@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from server.api.deps import LifecycleDep, OriginDep
 from server.api.json_route import StrictJSONRoute
+from server.api.piecewise import PiecewiseJSON
 from server.schemas.failure import BODY_FAILURES
 from server.schemas.tokenization import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
@@ -17,14 +18,14 @@ async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: Origi
     generator = lifecycle.accepting(body.model, origin.owner)
     tokens = await generator.tokenize(body.text(), add_special_tokens=body.add_special_tokens is not False)
 
-    def reply() -> str:
+    def reply() -> bytes:
         strings = [generator.tokenizer.vocabulary_piece(token) for token in tokens] if body.return_token_strs else None
         whole = TokenizeReply(
             count=len(tokens), max_model_len=generator.ready.max_model_len, tokens=list(tokens), token_strs=strings
         )
-        return whole.model_dump_json(exclude_none=True)
+        return whole.model_dump_json(exclude_none=True).encode()
 
-    return Response(await generator.tokenizer.in_thread(reply, len(tokens), fits=False), media_type="application/json")
+    return PiecewiseJSON([await generator.tokenizer.in_thread(reply, len(tokens), fits=False)])
 
 
 @router.post("/detokenize", response_model=DetokenizeReply, responses=BODY_FAILURES)
@@ -34,7 +35,8 @@ async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: O
     tokenizer = generator.tokenizer
     generator.check_vocabulary(body.tokens, "tokens")
 
-    def reply() -> str:
-        return DetokenizeReply(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)).model_dump_json()
+    def reply() -> bytes:
+        text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return DetokenizeReply(prompt=text).model_dump_json().encode()
 
-    return Response(await tokenizer.in_thread(reply, len(body.tokens), fits=False), media_type="application/json")
+    return PiecewiseJSON([await tokenizer.in_thread(reply, len(body.tokens), fits=False)])

@@ -5,9 +5,11 @@ import contextlib
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path
+from starlette.responses import Response
 
 from server.api.deps import LifecycleDep, OriginDep, TrainingDep
 from server.api.json_route import TrainingRoute
+from server.api.piecewise import PiecewiseJSON
 from server.errors import EngineUnavailable, InvalidRequest, ModelNotFound, ServerDraining
 from server.lifecycle import Lifecycle, Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
@@ -76,7 +78,8 @@ async def forward_backward(
     body: ComputeRequest, lifecycle: LifecycleDep, training: TrainingDep, origin: OriginDep
 ) -> UntypedFuture:
     """Losses and log-probabilities; the gradient is added to what the model has since its last step."""
-    return _submit(body, body.call(backward=True), lifecycle, training, origin.owner)
+    call = await asyncio.to_thread(body.call, backward=True)  # packs thousands of data
+    return _submit(body, call, lifecycle, training, origin.owner)
 
 
 @router.post("/forward", responses=CALL_FAILURES)
@@ -84,7 +87,8 @@ async def forward(
     body: ComputeRequest, lifecycle: LifecycleDep, training: TrainingDep, origin: OriginDep
 ) -> UntypedFuture:
     """Losses and log-probabilities, no gradient."""
-    return _submit(body, body.call(backward=False), lifecycle, training, origin.owner)
+    call = await asyncio.to_thread(body.call, backward=False)
+    return _submit(body, call, lifecycle, training, origin.owner)
 
 
 @router.post("/optim_step", responses=CALL_FAILURES)
@@ -140,14 +144,15 @@ async def unload_model(
     return _submit(body, Unload(), lifecycle, training, origin.owner)
 
 
-@router.post("/retrieve_future", responses=CALL_FAILURES | failures(507))
-async def retrieve_future(body: RetrieveFutureRequest, training: TrainingDep, origin: OriginDep) -> FutureResult:
+@router.post("/retrieve_future", response_model=FutureResult, responses=CALL_FAILURES | failures(507))
+async def retrieve_future(body: RetrieveFutureRequest, training: TrainingDep, origin: OriginDep) -> Response:
     """The call's result, or its error; while it has not ended, after a while: try_again."""
     future = training.future(body.request_id, origin.owner)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(WAIT_SECONDS):
             await future.ended.wait()
-    return result_of(future)
+    # In a thread: samples may have a million tokens.
+    return PiecewiseJSON([await asyncio.to_thread(lambda: result_of(future).model_dump_json().encode())])
 
 
 @router.post("/get_info", responses=CALL_FAILURES)

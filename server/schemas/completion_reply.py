@@ -13,9 +13,12 @@ from server.schemas.completions import (
 )
 from server.schemas.packed_json import PackedJSON
 from server.schemas.usage import IncludeUsage, UsageInfo
-from server.schemas.whole_choice import Logprobs, WholeChoice, with_logprobs
+from server.schemas.whole_choice import WholeChoice, with_logprobs
 from server.text.choice import TextDelta
 from server.text.generation import Usage
+
+CHOICES = b'"choices":['
+NO_CHOICES = CHOICES + b"]"  # in a string the quotation marks would not stand alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +60,21 @@ class CompletionReply:
         return WholeChoice(index, CompletionLogprobs.of if self.logprobs else None)
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | PackedJSON]:
-        document = Completion(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=[
-                CompletionChoice(
-                    index=choice.index,
-                    text=self.echoes[choice.index] + choice.text,
-                    finish_reason=choice.finish_reason,
-                )
-                for choice in choices
-            ],
-            usage=UsageInfo.of(usage),
-        )
-        logprobs: list[Logprobs] = []
+        """Choice by choice: with what is echoed they may have a hundred megabytes together."""
+        document = Completion(id=self.id, created=self.created, model=self.model, choices=[], usage=UsageInfo.of(usage))
+        before, after = document.model_dump_json().encode().split(NO_CHOICES)
+        yield before + CHOICES
         for at, choice in enumerate(choices):
-            logprobs += choice.logprobs(), choices[at - at % self.n].prompt_logprobs()
-        return with_logprobs(document.model_dump_json(), logprobs)
+            if at:
+                yield b","
+            said = CompletionChoice(
+                index=choice.index,
+                text=self.echoes[choice.index] + choice.text,
+                finish_reason=choice.finish_reason,
+            )
+            logprobs = (choice.logprobs(), choices[at - at % self.n].prompt_logprobs())
+            yield from with_logprobs(said.model_dump_json(), logprobs)
+        yield b"]" + after
 
     def _template(self, index: int) -> ChunkTemplate:
         known = self._templates.get(index)

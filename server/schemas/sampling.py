@@ -17,6 +17,7 @@ from server.schemas.sampling_defaults import (
 )
 from server.schemas.usage import IncludeUsage
 from server.schemas.wire import UNUSED, ModelName, RequestModel, TokenId
+from server.setting_types import few_keys
 from server.settings import MAX_MODEL_LEN
 
 MAX_N = 128  # OpenAI's; the server's own cap (settings.max_n) is lower
@@ -31,6 +32,7 @@ TokenCount = Annotated[int, Field(ge=1, le=MAX_MODEL_LEN)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIAS),
+    few_keys(MAX_LOGIT_BIAS),
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 

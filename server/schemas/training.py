@@ -187,7 +187,7 @@ class SampleRequest(OrderedRequest):
     def call(self) -> Sample:
         params = self.sampling_params or SamplingParamsRequest()
         return Sample(
-            prompt=tuple(token_ids(self.prompt)),
+            prompt=token_ids(self.prompt),
             num_samples=self.num_samples,
             max_tokens=params.max_tokens,
             temperature=float(params.temperature),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from server.engine.token_ids import TokenIds
-from server.schemas.wire import MayBeLong, RequestModel, TokenId
+from server.schemas.wire import RequestModel, TokenId, check_length, may_be_long
 from server.training import PackedDatum
 
 MAX_TOKENS = 1_048_576  # of one datum; the server's own bound on a call is lower
@@ -16,11 +16,14 @@ MAX_NUMBER = 1e6
 
 def _unpacked(given: Any) -> Any:
     """Whole numbers alone look like token ids."""
-    return list(given) if isinstance(given, TokenIds) else given
+    if not isinstance(given, TokenIds):
+        return given
+    check_length(given, MAX_TOKENS)
+    return list(given)
 
 
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
-Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS), MayBeLong]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS), may_be_long(MAX_TOKENS)]
 Numbers = Annotated[
     list[Number], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS), BeforeValidator(_unpacked)
 ]
@@ -34,16 +37,24 @@ class TextChunk(RequestModel):
 class ChunkedInput(RequestModel):
     """Tinker's ModelInput. Images are not served."""
 
-    chunks: Annotated[list[TextChunk], Field(min_length=1, max_length=1024)]
+    chunks: Annotated[list[TextChunk], Field(fail_fast=True, min_length=1, max_length=1024)]
+
+    @model_validator(mode="after")
+    def _not_longer_than_one_list(self) -> Self:
+        length = sum(len(chunk.tokens) for chunk in self.chunks)
+        if length > MAX_TOKENS:
+            raise ValueError(f"the chunks should have at most {MAX_TOKENS} tokens together, not {length}")
+        return self
 
 
 ModelInput = ChunkedInput | Tokens
 
 
-def token_ids(given: ModelInput) -> list[int]:
-    if isinstance(given, ChunkedInput):
-        return [token for chunk in given.chunks for token in chunk.tokens]
-    return given
+def token_ids(given: ModelInput) -> TokenIds:
+    ids = TokenIds()
+    for tokens in (chunk.tokens for chunk in given.chunks) if isinstance(given, ChunkedInput) else (given,):
+        ids.extend(tokens)
+    return ids
 
 
 class FlatTensor(RequestModel):
@@ -112,8 +123,8 @@ class Datum(RequestModel):
         inputs = self.loss_fn_inputs
         targets = inputs.target_tokens
         return PackedDatum(
-            tokens=array("i", token_ids(self.model_input)).tobytes(),
-            targets=array("i", targets.data if isinstance(targets, TokenTensor) else targets).tobytes(),
+            tokens=token_ids(self.model_input).tobytes(),
+            targets=token_ids(targets.data if isinstance(targets, TokenTensor) else targets).tobytes(),
             weights=inputs.packed("weights"),
             logprobs=inputs.packed("logprobs"),
             advantages=inputs.packed("advantages"),

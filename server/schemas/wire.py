@@ -1,5 +1,6 @@
 """What every body on the wire has in common: strict types, no unknown fields, bounded text. Knows no endpoint."""
 
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -11,7 +12,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 
 from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest
@@ -32,16 +33,25 @@ ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
-def _as_it_was_read(given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+def check_length(given: TokenIds, most: int) -> None:
+    """Raises ValueError."""
+    if len(given) > most:
+        raise ValueError(f"List should have at most {most} items, not {len(given)}")
+
+
+def _as_it_was_read(given: Any, validate: ValidatorFunctionWrapHandler, most: int) -> Any:
     if not isinstance(given, TokenIds):
         return validate(given)
-    if len(given) > MAX_TOKEN_IDS:
-        raise ValueError(f"List should have at most {MAX_TOKEN_IDS} items, not {len(given)}")
+    check_length(given, most)
     return given
 
 
-#: Where a list may be long: server.large_json has read it as TokenIds then, and checked each.
-MayBeLong = WrapValidator(_as_it_was_read)
+def may_be_long(most: int) -> WrapValidator:
+    """Where a list may have so many ids: server.large_json has read it as TokenIds then, and checked each."""
+    return WrapValidator(partial(_as_it_was_read, most=most))
+
+
+MayBeLong = may_be_long(MAX_TOKEN_IDS)
 
 
 class WireModel(BaseModel):
@@ -67,6 +77,8 @@ class RequestModel(WireModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields_only(cls, body: Any) -> Any:
+        if isinstance(body, TokenIds):  # else an object with attributes, of which some are missing
+            raise PydanticKnownError("model_attributes_type")
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_KEYS:

@@ -178,7 +178,10 @@ class Generator:
 
     async def _echoes(self, job: Job) -> list[str]:
         """For each choice of a text job whose prompts fit, its prompt as text."""
-        texts = [await self._text(prompt) for prompt in job.prompts]
+        texts = []
+        for prompt in job.prompts:
+            texts.append(await self._text(prompt))
+            await asyncio.sleep(0)  # as with encoding
         return [text for text in texts for _ in range(job.n)]
 
     async def _text(self, prompt: Prompt) -> str:

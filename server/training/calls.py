@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from models.training import LossName
+from server.engine.token_ids import TokenIds
 
 Kind = Literal["weights", "sampler_weights"]
 
@@ -73,7 +74,7 @@ class LoadWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sample(msgspec.Struct, frozen=True, tag=True):
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     num_samples: int
     max_tokens: int | None
     temperature: float
@@ -135,7 +136,7 @@ class Unloaded(msgspec.Struct, frozen=True, tag=True):
 
 Outcome = Created | Computed | Stepped | Saved | Loaded | Sampled | Unloaded
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=memoryview)  # of TokenIds
 
 
 def digest(call: Call) -> bytes:

@@ -3,10 +3,8 @@
 The process checks again: it knows the base model, which may still be loading when the first calls come.
 """
 
-from array import array
-from collections.abc import Sequence
-
 from models.training import ALLOWED_INPUTS, REQUIRED_INPUTS, LossName
+from server.engine.token_ids import TokenIds
 from server.errors import InvalidRequest
 from server.training.calls import Call, Compute, PackedDatum, Sample, SaveWeights
 from server.training.config import TrainingConfig
@@ -47,8 +45,15 @@ def _check_compute(call: Compute, config: TrainingConfig, ready: Ready | None) -
                 f"{place} has {len(datum.tokens) // 4} tokens; one sequence has at most {ready.max_length} here.",
                 param=f"{place}.model_input",
             )
-        for name, field in FIELDS.items():
-            _check_vocabulary(array("i", getattr(datum, name)), ready.vocab_size, f"{place}.{field}")
+    if ready is not None and not all(_in_vocabulary(_all(call, name), ready.vocab_size) for name in FIELDS):
+        for index, datum in enumerate(call.data):
+            for name, field in FIELDS.items():
+                _check_vocabulary(TokenIds(getattr(datum, name)), ready.vocab_size, f"data[{index}].{field}")
+
+
+def _all(call: Compute, name: str) -> TokenIds:
+    """Of all data: there may be thousands of a few tokens each."""
+    return TokenIds(b"".join(getattr(datum, name) for datum in call.data))
 
 
 def _check_inputs(datum: PackedDatum, loss_fn: LossName, place: str) -> None:
@@ -68,6 +73,10 @@ def _check_inputs(datum: PackedDatum, loss_fn: LossName, place: str) -> None:
             )
 
 
-def _check_vocabulary(token_ids: Sequence[int], size: int, field: str) -> None:
-    if min(token_ids) < 0 or max(token_ids) >= size:
+def _in_vocabulary(token_ids: TokenIds, size: int) -> bool:
+    return token_ids.largest() < size
+
+
+def _check_vocabulary(token_ids: TokenIds, size: int, field: str) -> None:
+    if not _in_vocabulary(token_ids, size):
         raise InvalidRequest(f"{field} names a token outside the vocabulary of {size} tokens.", param=field)

@@ -12,7 +12,6 @@ from typing import Protocol
 from models.batch import SamplingParams
 from server.engine.adapter_registry import AdapterInfo
 from server.engine.messages import AddRequest, EngineReady, TokenDelta
-from server.engine.token_ids import TokenIds
 from server.errors import ContextLengthExceeded, RequestFailedError
 from server.text.choice import ChoiceText
 from server.text.tokenizer import TextTokenizer
@@ -60,11 +59,10 @@ async def sample(serving: Serving, adapter: str, call: Sample, salt: bytes) -> S
                 param="prompt",
             )
         request_id = f"sample-{secrets.token_hex(16)}"
-        prompt = TokenIds(call.prompt)
         requests = [
             AddRequest(
                 request_id=f"{request_id}-{index}",
-                prompt_token_ids=prompt,
+                prompt_token_ids=call.prompt,
                 sampling=SamplingParams(
                     max_tokens=limit,
                     temperature=call.temperature,

@@ -2,15 +2,15 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loop_turns import slowest_turn, watched
 from scripted_engine import LiveServer
 
-from server import strict_json
+from server import large_json, strict_json
 from server.engine.token_ids import TokenIds
 from server.errors import PayloadTooLarge
 from server.large_json import LONG_LIST_BYTES, SMALL_BYTES, loads
@@ -43,6 +43,25 @@ JSON = st.recursive(
 def test_a_large_body_says_what_it_would_say_to_the_strict_reader(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert plain(read(text + FILLER)) == strict_json.loads(text)
+
+
+@given(st.lists(st.sampled_from(["\\\\", '\\"', "\\n", "a", "[", "1,"]), max_size=40), st.integers(1, 9))
+def test_strings_end_where_they_do_wherever_one_stops_to_look(escaped: list[str], look_bytes: int) -> None:
+    text = '{"a":"' + "".join(escaped) + '","b":[1,2,3]}'
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("LOOK_BYTES", look_bytes), ("SMALL_BYTES", 0), ("LONG_LIST_BYTES", 4)):
+            patch.setattr(large_json, name, value)
+        body = read(text)
+    assert isinstance(body["b"], TokenIds)
+    assert plain(body) == json.loads(text)
+
+
+@pytest.mark.parametrize("escaped", ["\\\\", '\\"'])
+def test_millions_of_escapes_are_looked_through_a_little_at_a_time(escaped: str) -> None:
+    body = ('{"a":"' + escaped * 16_000_000 + '"}').encode()
+    value, slowest = asyncio.run(watched(loads(body, MOST)))
+    assert value == {"a": escaped[1] * 16_000_000}
+    assert slowest < PATIENCE / 2  # at once it were 0.2 s
 
 
 def test_long_lists_of_token_ids_are_packed_and_short_ones_are_not() -> None:
@@ -96,26 +115,6 @@ def test_more_values_than_anybody_needs_are_refused_unread(name: str) -> None:
 def test_what_stands_in_a_string_is_not_counted(text: str) -> None:
     body = '{"a":"' + text + '"}'
     assert read(body) == json.loads(body)
-
-
-def slowest_turn(server: LiveServer, path: str, body: bytes) -> tuple[int, Any, float]:
-    """Status, reply, and the longest that the event loop did not come round meanwhile, in seconds of its thread's CPU
-    time: what other threads and processes take is nobody's fault."""
-    slowest, ended = 0.0, False
-
-    async def watch() -> None:
-        nonlocal slowest
-        while not ended:
-            before = time.thread_time()
-            await asyncio.sleep(0.001)
-            slowest = max(slowest, time.thread_time() - before)
-
-    watching = asyncio.run_coroutine_threadsafe(watch(), server.loop)
-    with server.client() as client:
-        reply = client.post(path, content=body, headers={"content-type": "application/json"})
-    ended = True
-    watching.result()
-    return reply.status_code, reply.json(), slowest
 
 
 @pytest.mark.parametrize("echo", [b"true", b"false"])

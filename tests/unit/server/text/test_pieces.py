@@ -92,7 +92,7 @@ def test_pieces_say_what_the_delta_says(
 def test_how_large_pieces_are() -> None:
     assert [len(part.token_ids) for part in in_pieces(merged(text_of(38), TOP))] == [16, 16, 6]
     assert [len(part.token_ids) for part in in_pieces(merged(text_of(600), 0))] == [336, 264]
-    assert [len(part.token_ids) for part in in_pieces(merged(text_of(3000), None))] == [2048, 952]
+    assert [len(part.token_ids) for part in in_pieces(merged(text_of(150), None))] == [64, 64, 22]
     small = merged(text_of(AT_ONCE), TOP, finish_reason="length")
     assert list(in_pieces(small)) == [small]
 

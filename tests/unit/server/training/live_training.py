@@ -14,6 +14,7 @@ import pytest
 from scripted_engine import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ScriptedEngine, tiny_tokenizer
 
 from server.engine.messages import EngineReady
+from server.engine.token_ids import TokenIds
 from server.text.tokenizer import TextTokenizer
 from server.training import (
     Call,
@@ -36,7 +37,7 @@ Run = Callable[..., None]
 LIMIT = 60.0  # seconds for anything to happen: generous, since the machine may be busy
 NEW = NewModel(8, 32, None, 0)
 STEP = OptimStep(1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
-SAMPLE = Sample((1, 2, 3), 1, 5, 1.0, -1, 1.0, None, (), ())
+SAMPLE = Sample(TokenIds((1, 2, 3)), 1, 5, 1.0, -1, 1.0, None, (), ())
 
 
 def compute(*tokens: int, backward: bool = True) -> Compute:
