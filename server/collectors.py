@@ -176,7 +176,7 @@ class EngineCollector(Collector):
         seconds = GaugeMetricFamily(
             "longwave:start_seconds", "The server's start, stage by stage.", labels=(*LABELS, "stage")
         )
-        for stage, taken in self.stages.items():
+        for stage, taken in tuple(self.stages.items()):  # a start may add to them meanwhile
             seconds.add_metric([*self._labels, stage], taken)
         return seconds
 
