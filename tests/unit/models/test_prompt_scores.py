@@ -135,8 +135,11 @@ def expected(bundled_source: ModelSource, prompts: list[list[int]]) -> list[torc
     return [eager_scores(model, prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("decoding", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "decoding"),
+    [(7, True), (100, False)]
+    + [pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, True), (1, False), (7, False), (100, True))],
+)
 def test_prompts_of_the_bundled_model_are_scored_as_by_transformers(
     bundled_model: LoadedModel,
     prompts: list[list[int]],
