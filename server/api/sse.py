@@ -6,12 +6,11 @@ first text, as it is taken for the first token. `[DONE]` is only ever written af
 is cut off: its place among the open requests is another's.
 """
 
-import asyncio
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import ExitStack, aclosing, closing
+from contextlib import ExitStack, aclosing, closing, nullcontext
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -43,6 +42,7 @@ _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 STALL_LIMIT = 60.0  # seconds that a client may take to read what fills its connection's buffers
 FEW_LOGPROBS = 4  # tokens: so many are written in 1 or 2 ms
 LOGPROBS_AT_ONCE = 64  # tokens, with all their alternatives: written in a few milliseconds
+LONG_REPLY = 2**18  # characters: written in a few milliseconds
 
 _memory = ReplyMemory()
 
@@ -137,15 +137,17 @@ async def _chunks(generation: Generation, reply: Reply, ping_interval: float) ->
         if delta is None:
             break
         usage = generation.usage if reply.include_usage == "continuous" else None
-        for chunk in reply.chunks(delta, usage):
+        chunks = reply.chunks(delta, usage)
+        if len(delta.details) > FEW_LOGPROBS:
+            async with generation.long_work.piece():
+                chunks = list(chunks)
+        for chunk in chunks:
             if delta.index not in opened:
                 opened.add(delta.index)
                 for first in reply.opening(delta.index, usage):
                     yield first
             yield chunk
             spoke = time.monotonic()
-        if len(delta.details) > FEW_LOGPROBS:  # many of them may wait here, and a client that reads holds up nobody
-            await asyncio.sleep(0)
     for chunk in reply.closing(generation.usage):
         yield chunk
 
@@ -161,18 +163,20 @@ async def _collect(generation: Generation, reply: Reply, held: HeldReply) -> Seq
             ("logprobs", delta.details, choice.add_logprobs),
         ):
             for at in range(0, len(details), LOGPROBS_AT_ONCE):
-                before = choice.num_held
-                add(details[at : at + LOGPROBS_AT_ONCE])
+                before, some = choice.num_held, details[at : at + LOGPROBS_AT_ONCE]
+                async with generation.long_work.piece() if len(some) > FEW_LOGPROBS else nullcontext():
+                    add(some)
                 try:
                     held.grow(choice.num_held - before, param)
                 except LongwaveError as error:
                     generation.fail(error)  # it is not the client that ends it
                     raise
-                await asyncio.sleep(0)
+    whole = iter(reply.whole(choices, generation.usage))
+    if sum(len(generation.echoes[choice.index]) + choice.num_characters for choice in choices) < LONG_REPLY:
+        return list(whole)
     pieces = []
-    for piece in reply.whole(choices, generation.usage):
+    while (piece := await generation.long_work.next(whole)) is not None:
         pieces.append(piece)
-        await asyncio.sleep(0)
     return pieces
 
 

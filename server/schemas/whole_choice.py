@@ -35,6 +35,10 @@ class WholeChoice:
         return self._text.getvalue()
 
     @property
+    def num_characters(self) -> int:
+        return self._text.tell()
+
+    @property
     def num_held(self) -> int:
         """Bytes of memory that its logprobs take, and its prompt's."""
         return self._of_prompt.num_held + (0 if self._logprobs is None else self._logprobs.num_held)

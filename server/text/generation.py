@@ -5,7 +5,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +15,13 @@ from models.batch import SamplingParams
 from server.engine.messages import AddRequest, TokenDelta
 from server.engine.token_ids import TokenIds
 from server.errors import LongwaveError, RequestFailedError
+from server.long_work import LongWork
 from server.metrics import Metrics
 from server.patience import Patience
 from server.text.chat_template import ChatPrompt
 from server.text.choice import ChoiceText, TextDelta, TextFinish
 from server.text.details import PromptDetails
-from server.text.pieces import in_pieces
+from server.text.pieces import in_pieces, is_long
 from server.text.scored_prompt import ScoredPrompt
 from server.text.tokenizer import TextTokenizer
 
@@ -95,11 +96,14 @@ class Generation:
         tokenizer: TextTokenizer,
         metrics: Metrics,
         reservation: ExitStack,
+        long_work: LongWork,
         echoes: Sequence[str] | None = None,
     ) -> None:
-        """`echoes`: each request's prompt as it is shown in front of its choice; None: no prompt is."""
+        """`long_work`: that of all generations. `echoes`: each request's prompt as it is shown in front of its choice;
+        None: no prompt is."""
         self.job = job
         self.requests = requests
+        self.long_work = long_work
         self.echoes = [""] * len(requests) if echoes is None else echoes
         self._engine = engine
         self._metrics = metrics
@@ -217,9 +221,11 @@ class Generation:
     async def _spell(self, index: int, delta: TokenDelta) -> TextFinish | None:
         """Why the choice has ended, if it has."""
         for at, piece in enumerate(in_pieces(delta)):
-            if at:  # others have their turn
+            may_be_long = is_long(piece)
+            if at and not may_be_long:  # others have their turn
                 await asyncio.sleep(0)
-            text = self._choices[index].feed(piece)
+            async with self.long_work.piece() if may_be_long else nullcontext():
+                text = self._choices[index].feed(piece)
             if self._prompts:
                 await self._tell(self._prompts[index // self.job.n], index, piece)
             if not piece.prompt_logprobs:
@@ -234,7 +240,8 @@ class Generation:
         if index != prompt.choices[0]:
             await prompt.was_told.wait()
             return
-        for said in prompt.feed(piece.prompt_logprobs or ()):
+        details, may_be_long = prompt.feed(piece.prompt_logprobs or ()), is_long(piece)
+        while (said := await self.long_work.next(details) if may_be_long else next(details, None)) is not None:
             await self._put(said)
         if not piece.prompt_logprobs:
             prompt.was_told.set()

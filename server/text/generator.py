@@ -18,6 +18,7 @@ from server.errors import (
     PayloadTooLarge,
     retry_after_in,
 )
+from server.long_work import LongWork
 from server.metrics import Metrics
 from server.text.chat_template import ChatPrompt, Pieces, any_length, encode_chat
 from server.text.generation import Generation, Job, Prompt, TokenEngine
@@ -60,6 +61,7 @@ class Generator:
         self._on_active = on_active
         self._open: set[Generation] = set()
         self._prompt_memory = PromptMemory()
+        self._long_work = LongWork()
         self.num_active = 0  # open ones, and those still being tokenised
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,6 +94,7 @@ class Generator:
             tokenizer=self.tokenizer,
             metrics=self._metrics,
             reservation=reservation,
+            long_work=self._long_work,
             echoes=echoes,
         )
         self._open.add(generation)

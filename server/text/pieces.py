@@ -10,7 +10,16 @@ from server.engine.messages import TokenDelta
 
 #: Log-probabilities of a piece, those of alternatives included: 16 tokens with 20 each, 10 ms.
 MAX_LOGPROBS = 336
+FEW_LOGPROBS, FEW_TOKENS = 84, 16  # of a piece that takes no longer than most steps' do
 MAX_TOKENS = 64  # of a piece without: a byte each of SentencePiece, looked at for 32 stop strings, 30 ms
+
+
+def is_long(piece: TokenDelta) -> bool:
+    """Whether spelling it out takes long enough to count as a piece of long work."""
+    num_logprobs = sum(len(scores) * (1 + scores.num_top) for scores in piece.prompt_logprobs or ())
+    if piece.logprobs:
+        num_logprobs += len(piece.token_ids) * (1 + piece.logprobs[0].num_top)
+    return len(piece.token_ids) > FEW_TOKENS or num_logprobs > FEW_LOGPROBS
 
 
 def in_pieces(delta: TokenDelta) -> Iterator[TokenDelta]:

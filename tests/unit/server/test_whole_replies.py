@@ -17,6 +17,7 @@ from scripted_engine import LiveServer, Script
 
 from server.api import piecewise, sse
 from server.api.reply_memory import ReplyMemory
+from server.long_work import LongWork
 from server.schemas import packed_json
 from server.schemas.chat import AnswerMessage, ChatChoice, ChatCompletion, ChoiceLogprobs
 from server.schemas.chat_reply import ChatReply
@@ -58,6 +59,8 @@ class Said:
 
     def __init__(self, said: Iterator[TextDelta], num_choices: int = 2) -> None:
         self.requests = range(num_choices)
+        self.echoes = [""] * num_choices
+        self.long_work = LongWork()
         self._said = said
 
     async def next(self) -> TextDelta | None:

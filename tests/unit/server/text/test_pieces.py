@@ -26,7 +26,7 @@ from server.text.generation import MAX_UNREAD_LOGPROBS, Job
 from server.text.pieces import in_pieces
 from server.text.tokenizer import TextTokenizer
 
-TOKENS, TOP = 2900, 20
+TOKENS, TOP = 2904, 20
 AT_ONCE = 16
 WORDS = "hello wörld, 日本語 "
 
