@@ -1,6 +1,6 @@
-"""Long work on the event loop in pieces, few of them in each of its turns, whoever has some: with a hundred requests that
-write out their prompts' log-probabilities a turn would else have a hundred, and everybody's next token wait for all.
-Knows no work."""
+"""Long work on the event loop in pieces, few of them in each of its turns, whoever has some: with a hundred requests
+that write out their prompts' log-probabilities a turn would else have a hundred, and everybody's next token wait for
+all. Knows no work."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
