@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prometheus_client import Histogram
@@ -98,7 +98,7 @@ class Generation:
         echoes: Sequence[str] | None = None,
     ) -> None:
         """`echoes`: each request's prompt as it is shown in front of its choice; None: no prompt is."""
-        self.job = job
+        self.job = replace(job, prompts=())  # they have become tokens: texts of megabytes may be few
         self.requests = requests
         self.echoes = [""] * len(requests) if echoes is None else echoes
         self._engine = engine
