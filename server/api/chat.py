@@ -43,4 +43,4 @@ async def create_chat_completion(
     )
     generation = await until_disconnect(request.receive, generator.open(job))
     interval = lifecycle.settings.ping_interval
-    return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)
+    return answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)

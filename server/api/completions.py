@@ -45,4 +45,4 @@ async def create_completion(
         n=job.n,
     )
     interval = lifecycle.settings.ping_interval
-    return await answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)
+    return answer(request, generation, reply, stream=bool(body.stream), ping_interval=interval)

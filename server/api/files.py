@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.deps import FilesDep, LifecycleDep, OriginDep
 from server.api.disconnect import ClientDisconnected
-from server.api.piecewise import PiecewiseJSON
+from server.api.piecewise import written
 from server.errors import ServerDraining
 from server.files.catalog import StoredFile
 from server.files.receiving import receive_file
@@ -59,7 +59,7 @@ async def list_files(
         )
         return listed.model_dump_json().encode()
 
-    return PiecewiseJSON([await asyncio.to_thread(page)])
+    return written(await asyncio.to_thread(page))
 
 
 @router.get(PATH + "/{file_id}", responses=FILE_FAILURES)

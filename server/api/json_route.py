@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from fastapi import HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from server import large_json
-from server.errors import PayloadTooLarge
+from server.api.failures import invalid_request
+from server.errors import LongwaveError, PayloadTooLarge
 
 MOST_VALUES = 100_000  # of one body, lists of token ids not counted
 VALUES_OF_A_TOKEN = 4  # that is trained: three numbers and a target
@@ -39,32 +39,58 @@ def _reason(error: ValueError | RecursionError, num_bytes: int) -> str:
 
 
 def _checked(schema: Any, body: Any) -> Any:
-    """The model that `body` is, which FastAPI takes for what it says. Raises RequestValidationError, LongwaveError."""
-    model, errors = schema.validate(body, loc=("body",))
-    if errors:
-        raise RequestValidationError(errors, body=body)
-    return model
+    """The model that `body` is, which FastAPI takes for what it says, or why it is none: LongwaveError."""
+    try:
+        model, errors = schema.validate(body, loc=("body",))
+    except LongwaveError as error:
+        return _alone(error)
+    return invalid_request(errors, body) if errors else model
+
+
+def _alone(error: LongwaveError) -> LongwaveError:
+    """Without the frames that it came through, and what they hold."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+async def _read(body: bytes, most_values: int, schema: Any) -> Any:
+    """What the body says, held against its schema where it is large; or why it is refused, an exception that is not
+    raised: those of routes are garbage in cycles, of FastAPI's making, and keep what the frames hold that they came
+    through until somebody collects it."""
+    try:
+        read = await large_json.loads(body, most_values)
+    except PayloadTooLarge as error:
+        return _alone(error)
+    except (ValueError, RecursionError) as error:
+        return json.JSONDecodeError(_reason(error, len(body)), "", 0)
+    if schema is None or len(body) <= large_json.SMALL_BYTES:
+        return read
+    return await large_json.in_thread(partial(_checked, schema, read))
 
 
 class StrictJSONRequest(Request):
     most_values = MOST_VALUES
     schema: Any = None  # of the body: a ModelField, which FastAPI gives no public name
 
+    async def body(self) -> bytes:
+        """The first byte, if there is any: FastAPI holds what it gets from here until the answer is complete."""
+        self._came = b"".join([chunk async for chunk in self.stream()])
+        return self._came[:1]
+
     async def json(self) -> Any:
-        body = await self.body()
         try:
-            read = await large_json.loads(body, self.most_values)
-        except PayloadTooLarge as error:
-            raise _Refused(error) from None
-        except (ValueError, RecursionError) as error:
-            # The body does not travel with the error.
-            raise json.JSONDecodeError(_reason(error, len(body)), "", 0) from None
-        if self.schema is None or len(body) <= large_json.SMALL_BYTES:
-            return read
-        try:
-            return await large_json.in_thread(partial(_checked, self.schema, read))
+            read = await _read(self._taken(), self.most_values, self.schema)
         except Exception as error:
             raise _Refused(error) from None
+        if isinstance(read, LongwaveError):
+            raise _Refused(read)
+        if isinstance(read, json.JSONDecodeError):
+            raise read
+        return read
+
+    def _taken(self) -> bytes:
+        came, self._came = self._came, b""
+        return came
 
 
 class StrictJSONRoute(APIRoute):
@@ -75,7 +101,8 @@ class StrictJSONRoute(APIRoute):
             try:
                 return await handle(self.strict(request))
             except _Refused as refused:
-                raise refused.error from None
+                error = refused.error
+            raise error
 
         return read_strictly
 

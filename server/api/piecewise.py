@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.reply_memory import memory
 from server.schemas.packed_json import PackedJSON
 
 PIECE_BYTES = 256 * 2**10
@@ -29,6 +30,13 @@ class PiecewiseJSON(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 await asyncio.sleep(0)
             await send({"type": "http.response.body", "body": b""})
+
+
+def written(document: bytes, param: str | None = None) -> PiecewiseJSON:
+    """Counts among what replies hold. Raises InvalidRequest, about `param`, and ServerOverloaded."""
+    with ExitStack() as stack:
+        stack.enter_context(memory.reply()).write(len(document), param)
+        return PiecewiseJSON([document], stack.pop_all())
 
 
 def parts(pieces: Iterable[bytes | PackedJSON]) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.api.disconnect import ClientDisconnected, until_disconnect
 from server.api.piecewise import PiecewiseJSON
-from server.api.reply_memory import HeldReply, ReplyMemory
+from server.api.reply_memory import HeldReply, memory
 from server.errors import LongwaveError, RequestFailedError
 from server.patience import Patience
 from server.schemas.packed_json import PackedJSON
@@ -44,8 +44,6 @@ FEW_LOGPROBS = 4  # tokens: so many are written in 1 or 2 ms
 LOGPROBS_AT_ONCE = 64  # tokens, with all their alternatives: written in a few milliseconds
 LONG_REPLY = 2**18  # characters: written in a few milliseconds
 
-_memory = ReplyMemory()
-
 logger = logging.getLogger("longwave")
 
 
@@ -61,18 +59,28 @@ class Reply(Protocol):
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> Iterable[bytes | PackedJSON]: ...
 
 
-async def answer(
-    request: Request, generation: Generation, reply: Reply, *, stream: bool, ping_interval: float
-) -> Response:
+def answer(request: Request, generation: Generation, reply: Reply, *, stream: bool, ping_interval: float) -> Response:
+    """Generates only when it is sent: by then nobody holds the request any more, whose body may be large."""
     if stream:
         return EventStream(generation, reply, ping_interval, request.state.request_id)
-    with ExitStack() as stack:
-        held = stack.enter_context(_memory.reply())
-        try:
-            pieces = await until_disconnect(request.receive, _collect(generation, reply, held))
-        finally:
-            await generation.aclose()
-        return PiecewiseJSON(pieces, stack.pop_all())
+    return WholeReply(generation, reply)
+
+
+class WholeReply(Response):
+    def __init__(self, generation: Generation, reply: Reply) -> None:
+        super().__init__()
+        self.generation = generation
+        self.reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as stack:
+            held = stack.enter_context(memory.reply())
+            try:
+                pieces = await until_disconnect(receive, _collect(self.generation, self.reply, held))
+            finally:
+                await self.generation.aclose()
+            whole = PiecewiseJSON(pieces, stack.pop_all())
+        await whole(scope, receive, send)
 
 
 class EventStream(Response):
@@ -172,10 +180,11 @@ async def _collect(generation: Generation, reply: Reply, held: HeldReply) -> Seq
                     generation.fail(error)  # it is not the client that ends it
                     raise
     whole = iter(reply.whole(choices, generation.usage))
-    if sum(len(generation.echoes[choice.index]) + choice.num_characters for choice in choices) < LONG_REPLY:
-        return list(whole)
+    is_long = sum(len(generation.echoes[choice.index]) + choice.num_characters for choice in choices) > LONG_REPLY
     pieces = []
-    while (piece := await generation.long_work.next(whole)) is not None:
+    while (piece := await generation.long_work.next(whole) if is_long else next(whole, None)) is not None:
+        if isinstance(piece, bytes):
+            held.write(len(piece))
         pieces.append(piece)
     return pieces
 

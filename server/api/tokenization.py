@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from server.api.deps import LifecycleDep, OriginDep
 from server.api.json_route import StrictJSONRoute
-from server.api.piecewise import PiecewiseJSON
+from server.api.piecewise import written
 from server.schemas.failure import BODY_FAILURES
 from server.schemas.tokenization import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
@@ -25,7 +25,7 @@ async def tokenize(body: TokenizeRequest, lifecycle: LifecycleDep, origin: Origi
         )
         return whole.model_dump_json(exclude_none=True).encode()
 
-    return PiecewiseJSON([await generator.tokenizer.in_thread(reply, len(tokens), fits=False)])
+    return written(await generator.tokenizer.in_thread(reply, len(tokens), fits=False))
 
 
 @router.post("/detokenize", response_model=DetokenizeReply, responses=BODY_FAILURES)
@@ -39,4 +39,4 @@ async def detokenize(body: DetokenizeRequest, lifecycle: LifecycleDep, origin: O
         text = tokenizer.decode(body.tokens, skip_special_tokens=False)
         return DetokenizeReply(prompt=text).model_dump_json().encode()
 
-    return PiecewiseJSON([await tokenizer.in_thread(reply, len(body.tokens), fits=False)])
+    return written(await tokenizer.in_thread(reply, len(body.tokens), fits=False), "tokens")

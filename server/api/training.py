@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from server.api.deps import LifecycleDep, OriginDep, TrainingDep
 from server.api.json_route import TrainingRoute
-from server.api.piecewise import PiecewiseJSON
+from server.api.piecewise import written
 from server.errors import EngineUnavailable, InvalidRequest, ModelNotFound, ServerDraining
 from server.lifecycle import Lifecycle, Phase
 from server.schemas.failure import BODY_FAILURES, READ_FAILURES, failures
@@ -152,7 +152,7 @@ async def retrieve_future(body: RetrieveFutureRequest, training: TrainingDep, or
         async with asyncio.timeout(WAIT_SECONDS):
             await future.ended.wait()
     # In a thread: samples may have a million tokens.
-    return PiecewiseJSON([await asyncio.to_thread(lambda: result_of(future).model_dump_json().encode())])
+    return written(await asyncio.to_thread(lambda: result_of(future).model_dump_json().encode()))
 
 
 @router.post("/get_info", responses=CALL_FAILURES)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prometheus_client import Histogram
@@ -101,7 +101,7 @@ class Generation:
     ) -> None:
         """`long_work`: that of all generations. `echoes`: each request's prompt as it is shown in front of its choice;
         None: no prompt is."""
-        self.job = job
+        self.job = replace(job, prompts=())  # they have become tokens: texts of megabytes may be few
         self.requests = requests
         self.long_work = long_work
         self.echoes = [""] * len(requests) if echoes is None else echoes

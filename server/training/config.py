@@ -23,6 +23,7 @@ class TrainingConfig:
     idle_seconds: float = 3600.0  # without a call; then a model is saved and unloaded
     result_seconds: float = 600.0  # that results are kept
     max_results: int = 64  # of one model that are kept
+    max_ended: int = 64  # models of one owner that have ended, of which is known how, and what came of their calls
     gap_seconds: float = 60.0  # that a gap in the seq_ids may last while calls wait behind it
     call_seconds: float = 1800.0  # that the process works on one call (more where it rests), then it counts as hung
     silence_limit: float = 120.0  # seconds without a word from the process, then it counts as hung

@@ -107,6 +107,7 @@ class Training:
             raise QuotaExceeded(
                 f"{self.config.max_models} models are live, as many as this server has room for: unload one first."
             )
+        self._forget_ended(owner)
         model = LiveModel(f"train-{secrets.token_hex(16)}", owner, salt, base_model, create, self.config)
         self._models[model.id] = model
         self.stats.models = len(self.live())
@@ -269,6 +270,17 @@ class Training:
             self._last_saves.discard(ended)
             ended.set_result(None)
 
+    def _forget_ended(self, owner: str) -> None:
+        """The oldest beyond what is kept: who makes and deletes them without end must not fill the memory."""
+        ended = [model for model in self._models.values() if model.owner == owner and model.end is not None]
+        ended.sort(key=lambda model: model.ended_at)
+        for model in ended[: -self.config.max_ended]:
+            del self._models[model.id]
+        self._forget_keys()
+
+    def _forget_keys(self) -> None:
+        self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
+
     async def _tidy(self) -> None:
         for turn in count(1):
             await asyncio.sleep(min(TIDY_SECONDS, self.config.idle_seconds / 4))
@@ -287,8 +299,8 @@ class Training:
             if model.end is None and model.is_idle and now - model.last_used > self.config.idle_seconds:
                 await self._put_away(model, f"There was no call for {self.config.idle_seconds:g} s.")
             if model.end is not None and now - model.ended_at > self.config.result_seconds:
-                del self._models[model.id]
-        self._keys = {key: model_id for key, model_id in self._keys.items() if model_id in self._models}
+                self._models.pop(model.id, None)
+        self._forget_keys()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

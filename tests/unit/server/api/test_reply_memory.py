@@ -11,7 +11,7 @@ import pytest
 from scripted_engine import LiveServer, Script, wait_until
 from starlette.types import Message
 
-from server.api import reply_memory, sse
+from server.api import reply_memory
 from server.api.piecewise import PiecewiseJSON
 from server.api.reply_memory import ReplyMemory
 from server.errors import InvalidRequest, ServerOverloaded
@@ -80,7 +80,7 @@ def test_the_caller_is_told_to_stream(
         assert client.post(path, json=body).status_code == 200
         with client.stream("POST", path, json={**body, "stream": True}) as streamed:
             assert sum(map(len, streamed.iter_bytes())) > 0
-    assert sse._memory.num_held == 0
+    assert reply_memory.memory.num_held == 0
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -118,6 +118,55 @@ def test_what_a_reply_holds_no_longer_counts_when_its_client_has_gone(
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head % len(body) + body)
-        wait_until(lambda: sse._memory.num_held > 1000)
-    wait_until(lambda: sse._memory.num_held == 0)
-    assert not sse._memory.replies
+        wait_until(lambda: reply_memory.memory.num_held > 1000)
+    wait_until(lambda: reply_memory.memory.num_held == 0)
+    assert not reply_memory.memory.replies
+
+
+def test_what_is_written_counts_beyond_what_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_memory, "SMALL_BYTES", 5)
+    monkeypatch.setattr(reply_memory, "WRITTEN_BYTES", 70)
+    memory = ReplyMemory()
+    with memory.reply() as short, memory.reply() as first, memory.reply() as second:
+        short.write(5)
+        assert memory.num_held == 0
+        first.write(5)
+        first.write(65)
+        assert memory.num_held == 70
+        with pytest.raises(InvalidRequest) as refusal:
+            first.write(1, "tokens")
+        assert refusal.value.param == "tokens"
+        second.write(30)
+        with pytest.raises(ServerOverloaded):
+            second.write(21)
+    assert memory.num_held == 0
+
+
+def test_replies_that_nobody_reads_are_held_up_to_a_bound(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_memory, "ALL_BYTES", 20 * 2**20)
+    echoes = {"model": "tiny", "prompt": [[1] * 4000] * 48, "n": 8, "echo": True, "max_tokens": 0}  # of 9 MB
+    body = json.dumps(echoes).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with ExitStack() as clients, server.client() as client:
+        for number in (1, 2):
+            connection = clients.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            connection.sendall(head % len(body) + body)
+            wait_until(lambda number=number: reply_memory.memory.num_held > number * 8 * 2**20)
+        reply = client.post("/v1/completions", json=echoes)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_is_overloaded")
+        assert client.post("/v1/completions", json=COMPLETION | {"logprobs": None}).status_code == 200
+    wait_until(lambda: reply_memory.memory.num_held == 0)
+    with server.client() as client:
+        assert client.post("/v1/completions", json=echoes).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "x" * 900}), ("/detokenize", {"tokens": [1] * 900})]
+)
+def test_texts_and_tokens_are_bounded_as_they_go_out(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    monkeypatch.setattr(reply_memory, "WRITTEN_BYTES", 500)
+    with server.client() as client:
+        reply = client.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -59,6 +59,25 @@ def test_the_same_idempotency_key_is_the_same_model(run: Run) -> None:
     run(main)
 
 
+def test_of_those_that_have_ended_the_last_ones_of_each_owner_are_known(run: Run) -> None:
+    async def main(work: Work) -> None:
+        theirs = await work.create("you")
+        await work.training.delete(theirs)
+        ended = []
+        for number in range(4):
+            ended.append(await work.create(key=str(number)))
+            await work.training.delete(ended[-1])
+        await work.create()
+        for model in ended[:2]:
+            with pytest.raises(TrainingMissing):
+                work.training.model(model.id, "me")
+        assert [work.training.model(model.id, "me") for model in ended[2:]] == ended[2:]
+        assert work.training.model(theirs.id, "you") is theirs
+        assert await work.create(key="0") is not ended[0]
+
+    run(main, max_ended=2)
+
+
 def test_models_and_ranks_are_bounded(run: Run) -> None:
     async def main(work: Work) -> None:
         with pytest.raises(InvalidRequest, match=r"rank is 17; .* up to rank 16") as error:
