@@ -403,7 +403,7 @@ def test_backward_tiles_that_are_not_the_default(dim: int) -> None:
             backward_oracle.check(args, "flash_bwd_sm90", with_lse=True, tile=tile)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.thorough)])
 def test_dq_that_is_finished_on_the_way_waits_for_no_block_that_does_not_run(
     dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,7 +471,8 @@ def test_rows_do_not_depend_on_their_warp(dim: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
-        (AMPERE, "bf16"), (HOPPER, "fp16"), (AMPERE, "fp32"),
+        (HOPPER, "fp16"), (AMPERE, "fp32"),
+        pytest.param(AMPERE, "bf16", marks=pytest.mark.thorough),
         pytest.param(AMPERE, "fp16", marks=pytest.mark.thorough),
         pytest.param(HOPPER, "bf16", marks=pytest.mark.thorough),
         pytest.param(HOPPER, "fp32", marks=pytest.mark.thorough),
