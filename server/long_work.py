@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-PIECES = 4  # of a turn, which takes some 8 ms then: one for each would cost a third more of the CPU's time in all
+PIECES = 4  # of a turn, which takes several milliseconds then; fewer would be more turns, each of which costs, too
 
 T = TypeVar("T")
 
