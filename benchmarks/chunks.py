@@ -80,11 +80,7 @@ def measure(cell: Cell, watch: Stopwatch) -> dict[str, float]:
 
 def measure_steadily(cell: Cell, device: torch.device, seconds: float) -> dict[str, power.Load]:
     """Each way's mean of two turns, the second in the opposite order."""
-    calls, num_sms = checked_ways(cell, device), torch.cuda.get_device_properties(device).multi_processor_count
-    found: dict[str, list[power.Load]] = {name: [] for name in calls}
-    for name in (*calls, *reversed(calls)):
-        found[name].append(power.measure(calls[name], cell.flops, seconds, num_sms))
-    return {name: power.mean(loads) for name, loads in found.items()}
+    return power.steadily(checked_ways(cell, device), cell.flops, seconds, device)
 
 
 def main(

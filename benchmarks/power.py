@@ -18,7 +18,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -115,6 +115,17 @@ def measure(call: Callable[[], object], flops: float, seconds: float, num_sms: i
     mhz, watts = (statistics.mean(values) for values in zip(*late, strict=True))
     rate = flops / statistics.median(times[len(times) // 2 :]) / 1e9  # TFLOP/s
     return Load(rate, mhz, watts, mhz * num_sms / rate, watts / rate)
+
+
+def steadily(
+    calls: Mapping[str, Callable[[], object]], flops: float, seconds: float, device: torch.device
+) -> dict[str, Load]:
+    """Each call's mean of two turns, the second in the opposite order, as who comes behind whom matters."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    found: dict[str, list[Load]] = {name: [] for name in calls}
+    for name in (*calls, *reversed(list(calls))):
+        found[name].append(measure(calls[name], flops, seconds, num_sms))
+    return {name: mean(loads) for name, loads in found.items()}
 
 
 def contenders(section: Section, head_dim: int, only: Sequence[str] | None) -> list[Contender]:

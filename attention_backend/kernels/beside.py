@@ -20,12 +20,15 @@ def serves(few: AttentionArgs, many: AttentionArgs) -> bool:
     return rows and keys and _blocks(few) > 0 and flash_decode.serves_hopper(few)
 
 
-def forward(few: AttentionArgs, many: AttentionArgs) -> tuple[Result, Result]:
-    """Out and lse of each problem, as `flash_decode.forward` and `flash_fwd_sm90.forward` give them."""
+def forward(few: AttentionArgs, many: AttentionArgs, blocks: int | None = None) -> tuple[Result, Result]:
+    """Out and lse of each problem, as `flash_decode.forward` and `flash_fwd_sm90.forward` give them.
+
+    `blocks`: of the decode, each on a multiprocessor of its own; by default BESIDE_SHARE of them.
+    """
     decodes: list[Result] = []
 
     def decode() -> int:
-        decodes.append(flash_decode.forward(few, blocks=_blocks(few)))
+        decodes.append(flash_decode.forward(few, blocks=_blocks(few) if blocks is None else blocks))
         return flash_decode.most_counters(few)
 
     out = flash_fwd_sm90.forward(many, beside=decode)
