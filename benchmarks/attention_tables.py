@@ -9,6 +9,7 @@ from benchmarks import attention_results, first_call
 from benchmarks.attention_goal import Rule, number
 from benchmarks.attention_registry import FA3, OURS, OURS_BF16, OURS_KERNEL
 from benchmarks.attention_report import Report
+from benchmarks.beside import IN_TURN
 from benchmarks.chunks import FORMS
 from benchmarks.markdown import load, origin, table
 
@@ -250,6 +251,20 @@ def chunks(results: Path) -> str:
         "blocks load for themselves"
     )
     return f"{what}\n({origin(facts)}):\n\n" + table(["rows", *(f"{context:,}" for context in contexts)], rows)
+
+
+def beside(results: Path) -> str:
+    """How many times as fast a step's attention is with its decodes beside its chunk, by how many blocks they have."""
+    facts = load(results / "beside_h200.json")
+    counts = [name for name in facts["cells"][0]["ms"] if name != IN_TURN]
+    rows = []
+    for cell in facts["cells"]:
+        ms = cell["ms"]
+        step = [f"{cell['rows']:,}", f"{cell['context']:,}", f"{cell['decodes']} x {cell['keys']:,}"]
+        rows.append([*step, f"{ms[IN_TURN] * 1e3:,.0f}", *(times(ms[IN_TURN] / ms[count]) for count in counts)])
+    what = "Time of a step's attention, one behind the other, over the time with decodes on so many multiprocessors"
+    header = ["rows of the chunk", "tokens before it", "decodes", "in turn, us", *counts]
+    return f"{what}\n({origin(facts)}):\n\n" + table(header, rows)
 
 
 def shared_keys(results: Path) -> str:

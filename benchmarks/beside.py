@@ -8,7 +8,7 @@ same random inputs, whose results are compared first, without an L2 flush, as la
 ms; with `--steady` each runs alone for so many seconds without a pause, twice, and its clock, watts and joules are read
 (`benchmarks/power.py`). `attention_backend.heuristics.decode.BESIDE_SHARE` is chosen by these numbers.
 
-A minute on an H200. Exit code 0: timed. 1: some disagree. 2: no NVIDIA GPU, or with --steady no nvidia-smi.
+Two minutes on an H200. Exit code 0: timed. 1: some disagree. 2: no NVIDIA GPU, or with --steady no nvidia-smi.
 """
 
 import json

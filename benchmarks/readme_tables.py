@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "roofline": attention_tables.roofline,
     "few_rows": attention_tables.few_rows,
     "chunks": attention_tables.chunks,
+    "beside": attention_tables.beside,
     "shared_keys": attention_tables.shared_keys,
     "power": attention_tables.power,
     "serving": engine_tables.serving,

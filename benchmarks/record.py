@@ -143,7 +143,7 @@ RECORDINGS = (
     Recording("few_rows", "few_rows", 120),
     Recording("shared_keys", "shared_keys", 150),
     Recording("chunks", "chunks", 90),
-    Recording("beside", "beside", 60, ("--steady", "0.3")),
+    Recording("beside", "beside", 120),
     Recording("power", "power", 120, ("backward", "--head-dims", "128")),
     Recording("roofline", "roofline", 300),
     Recording("ladder", "ladder", 60),
