@@ -11,8 +11,7 @@ DECODE_ROWS = 64
 #: the keys, has one tile (benchmarks/few_rows.py).
 FEW_HOPPER_ROWS = 16
 FEWEST_ROWS = 8  # of a tile
-#: Of the multiprocessors, for decodes beside a chunk: 80 of an H200's 132, a block each, read 4.2 TB/s where all read
-#: 4.45.
+#: Of the multiprocessors, for decodes beside a chunk: 80 of an H200's 132, a block each (benchmarks/beside.py).
 BESIDE_SHARE = 0.61
 LEAST_BESIDE = 0.4  # with fewer, decodes take longer than their company saves
 _PLANNED_BATCH = 1024  # sequences whose plan a block leaves room for
