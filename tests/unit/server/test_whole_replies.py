@@ -178,7 +178,7 @@ def drawn(at: int, rng: random.Random) -> TokenDetail:
 @pytest.mark.parametrize("kind", ["details", "prompt_details"])
 def test_logprobs_take_a_fraction_of_the_memory_of_their_json(reply: sse.Reply, kind: str) -> None:
     """A prompt's are in memory once, however many choices it has."""
-    rng, count = random.Random(0), 1500
+    rng, count = random.Random(0), 600
     deltas = (
         TextDelta(index, "the ", finish_reason="length" if at == count - 1 else None, **said)
         for at in range(count)
