@@ -10,8 +10,8 @@ same random inputs, without an L2 flush, as layers follow each other; their outp
 ms: a prompt is read for seconds, at the device's power limit, and what takes fewer joules is faster there. Each form
 has as many parts as `attention_backend.heuristics.sm90` gives it, whose constants, and those of sm90_chunks, are chosen
 by these numbers. Between turns the device waits while calls are queued; with `--steady` each form runs alone for so
-many seconds without a pause, twice, and its clock, watts and joules are read (`benchmarks/power.py`). What is shorter than
-the host's launches of it (some 150 us) is the host's time then.
+many seconds without a pause, twice, and its clock, watts and joules are read (`benchmarks/power.py`). What is
+shorter than the host's launches of it (some 150 us) is the host's time then.
 
 Two minutes on an H200. Exit code 0: timed. 1: some disagree. 2: no NVIDIA GPU, or with --steady no nvidia-smi.
 """
