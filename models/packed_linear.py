@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 #: Rows that the layout is chosen for. Layouts made for 8 to 64 rows serve one row and long prompts as well.
 _TYPICAL_ROWS = 8
+#: Products are of as many kinds between a number of rows and twice as many. More rows than these are rounded up.
+_KINDS = 8
 
 
 class PackedLinear(nn.Module):
@@ -38,7 +40,12 @@ class PackedLinear(nn.Module):
 
     def whole(self, x: Tensor) -> Tensor:
         """The products of all layers that lie together, `[..., sum of their out_features]`."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        rows = x.reshape(-1, self.in_features)
+        count = len(rows)
+        if padding := padded_rows(count) - count:
+            rows = nn.functional.pad(rows, (0, 0, 0, padding))
+        products = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
+        return products[:count].view(*x.shape[:-1], products.shape[-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_features]` -> `[..., out_features]`."""
@@ -60,6 +67,14 @@ class PackedLinear(nn.Module):
         for layer in layers:
             layer._rows = slice(end, end + layer.out_features)
             layer._packed, layer._bias, end = packed, bias, end + layer.out_features
+
+
+def padded_rows(count: int) -> int:
+    """How many rows a product of `count` rows is given, up to an eighth more. oneDNN compiles a product for each number of
+    rows, and keeps some: without limits to those numbers one waits for it again and again, and a quicker answer tells
+    that somebody's prompt was as long."""
+    step = 1 << max(count.bit_length() - _KINDS.bit_length(), 0)
+    return -(-count // step) * step
 
 
 def _laid_out(weight: Tensor) -> Tensor:

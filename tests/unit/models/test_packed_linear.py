@@ -4,12 +4,13 @@ import pytest
 import torch
 from tiny_models import random_model, tiny_config
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.packed_linear import PackedLinear, pack_linears
+from models.packed_linear import PackedLinear, pack_linears, padded_rows
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3, 8, 200])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 17, 200, 300])
 @pytest.mark.parametrize(("fan_in", "fan_out"), [(64, 96), (33, 7), (576, 1536)])
 def test_a_packed_layer_equals_the_plain_one(fan_in: int, fan_out: int, rows: int, bias: bool) -> None:
     torch.manual_seed(0)
@@ -18,6 +19,28 @@ def test_a_packed_layer_equals_the_plain_one(fan_in: int, fan_out: int, rows: in
     packed = PackedLinear(linear)
     torch.testing.assert_close(packed(x), linear(x), atol=1e-5, rtol=1e-5)
     assert torch.equal(packed.weight, linear.weight)
+
+
+def test_a_product_has_an_eighth_more_rows_at_most_and_few_numbers_of_them() -> None:
+    assert [padded_rows(count) for count in range(17)] == list(range(17))
+    assert all(count <= padded_rows(count) <= count * 9 / 8 for count in range(4096))
+    assert len({padded_rows(count) for count in range(513)}) == 57
+
+
+def test_other_numbers_of_rows_need_no_other_product() -> None:
+    class Products(TorchDispatchMode):
+        rows: set[int] = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "linear_pointwise" in str(function):
+                self.rows.add(len(args[0]))
+            return function(*args, **(kwargs or {}))
+
+    layer = PackedLinear(nn.Linear(64, 32).requires_grad_(False))
+    with Products() as products:
+        for rows in range(257, 289):
+            assert layer(torch.randn(1, rows, 64)).shape == (1, rows, 32)
+    assert products.rows == {288}
 
 
 def test_rows_that_are_a_slice_of_something_larger_are_read_right() -> None:
