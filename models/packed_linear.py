@@ -70,9 +70,9 @@ class PackedLinear(nn.Module):
 
 
 def padded_rows(count: int) -> int:
-    """How many rows a product of `count` rows is given, up to an eighth more. oneDNN compiles a product for each number of
-    rows, and keeps some: without limits to those numbers one waits for it again and again, and a quicker answer tells
-    that somebody's prompt was as long."""
+    """How many rows a product of `count` rows is given, up to an eighth more. oneDNN compiles a product for each number
+    of rows, and keeps some: without limits to those numbers one waits for it again and again, and a quicker answer
+    tells that somebody's prompt was as long."""
     step = 1 << max(count.bit_length() - _KINDS.bit_length(), 0)
     return -(-count // step) * step
 

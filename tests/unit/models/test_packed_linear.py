@@ -29,7 +29,9 @@ def test_a_product_has_an_eighth_more_rows_at_most_and_few_numbers_of_them() -> 
 
 def test_other_numbers_of_rows_need_no_other_product() -> None:
     class Products(TorchDispatchMode):
-        rows: set[int] = set()
+        def __init__(self):
+            super().__init__()
+            self.rows = set()
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if "linear_pointwise" in str(function):
