@@ -11,15 +11,15 @@ from attention_backend.heuristics.sm80 import SHARED_MEMORY
 FEWEST_ROWS, MOST_ROWS = 5, 64
 #: Bytes of weights from which on they come from memory and not from the L2, whoever asks for them.
 LEAST_BYTES = 16 << 20
-#: Columns that a tile has of the weights' rows.
-DEPTH = 64
+#: Columns that a stage has of the weights' rows.
+DEPTH = 128
 
-_LEAST_STEPS = 8  # of a block: fewer are over before the ring is full
+_LEAST_STEPS = 4  # of a block: fewer are over before the ring is full
 _ROW_BYTES = 2 * DEPTH
 _WIDTHS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256)  # rows of weights that a tile may have: wgmma's
 _CLUSTERS = (1, 2)  # of more blocks, some wait for room: 4 took 1.5 times as long, 8 no less (H200)
 _MOST_WASTE = 1.2  # of weights of a block, over what each would have if all had as many
-_MOST_STAGES = 12
+_MOST_STAGES = 6
 
 
 @dataclass(frozen=True, slots=True)

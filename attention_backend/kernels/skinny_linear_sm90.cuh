@@ -2,7 +2,8 @@
 //
 // Up to 64 rows are bound by the bytes of the weights, and these depend on nothing: a block streams tiles of
 // COLUMNS rows of W into a ring by TMA, and fills it before it waits for the kernel in front. The rows of x come beside
-// them, from the L2. Rows of x are the rows of the products (wgmma's 64), those of W their columns, as many as share the
+// them, from the L2. A stage has 256 bytes of each row, as two copies that follow each other: memory reads them faster
+// than 128 bytes. Rows of x are the rows of the products (wgmma's 64), those of W their columns, as many as share the
 // weights out evenly.
 //
 // Where W has few rows, CLUSTER blocks, a cluster, share out its columns. Each sends its sums to the block that finishes
@@ -24,9 +25,10 @@
 #include "parts/activation.cuh"
 #endif
 
-constexpr int kRows = 64, kDepth = 64;  // of a tile: of x; columns of both, 128 bytes
+constexpr int kRows = 64, kSlab = 64, kSlabs = 2;  // of a stage: of x; columns of a copy, 128 bytes; copies
 constexpr int kTeam = 128, kThreads = kTeam + 32;
-constexpr int kBytesW = COLUMNS * 128, kBytesX = kRows * 128;
+constexpr int kBytesW = COLUMNS * 128, kBytesX = kRows * 128;  // of a copy
+constexpr int kStageW = kSlabs * kBytesW, kStageX = kSlabs * kBytesX;
 constexpr int kGroups = COLUMNS / 8;  // of eight columns
 constexpr int kSentBytes = CLUSTER > 1 ? kGroups * 16 * kTeam : 0;
 constexpr int kOutputs = GATED ? COLUMNS / 2 : COLUMNS;  // columns of the result
@@ -39,7 +41,7 @@ struct SkinnyParams {
   element* out;  // contiguous rows
   const element* bias;
   int num_rows, box_rows;  // of x; of a copy of them, a multiple of 8
-  int width, steps;        // of the result; tiles of kDepth columns
+  int width, steps;        // of the result; stages of a tile, kSlabs * kSlab columns each
   int tiles, gate_rows;    // of the result's width; rows of W before those of the projection beside the gate
 };
 
@@ -48,8 +50,8 @@ struct SkinnyShared {
 
   __device__ __forceinline__ explicit SkinnyShared(const char* memory) {
     w = (shared_address(memory) + 1023) & ~1023u;
-    x = w + STAGES * kBytesW;
-    sent = x + STAGES * kBytesX;
+    x = w + STAGES * kStageW;
+    sent = x + STAGES * kStageX;
     full = sent + kSentBytes;
     empty = full + 8 * STAGES;
     came = empty + 8 * STAGES;
@@ -66,7 +68,7 @@ struct SkinnyShared {
   }
 };
 
-// This block's part of the columns of W, in tiles of kDepth.
+// This block's part of the columns of W, in stages.
 struct Depth {
   int begin, end;
   __device__ __forceinline__ explicit Depth(const SkinnyParams& p) {
@@ -78,17 +80,26 @@ struct Depth {
 
 __device__ __forceinline__ void load_weights(const SkinnyShared& shared, const SkinnyParams& p, int stage, int tile,
                                              int step) {
-  const uint32 to = shared.w + stage * kBytesW, full = shared.full + 8 * stage;
-  barrier_expect(full, kBytesW + 128 * p.box_rows);
+  const uint32 full = shared.full + 8 * stage;
   const int row = tile * kOutputs;
-  tma_load(to, &p.weights, full, step * kDepth, row, 0, 0, kEvictFirst);
+  barrier_expect(full, kSlabs * (kBytesW + 128 * p.box_rows));
+#pragma unroll
+  for (int i = 0; i < kSlabs; i++) {
+    const uint32 to = shared.w + stage * kStageW + i * kBytesW;
+    const int column = (step * kSlabs + i) * kSlab;
+    tma_load(to, &p.weights, full, column, row, 0, 0, kEvictFirst);
 #if GATED
-  tma_load(to + kBytesW / 2, &p.weights, full, step * kDepth, p.gate_rows + row, 0, 0, kEvictFirst);
+    tma_load(to + kBytesW / 2, &p.weights, full, column, p.gate_rows + row, 0, 0, kEvictFirst);
 #endif
+  }
 }
 
 __device__ __forceinline__ void load_rows(const SkinnyShared& shared, const SkinnyParams& p, int stage, int step) {
-  tma_load(shared.x + stage * kBytesX, &p.rows, shared.full + 8 * stage, step * kDepth, 0, 0, 0, kEvictLast);
+#pragma unroll
+  for (int i = 0; i < kSlabs; i++) {
+    const uint32 to = shared.x + stage * kStageX + i * kBytesX;
+    tma_load(to, &p.rows, shared.full + 8 * stage, (step * kSlabs + i) * kSlab, 0, 0, 0, kEvictLast);
+  }
 }
 
 // One thread.
@@ -177,12 +188,16 @@ __device__ __forceinline__ void compute(const SkinnyShared& shared, const Skinny
 #pragma unroll 1
     for (int step = depth.begin; step < depth.end; step++) {
       const int stage = uniform(ring.stage);
-      const uint64 x = wgmma_descriptor(uniform(shared.x + stage * kBytesX), 16);
-      const uint64 w = wgmma_descriptor(uniform(shared.w + stage * kBytesW), 16);
+      const uint64 x = wgmma_descriptor(uniform(shared.x + stage * kStageX), 16);
+      const uint64 w = wgmma_descriptor(uniform(shared.w + stage * kStageW), 16);
       barrier_wait(shared.full + 8 * stage, ring.parity);
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kDepth / 16; i++) Wgmma<COLUMNS>::shared(acc, x + i * 2, w + i * 2, i || step > depth.begin);
+      for (int i = 0; i < kSlabs * 4; i++) {
+        const int slab = i / 4, within = i % 4 * 2;
+        Wgmma<COLUMNS>::shared(acc, x + slab * (kBytesX / 16) + within, w + slab * (kBytesW / 16) + within,
+                               i || step > depth.begin);
+      }
       wgmma_commit();
       wgmma_wait<0>();
       if (threadIdx.x == 0) barrier_arrive(shared.empty + 8 * stage);

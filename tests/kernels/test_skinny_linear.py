@@ -27,8 +27,9 @@ CONFIGS = (
     SkinnyConfig(224, gated=True),
     SkinnyConfig(128, 4, gated=True),
 )
-#: Rows, depth, tiles; and blocks, of which a cluster of more than one has no second tile. Nothing is whole.
-SIZES = ((5, 520, 3, 3), (64, 1160, 2, 2), (33, 640, 3, 2))
+#: Rows, depth, tiles; and blocks, of which a cluster of more than one has no second tile. Nothing is whole, and the last
+#: copy of a stage may lie beyond the depth.
+SIZES = ((5, 1032, 3, 3), (64, 1160, 2, 2), (33, 1280, 3, 2))
 #: Width, depth: the last two are torch's, for few bytes and for tiles that fit badly.
 LAYERS = ((6144, 4096), (4096, 14336), (4112, 4096), (9216, 3072), (1152, 896), (4608, 3584))
 
