@@ -27,7 +27,7 @@ CONFIGS = (
     SkinnyConfig(224, gated=True),
     SkinnyConfig(128, 4, gated=True),
 )
-#: Rows, depth, tiles; and blocks, of which a cluster of more than one has no second tile. Nothing is whole, and the last
+#: Rows, depth, tiles; and blocks, of which a cluster of more than one has no second tile. Nothing is whole, and a last
 #: copy of a stage may lie beyond the depth.
 SIZES = ((5, 1032, 3, 3), (64, 1160, 2, 2), (33, 1280, 3, 2))
 #: Width, depth: the last two are torch's, for few bytes and for tiles that fit badly.
