@@ -33,6 +33,35 @@ def patterns(results: Path) -> str | None:
     return _beside(results, "patterns", what, names, "time over the whole triangle (prefix-LM: square)")
 
 
+def contexts(results: Path) -> str | None:
+    """Prompts and chunks of them over pages, beside the peers that read pages."""
+    names: Names = (
+        ["new tokens", "tokens before them", "page"],
+        lambda cell: [f"{cell.seqlen_q:,}", f"{cell.seqlen_k - cell.seqlen_q:,}", str(cell.page)],
+    )
+    tables = [
+        _beside(results, section, f"{what}, causal, head_dim 128, 32 heads over 8 key heads, bf16", names)
+        for section, what in (("paged", "Prompts over pages"), ("chunk", "Chunks of long prompts over pages"))
+    ]
+    return "\n".join(table for table in tables if table) or None
+
+
+def lengths(results: Path) -> str | None:
+    """Sequences of different lengths, packed and padded, beside their peers."""
+    names: Names = (
+        ["head_dim", "mask", "sequences"],
+        lambda cell: [str(cell.head_dim), cell.mask, str(cell.batch)],
+    )
+    tables = [
+        _beside(results, section, f"{what}, bf16", names)
+        for section, what in (
+            ("varlen", "Packed sequences of different lengths"),
+            ("padding", "Half of the keys padding"),
+        )
+    ]
+    return "\n".join(table for table in tables if table) or None
+
+
 def _option(cell: Cell) -> list[str]:
     """In words, and the share of the square's pairs that are visible."""
     share = cell.pairs / (cell.batch * cell.seqlen_q * cell.seqlen_k)

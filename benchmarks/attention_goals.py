@@ -77,7 +77,7 @@ def _options(records: Sequence[Record]) -> Iterator[Goal]:
         "512 tokens on 131k over pages, over the same FLOPs dense",
         0.85,
         dense,
-        where=lambda r: r.cell.seqlen_q == 512,
+        where=lambda r: (r.cell.seqlen_q, r.cell.seqlen_k) == (512, 512 + 131072),
     )
     yield of_cells(
         records,

@@ -16,7 +16,10 @@ LONGEST = 65536
 DECODE = ((1, 1024), (1, 8192), (1, 131072), (8, 32768), (32, 8192), (64, 4096), (64, 1024), (16, 131072))
 #: (new tokens, cached prefix) of one sequence
 CHUNKS = ((2048, 0), (8192, 0), (32768, 0), (2048, 30720), (8192, 122880))
-LONG_CHUNKS = ((512, 131072), (128, 32768), (128, 262144), (2048, 32768), (2048, 131072), (2048, 262144))
+LONG_CHUNKS = (
+    (512, 131072), (128, 32768), (128, 262144), (512, 262144), (512, 1048064), (2048, 32768), (2048, 131072),
+    (2048, 262144), (16384, 262144),
+)  # fmt: skip
 #: 64 requests over 100,000 common tokens (their 1,562 whole pages are shared), 600 own each
 SHARED = Cell("shared_prefix", 64, 1, 100_600, 32, 8, 128, False, page=64, shared=99_968)
 GRAPH_CALLS = 32  # about a model's layers

@@ -31,6 +31,8 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "fp8": attention_tables.fp8,
     "shapes": attention_feature_tables.shapes,
     "features": attention_feature_tables.features,
+    "contexts": attention_feature_tables.contexts,
+    "lengths": attention_feature_tables.lengths,
     "patterns": attention_feature_tables.patterns,
     "linear": attention_tables.linear,
     "roofline": attention_tables.roofline,

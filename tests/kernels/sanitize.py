@@ -95,6 +95,15 @@ GRID = (
 )
 
 
+#: By the kernels of GPUs before Hopper, on a Hopper, too, where they serve what the TMA does not bring.
+FEW_ROWS = (
+    Case(1, 900, batch=6, layout="paged", page=8, dim=128, dim_v=128, heads=8, kv_heads=2),
+    Case(1, 900, batch=3, layout="paged", page=64, dim=64, dim_v=64, heads=8, kv_heads=1, num_splits=3, sinks=True),
+    Case(5, 300, batch=3, layout="paged_varlen", page=4, dim=72, dim_v=72, mask="sliding", dtype="fp16"),
+    Case(2, 300, batch=3, heads=16, kv_heads=1, dim=256, dim_v=256, keys="key_mask", num_splits=1),
+)
+MANY_ROWS = (*GRID[:7], Case(40, 700, batch=2, layout="paged", page=8, heads=8, kv_heads=2, dim=128, dim_v=128))
+
 GRADIENTS = (
     Case(130, 140, batch=2, dim=128, dim_v=128, heads=4, kv_heads=2),
     Case(150, 203, batch=6, layout="varlen", mask="sliding", dtype="fp16", dim=64, dim_v=64),
@@ -131,6 +140,22 @@ def run_grid(device: torch.device) -> int:
     for dims in ((64, 64), (80, 80), (192, 128)):
         check_store(70, 16, dims, torch.bfloat16, device)
     return len(GRID) + 3
+
+
+def run_generic(device: torch.device) -> int:
+    """The kernels of GPUs before Hopper, whatever serves these problems here."""
+    from attention_backend.kernels import flash_decode, flash_fwd
+
+    for case in (*FEW_ROWS, *MANY_ROWS):
+        args = build(case, device)
+        if device.type != "cuda":
+            out, _ = dispatch.run(args)
+        elif case in FEW_ROWS:
+            out, _ = flash_decode.forward(args, tma=False)
+        else:
+            out, _ = flash_fwd.forward(args)
+        assert bool(out.isfinite().all()), f"{case} gave NaN or Inf"
+    return len(FEW_ROWS) + len(MANY_ROWS)
 
 
 def run_tiles(device: torch.device) -> int:
@@ -276,6 +301,7 @@ def run_linears(device: torch.device) -> int:
 
 PARTS: dict[str, Callable[[torch.device], int]] = {
     "attention": run_grid,
+    "generic": run_generic,
     "tiles": run_tiles,
     "features": run_features,
     "layers": run_layers,

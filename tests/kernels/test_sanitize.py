@@ -5,11 +5,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from attention_backend import dispatch
+
 from . import sanitize
 
 
 def test_the_grid_runs_on_cpu() -> None:
     assert sanitize.run_grid(torch.device("cpu")) == len(sanitize.GRID) + 3
+
+
+def test_the_generic_kernels_problems_run_on_cpu() -> None:
+    assert sanitize.run_generic(torch.device("cpu")) == len(sanitize.FEW_ROWS) + len(sanitize.MANY_ROWS)
 
 
 def test_the_features_run_on_cpu() -> None:
@@ -46,6 +52,13 @@ def test_the_tiles_run(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_the_grid_runs(device: torch.device) -> None:
     assert sanitize.run_grid(device) == len(sanitize.GRID) + 3
+
+
+@pytest.mark.gpu
+def test_the_generic_kernels_run(device: torch.device) -> None:
+    before = dispatch.calls()
+    assert sanitize.run_generic(device) == len(sanitize.FEW_ROWS) + len(sanitize.MANY_ROWS)
+    assert dispatch.calls() == before, "none of them is chosen by dispatch"
 
 
 @pytest.mark.gpu

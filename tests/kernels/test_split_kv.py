@@ -140,6 +140,25 @@ def test_parts_that_the_device_chooses_meet_the_error_rule(case: Chunks, hopper:
     check(args, result)
 
 
+#: The longest contexts that a GPU holds beside their float64 reference, up to a million keys.
+LONG = (
+    Chunks(((128, 1_048_448),), heads=4, kv_heads=1),
+    Chunks(((512, 261_632),), heads=4, kv_heads=1),
+    Chunks(((16_384, 49_152),), heads=1, kv_heads=1),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_long_contexts_meet_the_error_rule(case: Chunks, hopper: torch.device) -> None:
+    from attention_backend.kernels import flash_fwd_sm90
+
+    args = build(case, hopper)
+    with poisoned_memory():
+        result = flash_fwd_sm90.forward(args)
+    check(args, result)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES[0], CASES[12]], ids=str)
 def test_a_thousand_repeats_of_split_keys_are_bitwise_equal(case: Chunks, hopper: torch.device) -> None:
