@@ -43,7 +43,7 @@ def contexts(results: Path) -> str | None:
         _beside(results, section, f"{what}, causal, head_dim 128, 32 heads over 8 key heads, bf16", names)
         for section, what in (("paged", "Prompts over pages"), ("chunk", "Chunks of long prompts over pages"))
     ]
-    return "\n".join(table for table in tables if table) or None
+    return "\n\n".join(table for table in tables if table) or None
 
 
 def lengths(results: Path) -> str | None:
@@ -53,13 +53,13 @@ def lengths(results: Path) -> str | None:
         lambda cell: [str(cell.head_dim), cell.mask, str(cell.batch)],
     )
     tables = [
-        _beside(results, section, f"{what}, bf16", names)
+        _beside(results, section, f"Forward, bf16: {what}", names)
         for section, what in (
-            ("varlen", "Packed sequences of different lengths"),
-            ("padding", "Half of the keys padding"),
+            ("varlen", "packed sequences, the longest of them"),
+            ("padding", "half of the keys padding"),
         )
     ]
-    return "\n".join(table for table in tables if table) or None
+    return "\n\n".join(table for table in tables if table) or None
 
 
 def _option(cell: Cell) -> list[str]:
@@ -80,8 +80,9 @@ def _beside(results: Path, section: str, what: str, names: Names, cost: str | No
     lines = [[*of(row.cell), *_numbers(row), *([times(row.dense)] if cost else [])] for row in rows]
     timed = {name for row in rows for name in row.ratios}
     peers = named((name for name in LABELS if name in timed), reports) + untimed(reports, section)
-    lengths = ", ".join(f"{n:,}" for n in dict.fromkeys(row.cell.seqlen_k for row in rows))
-    title = f"{what}, {lengths} tokens, TFLOP/s of the pairs seen; peers timed: {peers}"
+    keys = dict.fromkeys(row.cell.seqlen_k for row in rows)
+    length = f", {next(iter(keys)):,} tokens" if len(keys) == 1 else ""
+    title = f"{what}{length}, TFLOP/s of the pairs seen; peers timed: {peers}"
     return f"{title}\n({origins(reports)}):\n\n" + table(header, lines)
 
 

@@ -128,7 +128,7 @@ def _decode(records: Sequence[Record], copy_tb_per_s: float | None) -> Iterator[
     yield of_cells(
         records,
         "latency",
-        "decode 1 x 1k in a graph, microseconds",
+        "decode 1 x 1k in a graph of 32, microseconds",
         8.0,
         lambda r: r.number(OURS),
         Rule.AT_MOST,
