@@ -132,7 +132,8 @@ TABLE = (
         "cuda",
         HALVES,
         f"head_dim 16 to {MAX_HEAD_DIM} by 8; up to {DECODE_ROWS} query rows a key head; {_OPTIONS}; "
-        "float8_e4m3fn keys and values from sm_89",
+        "float8_e4m3fn keys and values from sm_89; on Hopper by the TMA, but for a key mask, pages of which it brings "
+        "fewer than 16 keys at a time and expanded keys, which warps copy",
         _few_rows,
     ),
     Capability(

@@ -45,12 +45,13 @@ def sharing_limits(
     bytes_per_key = min(site.num_kv_heads * (site.head_dim + site.head_dim_v) for site in shared) * kv_dtype.itemsize
     group = max(site.num_heads // site.num_kv_heads for site in shared)
     # Of float8 pages only the kernel of few rows reads what is shared.
-    most = DECODE_ROWS if kv_dtype == torch.float8_e4m3fn and device_type == "cuda" else 0
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    most = DECODE_ROWS if fp8 and device_type == "cuda" else 0
     tile_rows = max(1, TILE_ROWS // group) if most == 0 else most // group
     if most and tile_rows < 2:
         return None
     least_saved_blocks = -(-least_saved_keys(device_type, bytes_per_key) // block_size)
-    return SharingLimits(least_saved_blocks, MOST_LEVELS, tile_rows, tile_rows if most else 0)
+    return SharingLimits(least_saved_blocks, MOST_LEVELS, tile_rows, tile_rows if most else 0, not fp8)
 
 
 @lru_cache(maxsize=64)

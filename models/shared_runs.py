@@ -41,3 +41,4 @@ class SharingLimits:
     max_levels: int = 1
     tile_rows: int = 32  # query rows that read a block together; twice as many read it twice
     max_group_rows: int = 0  # query rows of a group that a kernel takes; 0: any number
+    prefills: bool = True  # whether sequences of several rows share, too

@@ -126,7 +126,7 @@ class StepAssembly:
             work = work._replace(kv_tokens=work.kv_tokens - shared)
             self._read_share = 1 - shared / max(1, _keys(single))
             sharing = StepSharing(levels)
-            if len(several) > 1:
+            if len(several) > 1 and self.sharing.limits.prefills:
                 several, prefill_levels = self.sharing.arrange(several, list(counts.values()))
                 sharing = StepSharing(levels, prefill_levels)
         num_tokens = [1] * len(single) + [counts[request] for request in several]

@@ -96,7 +96,7 @@ def test_limits_follow_from_heads_and_from_what_kernels_read() -> None:
     llama = sharing_limits(sites(32, 8), torch.bfloat16, 64, "cuda")
     assert llama == SharingLimits(least_saved_keys("cuda", 4096) // 64, 2, 32, 0)
     assert sharing_limits(sites(32, 8), torch.float8_e4m3fn, 64, "cuda") == SharingLimits(
-        least_saved_keys("cuda", 2048) // 64, 2, 16, 16
+        least_saved_keys("cuda", 2048) // 64, 2, 16, 16, prefills=False
     )
     mqa = sharing_limits(sites(71, 1), torch.bfloat16, 64, "cuda")
     assert mqa is not None

@@ -81,6 +81,23 @@ def test_keys_within_keys_that_decodes_share_are_read_once() -> None:
     assert all(once + 6 * 16 < step.work.kv_tokens <= once + 6 * (16 + 12 + 16) for step in alone)
 
 
+@pytest.mark.parametrize("prefills", [True, False])
+def test_prompts_share_where_the_runner_reads_so(prefills: bool) -> None:
+    rng = random.Random(0)
+    engine = Engine(1024)
+    sharing = engine.scheduler.assembly.sharing
+    assert sharing is not None
+    sharing.limits = SharingLimits(1, prefills=prefills)
+    document = tokens(rng, 800)
+    engine.add("first", [*document, 7], max_tokens=1, ignore_eos=True)
+    engine.run()
+    for number in range(4):
+        engine.add(f"r{number}", document + tokens(rng, 16), max_tokens=12, ignore_eos=True)
+    taken = steps(engine)
+    assert any(step.sharing.prefills for step in taken) == prefills
+    assert any(step.sharing.decodes for step in taken)
+
+
 def test_halves_of_a_step_are_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "drafts", DraftLimits(step_cost=0.0, row_cost=0.0, max_rows=64))
     rng = random.Random(0)
