@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 #: Rows that the layout is chosen for. Layouts made for 8 to 64 rows serve one row and long prompts as well.
 _TYPICAL_ROWS = 8
-#: Products are of as many kinds between a number of rows and twice as many. More rows than these are rounded up.
+#: Between a power of two and the next one products have one of so many numbers of rows; up to 16 rows are as they are.
 _KINDS = 8
 
 
